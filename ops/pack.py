@@ -1,0 +1,54 @@
+"""pack and unpack: many parts to one buffer for the wire, and back.
+
+    pack(parts, rows, dtype)  ->  [sum(sizes)]   each part cast to dtype, zero-padded to its size
+    unpack(buffer, ...)                          the inverse of a gather: rank-major to value-major
+
+The reference in plain torch. A single contiguous part of the right dtype and size is sent as it
+is, and a single gathered part is returned as a view: no copy that can be avoided.
+Bytes moved at least: one read and one write of each element that changes dtype or place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def pack(parts: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """One send buffer for `parts`, each flattened, cast to `dtype` and zero-padded to its size in elements.
+
+    >>> pack([torch.ones(2), torch.ones(1, 1)], [2, 2], torch.float32)
+    tensor([1., 1., 1., 0.])
+    """
+    if len(parts) == 1 and parts[0].numel() == sizes[0]:
+        return parts[0].to(dtype).reshape(-1).contiguous()
+    buffer = parts[0].new_empty(sum(sizes), dtype=dtype)
+    offset = 0
+    for part, size in zip(parts, sizes, strict=True):
+        n = part.numel()
+        buffer[offset : offset + n].view(part.shape).copy_(part)
+        buffer[offset + n : offset + size].zero_()
+        offset += size
+    return buffer
+
+
+def unpack(
+    buffer: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int
+) -> list[torch.Tensor]:
+    """The whole values of a gathered `buffer`: `ranks` rows, each holding a part of every value.
+
+    `sizes` are the padded elements of a part, `shapes` the whole shapes; padding is cut off at the end.
+
+    >>> unpack(torch.arange(6.0), [1, 2], [(2,), (3,)], 2)
+    [tensor([0., 3.]), tensor([1., 2., 4.])]
+    """
+    table = buffer.view(ranks, sum(sizes))
+    values, offset = [], 0
+    for size, shape in zip(sizes, shapes, strict=True):
+        n = 1
+        for extent in shape:
+            n *= extent
+        values.append(table[:, offset : offset + size].reshape(-1)[:n].view(shape))
+        offset += size
+    return values

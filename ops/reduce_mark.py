@@ -1,0 +1,67 @@
+"""pmean(x, axis), psum(x, axis): asks for the mean or the sum of `x` over a mesh axis.
+
+    x: any tensor, axis: the name of a mesh axis.  ->  a tensor like x
+
+In a plain program, which has no axis, both are the identity. A transform that knows the axis
+reduces there. Each is its own transpose, because every rank's loss is averaged over the axis:
+a cotangent that differs from rank to rank is reduced in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_lib = torch.library.Library("ztrans", "FRAGMENT")
+for _name in ("pmean", "psum"):
+    _lib.define(f"{_name}(Tensor x, str axis) -> Tensor")
+    _lib.impl(_name, lambda x, axis: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ztrans::{_name}", lambda x, axis: torch.empty_like(x), lib=_lib)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(x, name, axis):
+        return getattr(torch.ops.ztrans, name).default(x, axis)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name, ctx.axis = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return _Reduce.apply(cotangent, ctx.name, ctx.axis), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _Reduce.apply(tangent, ctx.name, ctx.axis)
+
+    @staticmethod
+    def vmap(info, dims, x, name, axis):
+        return _Reduce.apply(x, name, axis), dims[0]
+
+
+def _over(name: str, tree: Any, axis: str) -> Any:
+    if not isinstance(axis, str):
+        raise TypeError(f"{name}: axis must be the name of a mesh axis, got {axis!r}.")
+    return pytree.tree_map_only(torch.Tensor, lambda x: _Reduce.apply(x, name, axis), tree)
+
+
+def pmean(tree: Any, axis: str) -> Any:
+    """The mean of every tensor of `tree` over mesh axis `axis`, as `jax.lax.pmean`; in a plain step the identity.
+
+    >>> pmean({"loss": torch.ones(2)}, "dp")
+    {'loss': tensor([1., 1.])}
+    """
+    return _over("pmean", tree, axis)
+
+
+def psum(tree: Any, axis: str) -> Any:
+    """The sum of every tensor of `tree` over mesh axis `axis`, as `jax.lax.psum`; in a plain step the identity.
+
+    >>> psum(torch.ones(2), "dp")
+    tensor([1., 1.])
+    """
+    return _over("psum", tree, axis)

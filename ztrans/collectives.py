@@ -1,0 +1,135 @@
+"""Collectives as equations over lists, and the marks that a trace carries for them.
+
+    f, g   = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast before the wire
+    f, g   = reduce_scatter([a, b], mean, axis=dp)       one term a rank -> shards of the sum
+    f, g   = all_reduce([a, b], mean, axis=dp)           one term a rank -> the sum, everywhere
+    x      = wait(f)                                     a future -> its value
+    s      = shard(x, dim, axis=dp)                      whole -> this rank's part; nothing moves
+    g      = gradient(g0, w)                             marks g0 as the gradient of w (from the trace)
+    y      = pmean(x, axis) | psum(x, axis)              what the user asked for (from the trace)
+
+A list is a bucket: packing, casting and unpacking belong to the operation, not to the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from .graph import Eqn, Graph, Layout, Partial, Primitive, Provenance, Split, Var, dce, rename
+
+ALL_GATHER = Primitive("all_gather")
+REDUCE_SCATTER = Primitive("reduce_scatter")
+ALL_REDUCE = Primitive("all_reduce")
+WAIT = Primitive("wait")
+SHARD = Primitive("shard")
+GRADIENT = Primitive("gradient")
+PMEAN = Primitive("pmean")
+PSUM = Primitive("psum")
+
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
+def is_start(eqn: Eqn) -> bool:
+    """Whether the equation starts a collective."""
+    return eqn.op in STARTS
+
+
+def without(layout: Layout, axis: str) -> Layout:
+    """`layout` with nothing on `axis`."""
+    return tuple(part for part in layout if part.axis != axis)
+
+
+def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn) -> Eqn:
+    """Start a gather of `shards`, each cut over `axis`."""
+    futures = (
+        Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True) for s, name in zip(shards, names)
+    )
+    return Eqn(ALL_GATHER, (list(shards),), tuple(futures), {"dtype": None, "axis": axis}, **eqn)
+
+
+def reduce(terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, **eqn) -> Eqn:
+    """Start the reduction of `terms` over `axis`: a reduce_scatter when `to` cuts the result, else an all_reduce."""
+    futures = (
+        Var(f"{name}'", t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)
+        for t, name in zip(terms, names)
+    )
+    start = REDUCE_SCATTER if to else ALL_REDUCE
+    return Eqn(start, (list(terms),), tuple(futures), {"op": op, "dtype": dtype, "axis": axis}, **eqn)
+
+
+def wait(future: Var, **eqn) -> Eqn:
+    """Wait for `future`; its value has the future's name without the quote."""
+    out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
+    return Eqn(WAIT, (future,), (out,), **eqn)
+
+
+def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
+    """The dtype in which a member of a started collective crosses the wire."""
+    return eqn.kwargs.get("dtype") or member.dtype
+
+
+def wire_bytes(eqn: Eqn, size: int) -> int:
+    """Bytes that one rank must receive for this collective over `size` ranks, padding included."""
+    if not is_start(eqn):
+        return 0
+    total = 0
+    for member in eqn.ins:
+        split = member.split if eqn.op is ALL_GATHER else next(o.split for o in eqn.outs) or Split("", 0)
+        rows = member.shape[split.dim] if member.shape and eqn.op is not ALL_REDUCE else 1
+        padded = member.numel // max(rows, 1) * (-(-rows // size) * size if eqn.op is not ALL_REDUCE else 1)
+        total += padded * wire_dtype(eqn, member).itemsize
+    return total * (size - 1) // size * (2 if eqn.op is ALL_REDUCE else 1)
+
+
+def erase_marks(graph: Graph) -> Graph:
+    """Drop what no transform has made use of: in a plain program marks, pmean and psum are the identity."""
+    marks = {e.outs[0]: e.args[0] for e in graph.eqns if e.op in (GRADIENT, PMEAN, PSUM)}
+    eqns = tuple(e for e in graph.eqns if e.op not in (GRADIENT, PMEAN, PSUM))
+    return rename(graph.replace(eqns=eqns), marks)
+
+
+def erase_trivial(graph: Graph) -> Graph:
+    """Drop the collectives of axes of size 1: a gather becomes its cast, the rest the identity."""
+    one = {axis for axis, size in graph.mesh if size == 1}
+    if not one:
+        return graph
+    alias: dict[Var, Var] = {}
+    eqns = []
+    for e in graph.eqns:
+        axis = e.kwargs.get("axis")
+        if e.op is SHARD and axis in one:
+            alias[e.outs[0]] = e.args[0]
+        elif is_start(e) and axis in one:
+            for member, future in zip(e.ins, e.outs):
+                alias[future] = _through(member, future, e, eqns)
+        elif e.op is WAIT and e.args[0] in alias:
+            alias[e.outs[0]] = e.args[0]
+        else:
+            eqns.append(e)
+    cut = lambda v: dataclasses.replace(v, layout=tuple(p for p in v.layout if p.axis not in one))  # noqa: E731
+    new = {v: cut(v) for v in {*graph.inputs, *(o for e in eqns for o in e.outs if o is not None)} if v.layout}
+    graph = rename(graph.replace(eqns=tuple(eqns)), alias)
+    eqns = tuple(e.replace(outs=tuple(new.get(o, o) for o in e.outs)) for e in graph.eqns)
+    inputs = tuple(new.get(v, v) for v in graph.inputs)
+    batch = frozenset(new.get(v, v) for v in graph.batch)
+    return dce(rename(graph.replace(inputs=inputs, eqns=eqns, batch=batch), new))
+
+
+def _through(member: Var, future: Var, e: Eqn, eqns: list[Eqn]) -> Var:
+    """What a value becomes when it crosses a wire that is not there: rounded to the wire's dtype and back."""
+    for dtype in (e.kwargs.get("dtype"), future.dtype):
+        if dtype is not None and dtype != member.dtype:
+            out = Var(f"{future.name.removesuffix(chr(39))}.{dtype}".replace("torch.", ""), dtype, member.shape, member.layout)
+            eqns.append(Eqn(torch.ops.aten._to_copy.default, (member,), (out,), {"dtype": dtype}, e.region, e.source))
+            member = out
+    return member
+
+
+__all__ = [
+    "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "STARTS", "WAIT",
+    "Partial", "Provenance", "all_gather", "erase_marks", "erase_trivial", "is_start", "reduce", "wait",
+    "wire_bytes", "wire_dtype", "without",
+]  # fmt: skip

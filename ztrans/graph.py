@@ -1,0 +1,312 @@
+"""The staged graph: an explicitly typed, functional, straight-line program.
+
+    graph  ::=  inputs eqn* outputs          eqn  ::=  var, ... = op(arg, ..., key=arg)
+    var    ::=  name: dtype[shape]           arg  ::=  var | literal | list of args
+
+A `Var` is bound once. Its shape is global; its layout says how it lies over the mesh:
+`f32[32@dp,16]` is split along dim 0, `f32[]{sum@dp}` is a sum whose terms lie on the ranks of dp,
+`f32[4,16]` is whole on every rank, and `f32[4,16]!` is a future: started, not yet waited for.
+Everything here is frozen; a pass is a function from a `Graph` to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .source import Source
+
+Region = Literal["forward", "backward", "update"]
+DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Split:
+    """Dim `dim` is cut over mesh axis `axis`, in rank order (see `layout.chunk`)."""
+
+    axis: str
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank of `axis` holds one term; the value is their `op` (sum, mean, max, min, norm2...)."""
+
+    axis: str
+    op: str
+
+
+Layout = tuple[Split | Partial, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Var:
+    """A value of the program: stable name, dtype, global shape, layout over the mesh."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout = ()
+    future: bool = False
+
+    @property
+    def type(self) -> str:
+        """The type as text.
+
+        >>> Var("w", torch.float32, (32, 16), (Split("dp"),)).type
+        'f32[32@dp,16]'
+        """
+        split = {s.dim: s.axis for s in self.layout if isinstance(s, Split)}
+        dims = ",".join(f"{n}@{split[d]}" if d in split else str(n) for d, n in enumerate(self.shape))
+        partial = "".join(f"{{{p.op}@{p.axis}}}" for p in self.layout if isinstance(p, Partial))
+        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}]{partial}{'!' if self.future else ''}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def split(self) -> Split | None:
+        """How the value is cut over the mesh, if it is."""
+        return next((s for s in self.layout if isinstance(s, Split)), None)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.type}"
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """An operation of ours, beside the ATen ones (see `collectives`)."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Why a collective exists: its role, the state leaves it serves, its mesh axis."""
+
+    role: Literal["param", "grad", "state", "output", "update", "user"]
+    paths: tuple[str, ...]
+    axis: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """A scheduling hint, solved once by `schedule`: `birth` moves an equation to where its inputs
+    are born, `use` to where its results are used, `early` ahead of its use within `bytes` in flight."""
+
+    place: Literal["birth", "use", "early"]
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Eqn:
+    """One equation: `outs = op(*args, **kwargs)`, with what is known about where it came from."""
+
+    op: torch._ops.OpOverload | Primitive
+    args: tuple
+    outs: tuple[Var | None, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    region: Region = "forward"
+    source: Source | None = None
+    order: Order | None = None
+    provenance: Provenance | None = None
+
+    @property
+    def ins(self) -> list[Var]:
+        """The variables read, in order, repeats included."""
+        found = list(variables(self.args))
+        return found + list(variables(self.kwargs)) if self.kwargs else found
+
+    def replace(self, **changes: Any) -> Eqn:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A program: the first `num_state` inputs are the train state, and so are the outputs.
+
+    `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes.
+    """
+
+    name: str
+    inputs: tuple[Var, ...]
+    eqns: tuple[Eqn, ...]
+    outputs: tuple[Any, ...]
+    num_state: int
+    batch: frozenset[Var] = frozenset()
+    mesh: tuple[tuple[str, int], ...] = ()
+    history: tuple[str, ...] = ()
+
+    def replace(self, **changes: Any) -> Graph:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    def __str__(self) -> str:
+        from .pretty import program  # a door upwards: printing stands on the graph
+
+        return program(self)
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name}, {len(self.inputs)} inputs, {len(self.eqns)} equations)"
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The program as a `torch.fx.GraphModule`, for FX tools; collectives become calls of `ops`."""
+        from .execute import to_fx  # a door upwards: the way out to FX is part of execution
+
+        return to_fx(self)
+
+    def check(self) -> Graph:
+        """Verify the program (see `check`) and return it."""
+        check(self)
+        return self
+
+
+class Names:
+    """Unique names: `fresh("mm")` is `mm`, then `mm_1`, `mm_2`..."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._count: dict[str, int] = {}
+
+    def fresh(self, name: str) -> str:
+        unique = name
+        while unique in self._taken:
+            self._count[name] = self._count.get(name, 0) + 1
+            unique = f"{name}_{self._count[name]}"
+        self._taken.add(unique)
+        return unique
+
+
+def variables(tree: Any) -> Iterator[Var]:
+    """Every `Var` in nested lists, tuples and dicts."""
+    if isinstance(tree, Var):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from variables(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from variables(item)
+
+
+def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
+    """`tree` with every `Var` replaced by `read(var)`."""
+    if isinstance(tree, Var):
+        return read(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([substitute(item, read) for item in tree])
+    if isinstance(tree, Mapping):
+        return {key: substitute(item, read) for key, item in tree.items()}
+    return tree
+
+
+def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
+    """Which equation binds each variable."""
+    return {out: eqn for eqn in eqns for out in eqn.outs if out is not None}
+
+
+def users(graph: Graph) -> dict[Var, list[Eqn]]:
+    """Which equations read each variable, in program order, each once."""
+    found: dict[Var, list[Eqn]] = {}
+    for eqn in graph.eqns:
+        for var in dict.fromkeys(eqn.ins):
+            found.setdefault(var, []).append(eqn)
+    return found
+
+
+def is_random(op: Any) -> bool:
+    """Whether `op` draws random numbers: an effect, kept in order and never duplicated."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def dce(graph: Graph) -> Graph:
+    """Drop the equations whose results nobody reads; random draws stay, for their effect."""
+    live = set(variables(graph.outputs))
+    kept = []
+    for eqn in reversed(graph.eqns):
+        if is_random(eqn.op) or any(out in live for out in eqn.outs):
+            kept.append(eqn)
+            live.update(eqn.ins)
+    return graph.replace(eqns=tuple(reversed(kept)))
+
+
+def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
+    """Read `alias[v]` wherever the program reads `v`, following chains."""
+
+    def read(var: Var) -> Any:
+        while isinstance(var, Var) and var in alias:
+            var = alias[var]
+        return var
+
+    eqns = (e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read)) for e in graph.eqns)
+    return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))
+
+
+def check(graph: Graph) -> None:
+    """Verify that the program is well formed: bound once, defined before use, futures waited for
+    exactly once and read by nothing else, collectives with provenance, state types preserved.
+
+    Raises: AssertionError, naming the equation. A failure is a bug in a pass, not a user's error.
+    """
+    bound: set[Var] = set()
+    names: set[str] = set()
+    waits: dict[Var, int] = {}
+    where = "the inputs"
+
+    def bind(var: Var) -> None:
+        assert var not in bound and var.name not in names, f"{var} is bound twice, at {where}"
+        bound.add(var)
+        names.add(var.name)
+        if var.future:
+            waits[var] = 0
+
+    for var in graph.inputs:
+        bind(var)
+    for eqn in graph.eqns:
+        where = f"{', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]"
+        for var in eqn.ins:
+            assert var in bound, f"{var} is read before it is bound, at {where}"
+            if str(eqn.op) == "wait":
+                assert var.future, f"{var} is waited for but is not a future, at {where}"
+                waits[var] += 1
+                assert waits[var] == 1, f"{var} is waited for twice, at {where}"
+            else:
+                assert not var.future, f"{var} is a future and is read before its wait, at {where}"
+        outs = [out for out in eqn.outs if out is not None]
+        if str(eqn.op) == "wait":
+            for future, out in zip(eqn.ins, outs, strict=True):
+                same = (future.dtype, future.shape, future.layout) == (out.dtype, out.shape, out.layout)
+                assert same and not out.future, f"wait changes the type of {future}, at {where}"
+        elif any(out.future for out in outs):
+            assert eqn.provenance is not None, f"a collective has no provenance, at {where}"
+            assert eqn.provenance.axis in graph.axes, f"no such mesh axis, at {where}"
+            assert len(outs) == len(eqn.ins), f"members and futures differ in number, at {where}"
+            assert all(i.shape == o.shape for i, o in zip(eqn.ins, outs)), f"shapes differ, at {where}"
+        for out in outs:
+            bind(out)
+    for var in variables(graph.outputs):
+        assert var in bound, f"output {var} is not bound"
+        assert not var.future, f"output {var} is still a future"
+    for var, count in waits.items():
+        assert count == 1, f"{var} is never waited for"
+    for old, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+        same = isinstance(new, Var) and (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, new.layout)
+        assert same, f"state {old} comes back as {new}"

@@ -1,0 +1,134 @@
+"""How a leaf is cut over a mesh: the only place that knows.
+
+A value split over n ranks is cut like `torch.chunk` and DTensor's `Shard`: rank r holds rows
+[r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective
+every part is padded to c rows; between steps nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from .graph import Eqn, Layout, Split, Var
+
+
+@dataclass(frozen=True)
+class AbstractMesh:
+    """Axes and sizes with no devices behind them, as `jax.sharding.AbstractMesh`: enough to trace,
+    lower, print and cost a program for any number of ranks on one machine.
+
+    >>> AbstractMesh(host=2, dp=4)
+    AbstractMesh(host=2, dp=4)
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        for axis, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"AbstractMesh: axis {axis!r} has size {size!r}; a size is a positive integer.")
+        object.__setattr__(self, "axes", tuple(sizes.items()))
+
+    def __repr__(self) -> str:
+        return f"AbstractMesh({', '.join(f'{axis}={size}' for axis, size in self.axes)})"
+
+
+def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh and their sizes."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh.axes
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            "the mesh has no axis names.\nGive it some: init_device_mesh(device, (n,), mesh_dim_names=('dp',))."
+        )
+    return tuple(zip(mesh.mesh_dim_names, mesh.shape))
+
+
+def chunk(rows: int, size: int) -> int:
+    """Rows of a full part: ceil(rows / size).
+
+    >>> chunk(10, 4)
+    3
+    """
+    return -(-rows // size)
+
+
+def part(rows: int, size: int, rank: int) -> tuple[int, int]:
+    """First row and number of rows of `rank`'s part.
+
+    >>> [part(10, 4, r) for r in range(4)]
+    [(0, 3), (3, 3), (6, 3), (9, 1)]
+    """
+    start = min(chunk(rows, size) * rank, rows)
+    return start, min(chunk(rows, size), rows - start)
+
+
+def local_shape(var: Var, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of `var` on the rank at coordinates `at`."""
+    shape = list(var.shape)
+    for split in var.layout:
+        if isinstance(split, Split):
+            shape[split.dim] = part(shape[split.dim], sizes[split.axis], at[split.axis])[1]
+    return tuple(shape)
+
+
+def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
+    """`rank`'s part of a whole tensor, as a view."""
+    return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
+
+
+def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
+    """`eqn` with the sizes among its arguments made those of this rank; they are global in a program."""
+    out = eqn.outs[0]
+    if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
+        return eqn
+    shape = list(local_shape(out, sizes, at))
+    args = list(eqn.args)
+    for i, declared in enumerate(eqn.op._schema.arguments[: len(args)]):
+        if declared.name in ("size", "shape") and isinstance(args[i], (list, tuple)):
+            args[i] = shape
+    return eqn.replace(args=tuple(args))
+
+
+def placements(layout: Layout, mesh: DeviceMesh) -> list:
+    """A layout as DTensor placements, one per mesh axis."""
+    split = {part.axis: part for part in layout if isinstance(part, Split)}
+    return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
+
+
+def shard_leaf(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
+) -> DTensor:
+    """A full tensor (the same on every rank, or good only on rank `source`, or meta) as a DTensor."""
+    if not isinstance(leaf, torch.Tensor):
+        leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+    leaf, wanted = leaf.detach(), placements(layout, mesh)
+    if source is not None:
+        if leaf.is_meta:
+            leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
+        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source)
+    local = leaf
+    for split in layout:
+        if isinstance(split, Split):
+            axis = mesh.mesh_dim_names.index(split.axis)
+            local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
+    if leaf.is_meta:
+        local = torch.empty(local.shape, dtype=leaf.dtype, device=device or mesh.device_type)
+    else:  # a copy: the step writes its state in place, never the tensors it was made from
+        local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
+    stride = torch.empty(leaf.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, *rest: Sequence) -> Any:
+    """`fn(path, leaf)` over a tree; paths are dotted, as in programs."""
+    flat, spec = pytree.tree_flatten_with_path(tree)
+    name = lambda keys: ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)  # noqa: E731
+    return pytree.tree_unflatten([fn(name(keys), leaf) for keys, leaf in flat], spec)

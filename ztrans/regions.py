@@ -1,0 +1,61 @@
+"""Which part of the step an equation belongs to: forward, backward or update.
+
+`backward` is what autograd ran. `forward` is what it recorded, what depends on the batch before
+the last backward, and what only prepares either. The rest is the `update`: it works on values that
+are the same on all ranks, after a gradient, or between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .collectives import GRADIENT
+from .graph import Eqn, Graph, Var, variables
+from .varying import varying
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What the tracer saw of an equation: autograd ran it; autograd recorded it."""
+
+    backward: bool
+    recorded: bool
+
+
+def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
+    """Give every equation its region."""
+    over = varying(graph, ("batch",))
+    depends: set[Var] = set()  # on a gradient
+    for e in graph.eqns:
+        if e.op is GRADIENT or any(v in depends for v in e.ins):
+            depends.update(o for o in e.outs if o is not None)
+    # Invariant values that are differentiated for, or become state, are made by the update ...
+    wanted = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
+    # ... unless autograd recorded them: then they belong to the function that is differentiated.
+    for e in reversed(graph.eqns):
+        if e.op is GRADIENT:
+            wanted.update(v for v in e.args[1:] if v not in over)
+        elif any(o in wanted for o in e.outs) and not facts[e].recorded and not facts[e].backward:
+            wanted.update(v for v in e.ins if v not in over)
+    last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=-1)
+    feeds: set[Var] = {v for e in graph.eqns if any(o in over for o in e.outs) for v in e.ins}
+    eqns = []
+    for i, e in reversed(list(enumerate(graph.eqns))):
+        outs = [o for o in e.outs if o is not None]
+        if facts[e].backward:
+            region = "backward"
+        elif e.op is GRADIENT:
+            region = "backward"
+        elif any(o in over for o in outs):
+            region = "forward" if i < last else "update"
+        elif facts[e].recorded:
+            region = "forward"
+        elif any(o in wanted or o in depends for o in outs):
+            region = "update"
+        else:
+            region = "forward" if any(o in feeds for o in outs) and i < last else "update"
+        if region != "update":
+            feeds.update(e.ins)
+        eqns.append(e.replace(region=region))
+    return graph.replace(eqns=tuple(reversed(eqns)))

@@ -1,0 +1,133 @@
+"""Sharding rules: how an update equation runs on shards, as DTensor's own propagation says.
+
+Asked about one equation at a time, with shapes only: no process group, no data, no communication.
+DTensor says which layouts the inputs must have and which the outputs will; the collectives that
+this takes are placed in the program by the caller.
+
+Private torch APIs live here too; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Partial as DPartial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+from .graph import Eqn, Layout, Partial, Split, Var, variables
+
+
+class NoRule(Exception):
+    """DTensor has no rule for this operation on these layouts."""
+
+
+@functools.lru_cache
+def _mesh(size: int) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("x",), _init_backend=False, _rank=0)
+
+
+def _placement(layout: Layout) -> Any:
+    for p in layout:
+        if isinstance(p, Split):
+            return Shard(p.dim)
+        if p.op.startswith("norm"):
+            return _NormPartial(float(p.op.removeprefix("norm")))
+        return DPartial({"mean": "avg"}.get(p.op, p.op))
+    return Replicate()
+
+
+def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
+    if spec is None:
+        return ()
+    placed = spec.placements[0]
+    if isinstance(placed, Shard):
+        return (Split(axis, placed.dim),)
+    if isinstance(placed, _NormPartial):
+        return (Partial(axis, f"norm{placed.norm_type}"),)
+    if isinstance(placed, DPartial):
+        return (Partial(axis, {"avg": "mean"}.get(placed.reduce_op, placed.reduce_op)),)
+    if isinstance(placed, Replicate):
+        return ()
+    raise NoRule(f"DTensor asks for the placement {placed}")
+
+
+def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+    """The layouts that `eqn` wants of its inputs (in the order of `eqn.ins`) and those of its outputs.
+
+    Raises: NoRule when DTensor cannot shard the operation.
+    """
+    ins = eqn.ins
+    have = [layouts(v) for v in ins]
+    if not any(have):
+        return have, [()] * len(eqn.outs)
+    types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
+    literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
+    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
+
+
+class _Question:
+    """A hashable question to DTensor; equal operations on equal types have one answer."""
+
+    def __init__(self, op, types, literals, args, kwargs, axis, size):
+        self.op, self.types, self.args, self.kwargs, self.axis, self.size = op, types, args, kwargs, axis, size
+        self.key = (op, types, literals, axis, size)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and self.key == other.key
+
+
+def _strip(tree: Any) -> Any:
+    if isinstance(tree, Var):
+        return "v"
+    if isinstance(tree, (list, tuple)):
+        return [_strip(x) for x in tree]
+    if isinstance(tree, Mapping):
+        return {k: _strip(x) for k, x in tree.items()}
+    return tree
+
+
+@functools.lru_cache(maxsize=4096)
+def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
+    layouts = iter(layout for _, _, layout in question.types)
+    mesh = _mesh(question.size)
+    dispatcher = DTensor._op_dispatcher
+
+    def tensor(v: Var) -> DTensor:
+        whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
+        spec = DTensorSpec(mesh, (_placement(next(layouts)),), TensorMeta(whole.shape, whole.stride(), v.dtype))
+        return DTensor(whole, spec, requires_grad=False)
+
+    def build(tree: Any) -> Any:
+        if isinstance(tree, Var):
+            return tensor(tree)
+        if isinstance(tree, (list, tuple)):
+            return [build(x) for x in tree]
+        if isinstance(tree, Mapping):
+            return {k: build(x) for k, x in tree.items()}
+        return tree
+
+    args, kwargs = tuple(build(a) for a in question.args), build(dict(question.kwargs))
+    try:
+        info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
+        dispatcher.sharding_propagator.propagate(info)
+    except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+        if "redistribute" in str(error):  # it shards, but not as it lies: make the inputs whole
+            return [()] * len(question.types), [()] * len(question.op._schema.returns)
+        raise NoRule(str(error).split("\n")[0]) from None
+    found = info.output_sharding
+    specs = found.output_spec if isinstance(found.output_spec, (list, tuple)) else [found.output_spec]
+    schema = found.redistribute_schema if found.needs_redistribute else info.schema
+    wanted = [s for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema)) if isinstance(s, DTensorSpec)]
+    count = len(list(variables((question.args, question.kwargs))))
+    if len(wanted) != count:
+        raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")
+    return [_layout(s, question.axis) for s in wanted], [_layout(s, question.axis) for s in specs]

@@ -1,0 +1,68 @@
+"""User source lines: which frame of the stack is the user's, and how it prints.
+
+A line of a program is worth reading only when it says where it came from. The user's frame is
+the innermost one outside torch, the standard library and ztrans.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass
+
+import torch
+
+_LIBRARIES = tuple(
+    os.path.realpath(path) + os.sep
+    for path in (
+        os.path.dirname(torch.__file__),
+        sysconfig.get_path("stdlib"),
+        os.path.dirname(os.path.realpath(__file__)),
+        os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "ops"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's program.
+
+    >>> str(Source("/home/me/train.py", 12, "loss_fn"))
+    'train.py:12 loss_fn'
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} {self.function}"
+
+    @property
+    def where(self) -> str:
+        """The line as error messages give it, with the whole path."""
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+_users: dict[str, bool] = {}
+
+
+def _is_users(file: str) -> bool:
+    known = _users.get(file)
+    if known is None:
+        library = file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
+        known = _users[file] = "site-packages" not in file and not library
+    return known
+
+
+def user_source(depth: int = 1) -> Source | None:
+    """The innermost user frame at or above `depth`; None when the call did not start in user code."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
+        frame = frame.f_back
+    return None

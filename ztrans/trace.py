@@ -1,0 +1,294 @@
+"""trace(fn, state, *batch): a train step as a `Graph`, forward, backward and update.
+
+`make_fx` records the step on fake tensors, functional from end to end (see `functional`), and each
+operation keeps the user's line and its region. A backward operation knows its line through the
+autograd node that runs it, whose sequence number the forward operation drew.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import ops
+from .functional import import_fx
+from .graph import Graph, Var, dce
+from .regions import label_regions
+from .source import Source, user_source
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced graph with the trees that its inputs and outputs flatten from."""
+
+    graph: Graph
+    in_tree: pytree.TreeSpec
+    out_tree: pytree.TreeSpec
+    paths: tuple[str, ...]  # of all input leaves
+    static: tuple[tuple[int, Any], ...]  # input leaves that are no tensors and no numbers: (index, value)
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """What a program is specialised on for one leaf: shape, dtype, stride, device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+
+    @staticmethod
+    def of(leaf: Any, is_state: bool) -> Abstract | Any:
+        """The abstract value of a tensor or number; anything else stands for itself."""
+        if isinstance(leaf, bool) or not isinstance(leaf, (int, float, torch.Tensor)):
+            return leaf
+        if not isinstance(leaf, torch.Tensor):
+            return Abstract((), torch.int64 if isinstance(leaf, int) else torch.float64, (), "cpu")
+        if is_state:  # state is kept contiguous, whatever it came as
+            stride = torch.empty(leaf.shape, device="meta").stride()
+            return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
+        return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
+
+
+def _device(leaf: torch.Tensor) -> str:
+    # A fake cuda tensor aborts the process on a CPU build; meta leaves are traced as the CPU's.
+    return leaf.device.type if leaf.device.type != "meta" and torch.accelerator.is_available() else "cpu"
+
+
+def trace(fn: Callable, state: Any, *batch: Any) -> Program:
+    """Record `fn(state, *batch) -> (state, output)` as a `Program`.
+
+    Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
+    which become inputs, never constants.
+
+    Raises: ValueError when the step reads a value while it is traced, closes over a tensor, or
+    returns a state of another structure.
+    """
+    leaves, in_tree = pytree.tree_flatten((state, *batch))
+    num_state = len(pytree.tree_leaves(state))
+    names, paths = _names(fn, (state, *batch))
+    abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
+    dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
+    outside: list[Any] = []
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        full = list(abstract)
+        for i, tensor in zip(dynamic, tensors):
+            full[i] = tensor.requires_grad_() if _wants_grad(leaves[i]) else tensor
+        with _Lines(_name(fn)), _Marks():
+            result = fn(*pytree.tree_unflatten(full, in_tree))
+        flat_result, out_tree = pytree.tree_flatten(result)
+        outside.extend([_check_result(fn, result, state), out_tree])
+        return flat_result
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+        fakes = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device) for a in map(abstract.__getitem__, dynamic)]
+    with mode, _quiet():
+        gm = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
+    numbers = {i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and i not in numbers)
+    eqns, outputs, facts = import_fx(gm.graph, inputs)
+    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
+    if any(i < num_state for i, _ in static):
+        i, a = static[0]
+        raise TypeError(
+            f"trace: state leaf {paths[i]} is {a!r}, which is neither a tensor nor a number.\n"
+            f"Keep it outside of the state, or make it a tensor."
+        )
+    graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
+    _check_state(graph, paths)
+    return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _name(fn: Callable) -> str:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return name if name.isidentifier() else "step"
+
+
+def _names(fn: Callable, args: tuple) -> tuple[list[str], list[str]]:
+    """A short name for each leaf (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`)."""
+    try:
+        given = [p.name for p in inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        given = []
+    given += [f"arg{i}" for i in range(len(given), len(args))]
+    names: list[str] = []
+    paths: list[str] = []
+    for i, (head, arg) in enumerate(zip(given, args)):
+        for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
+            parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+            path = ".".join([head, *parts])
+            paths.append(path)
+            short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
+            names.append(short if short not in names else path)
+    return names, paths
+
+
+def _check_result(fn: Callable, result: Any, state: Any) -> None:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(
+            f"trace: {_name(fn)} returned {kind}; a train step returns (state, output).\n"
+            f"Return the new state first, in the structure of the old one, then one output."
+        )
+    old, new = pytree.tree_structure(state), pytree.tree_structure(result[0])
+    if old != new:
+        had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(state)[0]}
+        has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(result[0])[0]}
+        lost, gained = sorted(had - has), sorted(has - had)
+        what = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
+        raise ValueError(
+            f"trace: {_name(fn)} returned a state of another structure than it was given"
+            f" ({'; '.join(what) or f'{new} for {old}'}).\n"
+            f"Return every leaf of the state, in the same containers; keep anything else in the output."
+        )
+
+
+def _check_state(graph: Graph, paths: list[str]) -> None:
+    for old, new, path in zip(graph.inputs[: graph.num_state], graph.outputs, paths):
+        if not isinstance(new, Var) or (old.dtype, old.shape) != (new.dtype, new.shape):
+            got = new.type if isinstance(new, Var) else repr(new)
+            raise ValueError(
+                f"trace: {graph.name} was given {path}: {old.type} and returned {got} in its place.\n"
+                f"State keeps its shapes and dtypes from step to step; cast it back before returning it."
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
+    with (
+        fx_traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.compiler._compile_session_context(),
+    ):
+        yield
+
+
+class _Lines(TorchDispatchMode):
+    """Write on every operation its user line, whether autograd runs it, and whether autograd records it."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+        self.lines: dict[int, Source | None] = {}
+        self.last = torch.autograd._get_sequence_nr() - 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        node = torch._C._current_autograd_node()
+        source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
+        latest = torch.autograd._get_sequence_nr() - 1
+        for number in range(self.last + 1, latest + 1):
+            self.lines[number] = source
+        recorded, self.last = latest > self.last, max(self.last, latest)
+        for arg in pytree.tree_leaves((args, kwargs)):
+            if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
+                _refuse_closure(func, arg, source or user_source(2), self.step)
+        old = fx_traceback.current_meta.get("custom")
+        fx_traceback.current_meta["custom"] = {"source": source, "backward": node is not None, "recorded": recorded}
+        try:
+            return func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _reads_value(error, source or user_source(2), self.step) from None
+        finally:
+            if old is None:
+                fx_traceback.current_meta.pop("custom", None)
+            else:
+                fx_traceback.current_meta["custom"] = old
+
+
+def _refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
+    if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
+        return  # torch.tensor(...) written inside the step: a literal
+    raise ValueError(
+        f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch."
+    )
+
+
+def _reads_value(error: Exception, source: Source | None, step: str) -> ValueError:
+    op = getattr(error, "func", None)
+    what = "takes a shape from a tensor's values" if isinstance(error, DynamicOutputShapeException) else "reads a tensor's value"
+    return ValueError(
+        f"trace: {step} {what} while it is traced ({op}).\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
+        f"torch.where, and boolean indexing by masks."
+    )
+
+
+class _Marks(TorchFunctionMode):
+    """Mark what `torch.autograd.grad` returns, which `torch.func.grad` calls, and express `.backward()` by it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            grads = func(*args, **kwargs)
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            return tuple(g if g is None else ops.gradient(g, p) for g, p in zip(grads, inputs))
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
+    """`loss.backward()` as gradients added to `.grad`."""
+    losses = [loss] if isinstance(loss, torch.Tensor) else list(loss)
+    leaves = list(inputs) if inputs is not None else _leaves(losses)
+    seeds = None if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+    grads = torch.autograd.grad(
+        losses, leaves, seeds, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+    )
+    for leaf, g in zip(leaves, grads):
+        if g is not None:
+            g = ops.gradient(g, leaf)
+            leaf.grad = g if leaf.grad is None else leaf.grad + g
+
+
+def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward pass would reach, in the order in which it was built."""
+    found: dict[int, torch.Tensor] = {}
+    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(found.values())
+
+
+def global_leaf(leaf: Any) -> Any:
+    """A DTensor as what it stands for, a tensor of its global shape; anything else as it is."""
+    if isinstance(leaf, DTensor):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return leaf

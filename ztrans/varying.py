@@ -1,0 +1,37 @@
+"""Invariant and varying values: which values differ from rank to rank, and over which axes.
+
+The batch varies. So does whatever depends on it and whatever draws random numbers. State does
+not, and neither does a gradient for an invariant value, or what `pmean` and `psum` reduced: those
+are reduced over the axes that they name. This is JAX's `check_vma`, worked out from the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .collectives import GRADIENT, PMEAN, PSUM
+from .graph import Graph, Var, is_random
+
+Varying = dict[Var, frozenset[str]]
+INVARIANT: frozenset[str] = frozenset()
+
+
+def varying(graph: Graph, axes: Sequence[str]) -> Varying:
+    """The axes of `axes` over which each value differs; a value that is missing is invariant."""
+    over: Varying = {var: frozenset(axes) for var in graph.batch}
+    for eqn in graph.eqns:
+        if eqn.op is GRADIENT:
+            axes_of = over.get(eqn.args[1], INVARIANT) & over.get(eqn.args[0], INVARIANT)
+        elif eqn.op in (PMEAN, PSUM):
+            axes_of = over.get(eqn.args[0], INVARIANT) - {eqn.args[1]}
+        elif is_random(eqn.op):
+            axes_of = frozenset(axes) if not any(v.shape for v in eqn.ins) or _varies(eqn, over) else INVARIANT
+        else:
+            axes_of = INVARIANT.union(*(over.get(v, INVARIANT) for v in eqn.ins))
+        if axes_of:
+            over.update((out, axes_of) for out in eqn.outs if out is not None)
+    return over
+
+
+def _varies(eqn, over: Varying) -> bool:
+    return any(v in over for v in eqn.ins)
