@@ -7,5 +7,6 @@ registration under `torch.ops.ztrans`.
 from .gradient import gradient as gradient
 from .pack import pack as pack
 from .pack import unpack as unpack
+from .reduce import reduce as reduce
 from .reduce_mark import pmean as pmean
 from .reduce_mark import psum as psum

@@ -237,6 +237,17 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
+def is_view(eqn: Eqn) -> bool:
+    """Whether the results share memory with the first argument."""
+    returns = getattr(getattr(eqn.op, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_view_or_cast(eqn: Eqn) -> bool:
+    """A view or a cast of one value: cheap to do again, and to do elsewhere."""
+    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is torch.ops.aten._to_copy.default)
+
+
 def dce(graph: Graph) -> Graph:
     """Drop the equations whose results nobody reads; random draws stay, for their effect."""
     live = set(variables(graph.outputs))

@@ -85,7 +85,7 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     """
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
-    names, paths = _names(fn, (state, *batch))
+    names, paths = leaf_names(fn, (state, *batch))
     abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     outside: list[Any] = []
@@ -129,7 +129,7 @@ def _name(fn: Callable) -> str:
     return name if name.isidentifier() else "step"
 
 
-def _names(fn: Callable, args: tuple) -> tuple[list[str], list[str]]:
+def leaf_names(fn: Callable, args: tuple) -> tuple[list[str], list[str]]:
     """A short name for each leaf (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`)."""
     try:
         given = [p.name for p in inspect.signature(fn).parameters.values()]

@@ -1,0 +1,27 @@
+"""ztrans: composable function transforms for training steps, over PyTorch."""
+
+from .cost import Cost as Cost
+from .cost import Memory as Memory
+from .evaluate import evaluate as evaluate
+from .evaluate import lockstep as lockstep
+from .graph import Eqn as Eqn
+from .graph import Graph as Graph
+from .graph import Var as Var
+from .graph import check as check
+from .layout import AbstractMesh as AbstractMesh
+from .mesh import make_mesh as make_mesh
+from .ops import pmean as pmean
+from .ops import psum as psum
+from .pretty import diff as diff
+from .step import Compiled as Compiled
+from .step import Lowered as Lowered
+from .step import Step as Step
+from .step import Traced as Traced
+from .transforms.base import Transform as Transform
+from .transforms.base import chain as chain
+from .transforms.fuse_cast_gather import fuse_cast_gather as fuse_cast_gather
+from .transforms.overlap_grads import overlap_grads as overlap_grads
+from .transforms.prefetch import prefetch as prefetch
+from .transforms.shard_params import shard_params as shard_params
+
+__version__ = "0.1.0"

@@ -1,0 +1,144 @@
+"""The collectives of one rank, asynchronous, over torch.distributed.
+
+A started collective is a `Future`; `wait` gives its value. Gathers and scatters move bytes: a
+reduce_scatter on gloo is an all-to-all and a local sum in rank order, which sends half of what
+gloo's own (an all-reduce and a slice) does and gives every program order the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import ops
+from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .graph import Eqn, Split, Var
+from .layout import chunk, part
+
+
+@dataclass(eq=False)
+class Future:
+    """A value under way: `work` says when it has come, `finish` makes it from what came."""
+
+    work: Any
+    finish: Callable[[], list[torch.Tensor]]
+    values: list[torch.Tensor] | None = None
+
+    def value(self, member: int) -> torch.Tensor:
+        """Wait, and give the value of one member of the bucket."""
+        if self.values is None:
+            self.work.wait()
+            self.values = self.finish()
+            self.work = self.finish = None  # and with them the send and receive buffers
+        return self.values[member]
+
+
+class Member(tuple):
+    """One member's place in its bucket: (future, index)."""
+
+
+def wait(member: Member) -> torch.Tensor:
+    """The value of a future."""
+    return member[0].value(member[1])
+
+
+class Start(torch.nn.Module):
+    """Starts one collective equation: called with its members, returns a future of each."""
+
+    def __init__(self, eqn: Eqn, size: int, rank: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
+        self.size, self.rank, self.group = size, rank, group
+        self.outs: Sequence[Var] = eqn.outs
+        self.split = next((v.split for v in (*eqn.ins, *eqn.outs) if v.split), Split("", 0))
+        self.wire = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
+        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
+        # Shapes with the split dim first, and the padded elements of one rank's part.
+        self.shapes = [_first(out.shape, self.split.dim) for out in self.outs]
+        self.parts = [chunk(s[0], size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
+
+    def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
+        future = self.start(members)
+        return tuple(Member((future, i)) for i in range(len(members)))
+
+    def _gather(self, shards: Sequence[torch.Tensor]) -> Future:
+        dim = self.split.dim
+        send = ops.pack([s.movedim(dim, 0) for s in shards], self.parts, self.wire)
+        received = send.new_empty(send.numel() * self.size)
+        work = dist.all_gather_into_tensor(_bytes(received), _bytes(send), group=self.group, async_op=True)
+
+        def finish() -> list[torch.Tensor]:
+            whole = ops.unpack(received, self.parts, self.shapes, self.size)
+            # A value cut along another dim arrives with that dim first; its strides must be those of the trace.
+            return [w if dim == 0 else w.movedim(0, dim).contiguous() for w in whole]
+
+        return Future(_Holding(work, send), finish)
+
+    def _scatter(self, terms: Sequence[torch.Tensor]) -> Future:
+        dim, n = self.split.dim, self.size
+        rows = [t.movedim(dim, 0) for t in terms]
+        send = torch.cat([self._by_rank(t, p) for t, p in zip(rows, self.parts)], 1) if len(rows) > 1 else None
+        send = send if send is not None else self._by_rank(rows[0], self.parts[0])
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
+
+        def finish() -> list[torch.Tensor]:
+            values, offset = [], 0
+            for out, shape, size in zip(self.outs, self.shapes, self.parts):
+                mine = (part(shape[0], n, self.rank)[1], *shape[1:])
+                pieces = [received[r, offset : offset + math.prod(mine)] for r in range(n)]
+                value = ops.reduce(pieces, self.op, out.dtype).view(mine)
+                values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
+                offset += size
+            return values
+
+        return Future(_Holding(work, send), finish)
+
+    def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
+        """A whole term as one row per rank, zero-padded."""
+        term = term.to(self.wire).contiguous()
+        if term.numel() == self.size * size:
+            return term.view(self.size, size)
+        padded = term.new_zeros(self.size * size)
+        padded[: term.numel()] = term.view(-1)
+        return padded.view(self.size, size)
+
+    def _reduce(self, terms: Sequence[torch.Tensor]) -> Future:
+        kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        buffer = torch.cat([t.to(self.wire).reshape(-1) for t in terms])  # the sum is made in place
+        work = dist.all_reduce(buffer, kinds.get(self.op, dist.ReduceOp.SUM), group=self.group, async_op=True)
+
+        def finish() -> list[torch.Tensor]:
+            pieces = buffer.split([out.numel for out in self.outs])
+            scaled = [p / self.size if self.op == "mean" else p for p in pieces]
+            return [p.to(out.dtype).view(out.shape) for p, out in zip(scaled, self.outs)]
+
+        return Future(work, finish)
+
+
+@dataclass(eq=False)
+class _Holding:
+    """Work with the buffer that it sends, which must live until it is done."""
+
+    work: Any
+    send: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+def _first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if shape else ()
+
+
+def _bytes(buffer: torch.Tensor) -> torch.Tensor:
+    # Moving needs no arithmetic; as bytes, every dtype crosses on every backend.
+    return buffer.view(-1).view(torch.uint8) if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.view(-1)

@@ -1,0 +1,161 @@
+"""What a program costs: operations, bytes, wire bytes by axis and role, live memory.
+
+Worked out from the program alone, for rank 0, whose shards are the largest; nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .collectives import ALL_REDUCE, SHARD, WAIT, is_start, wire_bytes, wire_dtype
+from .donation import donation
+from .graph import Eqn, Graph, Var, is_view
+from .layout import local_shape
+from .liveness import liveness
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step."""
+
+    flops: int
+    bytes: int
+    wire: tuple[tuple[tuple[str, str], int], ...]  # ((axis, role), bytes)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(n for _, n in self.wire)
+
+    def over(self, axis: str | None = None, role: str | None = None) -> int:
+        """Wire bytes of one axis, one role, or both."""
+        return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
+
+    def __str__(self) -> str:
+        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{_size(self.bytes)}"]
+        lines += [f"{f'wire {axis} {role}':<24}{_size(n)}" for (axis, role), n in self.wire]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes after each equation, and who holds the peak."""
+
+    live: tuple[int, ...]  # live[i]: while equation i runs
+    peak: int
+    at: Eqn | None
+    holders: tuple[tuple[Var, int, str], ...]  # at the peak, largest first: value, bytes, the user's line
+    state: int
+
+    def __str__(self) -> str:
+        where = f" at {self.at.outs[0].name}  # {self.at.source}" if self.at else ""
+        lines = [f"peak {_size(self.peak)}{where}", f"state {_size(self.state)}"]
+        lines += [f"  {_size(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
+        return "\n".join(lines)
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def _si(n: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if n < 1000 or prefix == "T":
+            return f"{n:.2f} {prefix}{unit}"
+        n /= 1000
+    raise AssertionError
+
+
+def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
+    """Bytes of a value on the first rank of every axis."""
+    at = {axis: rank for axis in graph.axes}
+
+    def size(v: Var) -> int:
+        n = v.dtype.itemsize
+        for extent in local_shape(v, graph.axes, at):
+            n *= extent
+        return n
+
+    return size
+
+
+def cost(graph: Graph) -> Cost:
+    """The cost of one step of a program on one rank."""
+    size = local_bytes(graph)
+    at = dict.fromkeys(graph.axes, 0)
+    flops, traffic, wire = 0, 0, Counter()
+    for e in graph.eqns:
+        if is_start(e):
+            axis = e.kwargs["axis"]
+            wire[axis, e.provenance.role] += wire_bytes(e, graph.axes[axis])
+        elif e.op not in (WAIT, SHARD) and not is_view(e):
+            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+            flops += _flops(e, graph, at)
+    return Cost(flops, traffic, tuple(sorted(wire.items())))
+
+
+def _flops(e: Eqn, graph: Graph, at: dict[str, int]) -> int:
+    formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
+    if formula is None:
+        return sum(o.numel for o in e.outs if o is not None) if isinstance(e.op, torch._ops.OpOverload) else 0
+    meta = [torch.empty(local_shape(a, graph.axes, at), dtype=a.dtype, device="meta") if isinstance(a, Var) else a for a in e.args]
+    outs = [torch.empty(local_shape(o, graph.axes, at), dtype=o.dtype, device="meta") for o in e.outs if o is not None]
+    return int(formula(*meta, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
+
+
+def memory(graph: Graph) -> Memory:
+    """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
+
+    Buffers count too: what a gather receives from its start on, what is sent in another dtype or
+    padded until its wait. Inputs are live throughout, being the caller's; state outputs replace them.
+    """
+    size, live, given = local_bytes(graph), liveness(graph), donation(graph)
+    n = len(graph.eqns)
+    held: list[tuple[int, int, Var, int, str]] = []  # from, to, value, bytes, line
+    state = sum(size(v) for v in graph.inputs[: graph.num_state])
+    for v in graph.inputs:
+        held.append((0, n - 1, v, size(v), "state" if v in graph.inputs[: graph.num_state] else "batch"))
+    for i, e in enumerate(graph.eqns):
+        for out in e.outs:
+            if out is not None and live.root[out] is out and out not in given.moved:
+                bytes_ = size(out) * (wire_dtype(e, out).itemsize / out.dtype.itemsize if is_start(e) else 1)
+                held.append((i, min(given.last[out], n - 1), out, int(bytes_), str(e.source or "")))
+        if is_start(e):
+            sent = _send_bytes(e, size, graph)
+            if sent:
+                held.append((i, live.last[live.root[e.outs[0]]] if e.op is ALL_REDUCE else _wait_of(graph, e), e.outs[0], sent, "send buffer"))
+    change = [0] * (n + 1)
+    for start, end, _, b, _ in held:
+        change[start] += b
+        change[end + 1] -= b
+    total, curve = 0, []
+    for i in range(n):
+        total += change[i]
+        curve.append(total)
+    peak = max(curve, default=state)
+    at = curve.index(peak) if curve else 0
+    holders = sorted(((v, b, line) for s, t, v, b, line in held if s <= at <= t and b), key=lambda h: -h[1])
+    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, tuple(holders), state)
+
+
+def _wait_of(graph: Graph, start: Eqn) -> int:
+    return max(i for i, e in enumerate(graph.eqns) if e.op is WAIT and e.args[0] in start.outs)
+
+
+def _send_bytes(e: Eqn, size: Callable[[Var], int], graph: Graph) -> int:
+    """Bytes of a collective's own send buffer: none when what it sends can be sent as it lies."""
+    n = graph.axes[e.kwargs["axis"]]
+    (member, *rest), dtype = e.ins, wire_dtype(e, e.ins[0])
+    split = member.split or e.outs[0].split
+    even = split is None or member.shape[split.dim] % n == 0
+    if e.op is ALL_REDUCE or (not rest and dtype == member.dtype and even):
+        return 0
+    return sum(size(v) // v.dtype.itemsize * dtype.itemsize for v in e.ins)

@@ -1,0 +1,88 @@
+"""Donation: which equations may write their result over an argument that nothing reads any more.
+
+The state of a step is donated: its storage is the caller's to lose. Elementwise updates of it are
+done in place, and so are those of temporaries, where an argument fills its storage, dies with the
+equation, and is not under way in a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .collectives import SHARD
+from .graph import Eqn, Graph, Var, is_view
+from .liveness import liveness
+
+
+@dataclass(frozen=True)
+class Donation:
+    """`twins`: the in-place operation of each equation that has one; `moved`: results that live in
+    the storage of an argument; `last`: as in `Liveness`, with that taken into account."""
+
+    twins: dict[Eqn, Any]
+    moved: frozenset[Var]
+    last: dict[Var, int]
+
+
+def donation(graph: Graph) -> Donation:
+    """Decide for every equation whether it writes over its arguments."""
+    live = liveness(graph)
+    last = dict(live.last)
+    exact = set(graph.inputs[: graph.num_state])  # values that fill a storage which the program may write
+    moved: dict[Var, Var] = {}  # results that live in the storage of an argument
+
+    def owner(v: Var) -> Var:
+        v = live.root[v]
+        while v in moved:
+            v = moved[v]
+        return v
+
+    found: dict[Eqn, Any] = {}
+    for i, e in enumerate(graph.eqns):
+        twin = _twin(e.op)
+        pairs = _written(e, twin) if twin is not None else []
+        owners = [owner(v) for v, _ in pairs]
+        others = [v for v in e.ins if all(v is not target for target, _ in pairs)]
+        if (
+            pairs
+            and all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
+            and len(set(owners)) == len(owners)
+            and not any(owner(v) in owners for v in others)
+        ):
+            found[e] = twin
+            for target, out in pairs:  # from here on the storage holds the result
+                last[owner(target)] = last[out]
+                moved[out] = owner(target)
+        if not is_view(e) and e.op is not SHARD:
+            exact.update(out for out in e.outs if out is not None and not out.future)
+    return Donation(found, frozenset(moved), last)
+
+
+def _alike(v: Var, out: Var | None) -> bool:
+    return out is not None and (v.shape, v.dtype, v.layout) == (out.shape, out.dtype, out.layout)
+
+
+def _twin(op: Any) -> Any:
+    """The in-place twin of an elementwise operation or of a fused optimizer's."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    namespace, name = op._schema.name.split("::")
+    if torch.Tag.pointwise not in op.tags and not name.startswith("_fused_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
+
+
+def _written(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
+    """The arguments that the in-place twin writes, each with the result that this makes."""
+    fused = twin._schema.name.startswith("aten::_fused_")
+    declared = [s.alias_info is not None and s.alias_info.is_write for s in twin._schema.arguments]
+    flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
+    if len(flat) != len(e.outs) or not all(isinstance(v, Var) for v in flat):
+        return []
+    pairs = list(zip(flat, e.outs))
+    # A fused optimizer writes its gradients only to unscale them, which is not asked of it here.
+    return pairs[:1] + pairs[2:] if fused and e.kwargs.get("grad_scale") is None else pairs

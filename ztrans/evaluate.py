@@ -1,0 +1,111 @@
+"""The meaning of a program: its equations, one after the other, on plain tensors.
+
+`evaluate` runs a program on one rank; `lockstep` runs all ranks of a lowered program in one
+process, equation by equation, so that what eight ranks compute is known in milliseconds. Every
+transform is tested against this file; it knows nothing of processes, streams or buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import ops
+from .collectives import (
+    ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, is_start,
+)  # fmt: skip
+from .graph import Eqn, Graph, Split, Var, substitute, variables
+from .layout import cut, localize
+
+Env = dict[Var, Any]
+
+
+def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
+    """The outputs of a program on one rank, from its flat inputs.
+
+    >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (2,))
+    >>> double = Graph("double", (x,), (Eqn(torch.ops.aten.mul.Tensor, (x, 2), (y,)),), (y,), 0)
+    >>> evaluate(double, torch.tensor([1.0, 2.0]))
+    [tensor([2., 4.])]
+    """
+    return lockstep(graph, [inputs])[0]
+
+
+def coordinates(mesh: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
+    """Where each rank of a mesh lies, in rank order.
+
+    >>> coordinates([("host", 2), ("dp", 2)])[2]
+    {'host': 1, 'dp': 0}
+    """
+    axes = [axis for axis, _ in mesh]
+    return [dict(zip(axes, at)) for at in itertools.product(*(range(size) for _, size in mesh))]
+
+
+def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+    """The outputs of every rank, from every rank's flat inputs, which are not changed.
+
+    Raises: ValueError when the number of ranks is not that of the mesh.
+    """
+    places = coordinates(graph.mesh)
+    if len(ranks) != len(places):
+        raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
+    envs: list[Env] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
+    last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
+    with torch.no_grad():
+        for i, eqn in enumerate(graph.eqns):
+            if is_start(eqn):
+                for group in _groups(places, eqn.kwargs["axis"]):
+                    _collective(eqn, [envs[r] for r in group])
+            else:
+                for env, at in zip(envs, places):
+                    _local(eqn, env, graph, at)
+            for dead in {v for v in eqn.ins if last[v] == i}:
+                for env in envs:
+                    del env[dead]
+    return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in envs]
+
+
+def _groups(places: list[dict[str, int]], axis: str) -> Iterator[list[int]]:
+    """The ranks that differ only along `axis`, each group in the order of the axis."""
+    groups: dict[tuple, list[int]] = {}
+    for rank, at in enumerate(places):
+        groups.setdefault(tuple((a, i) for a, i in at.items() if a != axis), []).append(rank)
+    return iter(groups.values())
+
+
+def _local(eqn: Eqn, env: Env, graph: Graph, at: dict[str, int]) -> None:
+    read = env.__getitem__
+    if eqn.op in (WAIT, GRADIENT, PMEAN, PSUM):  # marks that no transform has used mean nothing
+        env[eqn.outs[0]] = env[eqn.args[0]]
+    elif eqn.op is SHARD:
+        split = Split(eqn.kwargs["axis"], eqn.args[1])
+        env[eqn.outs[0]] = cut(env[eqn.args[0]], split, graph.axes[split.axis], at[split.axis])
+    else:
+        here = localize(eqn, graph.axes, at)
+        out = here.op(*substitute(here.args, read), **substitute(here.kwargs, read))
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        outs = [x for o in outs for x in (o if isinstance(o, list) else (o,))]
+        env.update((var, value) for var, value in zip(eqn.outs, outs) if var is not None)
+
+
+def _collective(eqn: Eqn, envs: list[Env]) -> None:
+    """One collective, on the ranks of one group."""
+    for member, future in zip(eqn.ins, eqn.outs):
+        parts = [env[member] for env in envs]
+        wire = eqn.kwargs["dtype"]
+        if wire is not None:
+            parts = [p.to(wire) for p in parts]
+        if eqn.op is ALL_GATHER:
+            whole = torch.cat(parts, member.split.dim)
+        else:
+            whole = ops.reduce(parts, eqn.kwargs["op"], future.dtype)
+        for rank, env in enumerate(envs):
+            if eqn.op is REDUCE_SCATTER:
+                # clone: a part must not keep the whole alive
+                env[future] = cut(whole, future.split, len(envs), rank).clone()
+            else:
+                assert eqn.op in (ALL_GATHER, ALL_REDUCE)
+                env[future] = whole

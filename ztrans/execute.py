@@ -1,0 +1,129 @@
+"""Graph -> callable: the program as generated code, values freed at last use, state updated in place.
+
+`to_fx` writes the program as a `torch.fx.GraphModule`, whose generated code drops each value after
+its last use. `donate` makes elementwise equations write over a value that dies there, state first
+of all, so that a step holds one copy of its state and few temporaries.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
+from .communicate import Start, wait
+from .donation import donation
+from .graph import Eqn, Graph, Split, Var, substitute
+from .layout import cut, localize
+
+
+class _Cut(torch.nn.Module):
+    """This rank's part of a whole value."""
+
+    def __init__(self, split: Split, size: int, rank: int) -> None:
+        super().__init__()
+        self.split, self.size, self.rank = split, size, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cut(x, self.split, self.size, self.rank)
+
+
+def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) -> fx.GraphModule:
+    """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
+
+    Collectives are submodules that start them and calls of `wait`. Node metadata carries the region
+    and the user's line.
+    """
+    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
+    module, out = torch.nn.Module(), fx.Graph()
+    env: dict[Var, Any] = {}
+    for v in graph.inputs:
+        env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
+    over = donation(graph).twins if donate else {}
+    for i, eqn in enumerate(graph.eqns):
+        before = len(out.nodes)
+        if is_start(eqn):
+            axis = eqn.kwargs["axis"]
+            group = mesh.get_group(axis) if mesh is not None else None
+            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes[axis], at[axis], group))
+            made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
+            results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
+        elif eqn.op is WAIT:
+            results = [out.call_function(wait, (env[eqn.args[0]],))]
+        elif eqn.op in (GRADIENT, PMEAN, PSUM):
+            results = [env[eqn.args[0]]]
+        elif eqn.op is SHARD:
+            axis = eqn.kwargs["axis"]
+            module.add_module(f"shard_{i}", _Cut(Split(axis, eqn.args[1]), graph.axes[axis], at[axis]))
+            results = [out.call_module(f"shard_{i}", (env[eqn.args[0]],))]
+        else:
+            results = _call(out, localize(eqn, graph.axes, at), over.get(eqn), env, module)
+        env.update((v, r) for v, r in zip(eqn.outs, results) if v is not None)
+        for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
+            node.meta.update(region=eqn.region, source=str(eqn.source) if eqn.source else "")
+    out.output([substitute(o, env.__getitem__) for o in graph.outputs])
+    return fx.GraphModule(module, out, graph.name)
+
+
+def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
+    def read(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
+            name = f"constant_{len(list(module.buffers()))}"
+            module.register_buffer(name, x)
+            return out.get_attr(name)
+        if isinstance(x, (list, tuple)):
+            return [read(item) for item in x]
+        return substitute(x, env.__getitem__)
+
+    args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
+    made = out.call_function(twin or eqn.op, args, kwargs)
+    returns = eqn.op._schema.returns
+    if twin is not None and not twin._schema.returns:  # an update over lists: the results are its arguments
+        return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
+    if all(isinstance(r.type, torch.ListType) for r in returns) and len(returns) > 1:
+        lists = [out.call_function(operator.getitem, (made, k)) for k in range(len(returns))]
+        return [out.call_function(operator.getitem, (each, 0)) for each in lists]
+    if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
+        return [
+            None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)
+        ]
+    return [made]
+
+
+def executable(graph: Graph, mesh: DeviceMesh | None) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+    """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs."""
+    program = to_fx(graph, mesh, donate=True)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch.no_grad():
+            outputs = program(*inputs)
+            _write_back(inputs[: graph.num_state], outputs)
+        return outputs
+
+    run.program = program  # type: ignore[attr-defined]  # for those who want to read the code
+    return run
+
+
+def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
+    """Put each new state into the storage of the old one, where the program did not do so already."""
+    homes = {s.untyped_storage().data_ptr() for s in state if s.numel()}
+
+    def apart(x: Any) -> Any:
+        """What shows the state's storage must not change when that is written, now or in the next step."""
+        shows = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in homes
+        return x.clone() if shows else x
+
+    outputs[len(state) :] = map(apart, outputs[len(state) :])
+    there = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
+    new = [None if done else apart(x) for done, x in zip(there, outputs)]
+    for i, (old, value) in enumerate(zip(state, new)):
+        if value is not None:
+            old.copy_(value)
+        outputs[i] = old

@@ -1,0 +1,40 @@
+"""make_mesh: a DeviceMesh by axis names; under torchrun, or in one process."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
+    """A DeviceMesh with the given axes, in order; one size may be -1, for what the others leave.
+
+    Under torchrun it starts torch.distributed if nobody has; in a single process without torchrun
+    it makes a mesh of one. `init_device_mesh` of PyTorch does as well.
+
+    Raises: RuntimeError when the axes need more ranks than there are.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world, known = dist.get_world_size(), 1
+    for size in sizes.values():
+        known *= size if size != -1 else 1
+    shape = [world // known if size == -1 else size for size in sizes.values()]
+    total = 1
+    for size in shape:
+        total *= size
+    if total != world:
+        want = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise RuntimeError(
+            f"make_mesh: {want} does not fit {world} rank{'s' * (world > 1)}.\n"
+            f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
+        )
+    return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(sizes))

@@ -1,0 +1,81 @@
+"""redistribute: the equations that bring a value from one layout over an axis to another.
+
+    split  -> whole     all_gather          terms -> split     reduce_scatter
+    terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
+    split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from .collectives import SHARD, all_gather, reduce, wait, without
+from .graph import Eqn, Layout, Partial, Provenance, Region, Split, Var
+from .source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where new equations belong: their region, the user's line, fresh names and provenance."""
+
+    region: Region
+    source: Source | None
+    fresh: Callable[[str], str]
+    provenance: Provenance
+
+    @property
+    def eqn(self) -> dict:
+        return {"region": self.region, "source": self.source}
+
+
+def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
+    """What `layout` says about `axis`; None when the value is whole there."""
+    return next((p for p in layout if p.axis == axis), None)
+
+
+def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+    """Equations that lay `v` out as `to` over `axis`, and their result, called `name`."""
+    have = on_axis(v.layout, axis)
+    if have == to:
+        return [], v
+    if isinstance(have, Partial) and have.op.startswith("norm"):
+        return _norm(v, float(have.op.removeprefix("norm")), to, axis, site, name)
+    if isinstance(have, Partial):
+        return reduced(v, have.op, to if isinstance(to, Split) else None, axis, site, name)
+    if isinstance(have, Split):
+        start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
+        end = wait(start.outs[0], **site.eqn)
+        if to is None:
+            return [start, end], end.outs[0]
+        more, out = redistribute(end.outs[0], to, axis, site, name)
+        return [start, end, *more], out
+    if isinstance(to, Split):
+        out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
+        return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
+    raise NotImplementedError(f"from {have} to {to}")  # DTensor never asks to spread a value into terms
+
+
+def reduced(
+    v: Var, op: str, to: Split | None, axis: str, site: Site, name: str, dtype: torch.dtype | None = None
+) -> tuple[list[Eqn], Var]:
+    """Equations that reduce `v`, one term per rank of `axis`, to a whole value or to shards."""
+    if to is not None and to.dim >= len(v.shape):
+        to = None
+    start = reduce([v], [site.fresh(name)], axis, op, to, dtype, provenance=site.provenance, **site.eqn)
+    end = wait(start.outs[0], **site.eqn)
+    return [start, end], end.outs[0]
+
+
+def _norm(v: Var, p: float, to, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+    """Norms of parts: their powers add up (for p = inf, their greatest counts)."""
+    aten = torch.ops.aten
+    if p in (float("inf"), float("-inf")):
+        return reduced(v, "max" if p > 0 else "min", to, axis, site, name)
+    power = dataclasses.replace(v, name=site.fresh(f"{v.name}.pow"), layout=(*without(v.layout, axis), Partial(axis, "sum")))
+    eqns, total = reduced(power, "sum", to, axis, site, f"{name}.pow")
+    root = dataclasses.replace(total, name=site.fresh(name))
+    first = Eqn(aten.pow.Tensor_Scalar, (v, p), (power,), **site.eqn)
+    return [first, *eqns, Eqn(aten.pow.Tensor_Scalar, (total, 1 / p), (root,), **site.eqn)], root

@@ -1,0 +1,117 @@
+"""Accumulate first, reduce once: what ZeRO stages 0 and 1 do with micro-batches.
+
+    wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
+    (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
+    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), on the way to such a sum
+
+Sums are linear, so this holds up to rounding; the gradients stay whole until the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from ..graph import Eqn, Graph, Split, Var, dce, producers, rename, users, variables
+
+aten = torch.ops.aten
+_ADDS = (aten.add.Tensor,)
+_SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+
+
+def accumulate_unsharded(graph: Graph) -> Graph:
+    """Reduce sums of gradients instead of summing reduced gradients, to fix-point."""
+    changed = True
+    while changed:
+        graph, changed = _once(graph)
+    return graph
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduced:
+    """A value that is `wait(reduce(term))`, all links used once."""
+
+    term: Var
+    start: Eqn
+    end: Eqn
+
+
+def _once(graph: Graph) -> tuple[Graph, bool]:
+    made, used = producers(graph.eqns), users(graph)
+    outputs = set(variables(graph.outputs))
+
+    def once(v: Var) -> bool:
+        return len(used.get(v, ())) == 1 and v not in outputs
+
+    def as_reduced(v: object) -> _Reduced | None:
+        end = made.get(v) if isinstance(v, Var) and once(v) else None
+        if end is None or end.op is not WAIT:
+            return None
+        start = made[end.args[0]]
+        ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and start.provenance.role == "grad" and len(start.ins) == 1
+        return _Reduced(start.ins[0], start, end) if ok else None
+
+    for i, e in enumerate(graph.eqns):
+        if e.op in _ADDS and not e.kwargs:
+            pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
+            for left, right in pairs:
+                r = as_reduced(right)
+                l = as_reduced(left)
+                if r and l and _same(l, r):
+                    return _merge(graph, i, e, l, r, None), True
+                inner = made.get(left) if isinstance(left, Var) and once(left) else None
+                if r and inner is not None and inner.op in _ADDS and not inner.kwargs:
+                    for x, y in ((inner.args[0], inner.args[1]), (inner.args[1], inner.args[0])):
+                        l = as_reduced(y)
+                        if l and _same(l, r) and isinstance(x, Var):
+                            return _merge(graph, i, e, l, r, x), True
+        if e.op in _SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
+            r = as_reduced(e.args[0])
+            if r and used[e.outs[0]][0].op in _ADDS:
+                return _scale(graph, e, r), True
+    return graph, False
+
+
+def _same(a: _Reduced, b: _Reduced) -> bool:
+    keys = [(r.start.op, r.start.kwargs, r.start.provenance.paths, r.start.outs[0].layout) for r in (a, b)]
+    return keys[0] == keys[1]
+
+
+def _whole(v: Var, term: Var, name: str) -> Var:
+    return dataclasses.replace(term, name=name, layout=tuple(p for p in v.layout if not isinstance(p, Split)))
+
+
+def _merge(graph: Graph, i: int, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
+    """a + b, reduced at b's place; `rest` is added to the result."""
+    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc")
+    before = b.start.replace(op=aten.add.Tensor, args=(a.term, b.term), outs=(total,), kwargs={}, provenance=None)
+    start = b.start.replace(args=([total],))
+    eqns = []
+    for e in graph.eqns:
+        if e is b.start:
+            eqns += [before, start]
+        elif e is add and rest is not None:
+            eqns.append(e.replace(args=(rest, b.end.outs[0])))
+        elif e is add or e is a.start or e is a.end:
+            continue
+        else:
+            eqns.append(e)
+    graph = graph.replace(eqns=tuple(eqns))
+    if rest is None:
+        graph = rename(graph, {add.outs[0]: b.end.outs[0]})
+    return dce(graph)
+
+
+def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
+    """reduce(term) * c as reduce(term * c)."""
+    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
+    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
+    eqns = []
+    for old in graph.eqns:
+        if old is r.start:
+            eqns += [first, old.replace(args=([scaled],))]
+        elif old is not e:
+            eqns.append(old)
+    return rename(graph.replace(eqns=tuple(eqns)), {e.outs[0]: r.end.outs[0]})
