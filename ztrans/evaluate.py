@@ -68,6 +68,29 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in envs]
 
 
+def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Every rank's part of a full flat state."""
+    ranks = []
+    for at in coordinates(graph.mesh):
+        parts = list(state)
+        for i, v in enumerate(graph.inputs[: graph.num_state]):
+            if v.split is not None:
+                parts[i] = cut(parts[i], v.split, graph.axes[v.split.axis], at[v.split.axis])
+        ranks.append(parts)
+    return ranks
+
+
+def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The full flat state of which the ranks hold parts: the inverse of `scatter`."""
+    places = coordinates(graph.mesh)
+    full = list(ranks[0][: graph.num_state])
+    for i, v in enumerate(graph.inputs[: graph.num_state]):
+        if v.split is not None:
+            group = next(_groups(places, v.split.axis))
+            full[i] = torch.cat([ranks[r][i] for r in group], v.split.dim)
+    return full
+
+
 def _groups(places: list[dict[str, int]], axis: str) -> Iterator[list[int]]:
     """The ranks that differ only along `axis`, each group in the order of the axis."""
     groups: dict[tuple, list[int]] = {}

@@ -98,7 +98,7 @@ class Primitive:
 class Provenance:
     """Why a collective exists: its role, the state leaves it serves, its mesh axis."""
 
-    role: Literal["param", "grad", "state", "output", "update", "user"]
+    role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
     paths: tuple[str, ...]
     axis: str
 

@@ -30,26 +30,32 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     for e in graph.eqns:
         if e.op is GRADIENT or any(v in depends for v in e.ins):
             depends.update(o for o in e.outs if o is not None)
-    # Invariant values that are differentiated for, or become state, are made by the update ...
+    # What autograd recorded on the way to a backward belongs to the function that is differentiated.
+    differentiated: set[Eqn] = set()
+    reaches: set[Var] = set()
+    for e in reversed(graph.eqns):
+        if facts[e].backward or any(o in reaches for o in e.outs):
+            if e.op is not GRADIENT:
+                reaches.update(e.ins)
+            if facts[e].recorded and not facts[e].backward:
+                differentiated.add(e)
+    # Other invariant values that are differentiated for, or become state, are made by the update.
     wanted = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
-    # ... unless autograd recorded them: then they belong to the function that is differentiated.
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
             wanted.update(v for v in e.args[1:] if v not in over)
-        elif any(o in wanted for o in e.outs) and not facts[e].recorded and not facts[e].backward:
+        elif any(o in wanted for o in e.outs) and e not in differentiated and not facts[e].backward:
             wanted.update(v for v in e.ins if v not in over)
     last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=-1)
     feeds: set[Var] = {v for e in graph.eqns if any(o in over for o in e.outs) for v in e.ins}
     eqns = []
     for i, e in reversed(list(enumerate(graph.eqns))):
         outs = [o for o in e.outs if o is not None]
-        if facts[e].backward:
-            region = "backward"
-        elif e.op is GRADIENT:
+        if facts[e].backward or e.op is GRADIENT:
             region = "backward"
         elif any(o in over for o in outs):
             region = "forward" if i < last else "update"
-        elif facts[e].recorded:
+        elif e in differentiated:
             region = "forward"
         elif any(o in wanted or o in depends for o in outs):
             region = "update"

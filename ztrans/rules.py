@@ -23,6 +23,9 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from .graph import Eqn, Layout, Partial, Split, Var, variables
 
 
+aten = torch.ops.aten
+
+
 class NoRule(Exception):
     """DTensor has no rule for this operation on these layouts."""
 
@@ -49,7 +52,7 @@ def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
     if isinstance(placed, Shard):
         return (Split(axis, placed.dim),)
     if isinstance(placed, _NormPartial):
-        return (Partial(axis, f"norm{placed.norm_type}"),)
+        return (Partial(axis, f"norm{float(placed.norm_type)}"),)
     if isinstance(placed, DPartial):
         return (Partial(axis, {"avg": "mean"}.get(placed.reduce_op, placed.reduce_op)),)
     if isinstance(placed, Replicate):
@@ -66,9 +69,31 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     have = [layouts(v) for v in ins]
     if not any(have):
         return have, [()] * len(eqn.outs)
+    if eqn.op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
+        return have, have  # what sum() starts from; terms stay terms
+    wanted, given = _ask(eqn, ins, have, axis, size)
+    if any(not h and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted)):
+        # A whole value cannot be spread into terms without waste: reduce the terms instead.
+        have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
+        wanted, given = _ask(eqn, ins, have, axis, size)
+    return wanted, given
+
+
+def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+    if not any(have):
+        return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
     literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
+    op, fused = eqn.op, eqn.op._schema.name.startswith("aten::_fused_")
+    if fused:  # DTensor's rule for these is that of the in-place form, whose results are its arguments
+        packet = getattr(aten, op._schema.name.removeprefix("aten::") + "_")
+        op = getattr(packet, op._schema.overload_name or "default")
+    wanted, given = _asked(_Question(op, types, literals, eqn.args, eqn.kwargs, axis, size))
+    if fused:
+        flat = iter(wanted)
+        lists = [[next(flat) for _ in variables(a)] for a in eqn.args]
+        given = [x for a, s in zip(lists, op._schema.arguments) if s.alias_info is not None for x in a]
+    return wanted, given
 
 
 class _Question:

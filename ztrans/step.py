@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .collectives import erase_marks, erase_trivial
 from .cost import Cost, Memory, cost, memory
+from .evaluate import join, lockstep, scatter
 from .execute import executable
 from .graph import Graph, Layout, dce
 from .layout import AbstractMesh, placements, shard_leaf
@@ -202,6 +203,22 @@ class Lowered:
     def memory_analysis(self) -> Memory:
         """Live bytes over the program, its peak, and the values and lines that hold it."""
         return memory(self.graph)
+
+    def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
+        """Run one step of all ranks in this process, equation by equation, from the full state.
+
+        `batches` holds each rank's batch arguments. Returns the full new state and each rank's output;
+        nothing is updated in place. No process group is needed, so it runs under an AbstractMesh.
+        """
+        graph, program = self.graph, self.program
+        static = {i for i, _ in program.static}
+        flat = [[_local(x) for i, x in enumerate(pytree.tree_leaves((state, *b))) if i not in static] for b in batches]
+        n = graph.num_state
+        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, flat[0][:n]), flat, strict=True)]
+        outs = lockstep(graph, ranks)
+        full = join(graph, outs)
+        results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
+        return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager") -> Compiled:
         """A callable program on this rank's devices. Backend "eager" runs it operation by operation."""

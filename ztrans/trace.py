@@ -33,6 +33,7 @@ from . import ops
 from .functional import import_fx
 from .graph import Graph, Var, dce
 from .regions import label_regions
+from .scalars import with_tensor_scalar
 from .source import Source, user_source
 
 
@@ -251,10 +252,11 @@ class _Marks(TorchFunctionMode):
             grads = func(*args, **kwargs)
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return tuple(g if g is None else ops.gradient(g, p) for g, p in zip(grads, inputs))
+            return tuple(g if g is None else ops.gradient(g, p.detach()) for g, p in zip(grads, inputs))
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return _backward(*args, **kwargs)
-        return func(*args, **kwargs)
+        made = with_tensor_scalar(func, args, kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
 
 
 def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
@@ -267,7 +269,7 @@ def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs
     )
     for leaf, g in zip(leaves, grads):
         if g is not None:
-            g = ops.gradient(g, leaf)
+            g = ops.gradient(g, leaf.detach())
             leaf.grad = g if leaf.grad is None else leaf.grad + g
 
 

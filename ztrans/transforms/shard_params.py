@@ -143,10 +143,15 @@ class _Rewrite:
     def input(self, v: Var, is_state: bool) -> Var:
         layout = ()
         if is_state:
-            layout = self.opt.layout(v.name, v.shape, torch.empty(v.shape, dtype=v.dtype, device="meta"))
+            layout = self.layout(v)
         new = dataclasses.replace(v, layout=layout)
         (self.placed if layout else self.local)[v] = new
         return new
+
+    def layout(self, v: Var) -> Layout:
+        if self.graph.axes[self.axis] == 1:
+            return ()  # a part of one is the whole
+        return self.opt.layout(v.name, v.shape, torch.empty(v.shape, dtype=v.dtype, device="meta"))
 
     def advance(self, eqn: Eqn) -> None:
         """Count passes: what is gathered for one forward or backward is dropped after it (stage 3)."""
@@ -222,7 +227,7 @@ class _Rewrite:
             consumers = self.consumers.get(out, [])
             only_update = bool(consumers) and all(e.region == "update" for e in consumers)
             split = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and x.shape else None
-            self.reduce(eqn, x, out, frozenset({axis}), split, "update", out.name, "mean" if eqn.op is PMEAN else "sum")
+            self.reduce(eqn, x, out, frozenset({axis}), split, "pmean", out.name, "mean" if eqn.op is PMEAN else "sum")
         elif eqn.op is PSUM:
             aten, times = torch.ops.aten, self.graph.axes[axis]
             self.eqns.append(eqn.replace(op=aten.mul.Tensor, args=(self.whole(x, eqn), times)))
@@ -307,8 +312,7 @@ class _Rewrite:
             self.averages(out, "output")
             return self.averaged(out, over, None, "output")
         old = self.graph.inputs[i]
-        layout = self.opt.layout(old.name, old.shape, torch.empty(old.shape, dtype=old.dtype, device="meta"))
-        to = on_axis(layout, self.axis)
+        to = on_axis(self.layout(old), self.axis)
         if over is None:
             return self.laid(self.value(out, last), to, self.from_(out, last, "update"))
         made = self.producers.get(out)

@@ -1,0 +1,72 @@
+"""Worlds of many ranks in one process: train a step in lock-step and compare it with the plain one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from programs import Case
+
+ALL = (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+def batches(case: Case, steps: int) -> list[tuple]:
+    torch.manual_seed(1)
+    return [case.batch(case.samples) for _ in range(steps)]
+
+
+def slices(batch: tuple, ranks: int) -> list[tuple]:
+    """Each rank's slice of a global batch."""
+    return [pytree.tree_map(lambda x: x.chunk(ranks)[r], batch) for r in range(ranks)]
+
+
+def clone(state: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.clone, state)
+
+
+def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any, list]:
+    """The untouched step on the whole batch: the truth."""
+    state, outputs = clone(case.state()), []
+    for batch in batches(case, steps):
+        state, output = (step or case.step)(state, *batch)
+        outputs.append(pytree.tree_map_only(torch.Tensor, torch.clone, output))
+    return state, outputs
+
+
+def sharded(case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any) -> tuple[Any, list, zt.Lowered]:
+    """The sharded step on every rank's slice."""
+    mesh = options.pop("mesh", None) or zt.AbstractMesh(dp=ranks)
+    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *transforms)(case.step)
+    state, outputs = case.state(), []
+    data = batches(case, steps)
+    lowered = step.lower(state, *slices(data[0], ranks)[0])
+    lowered.graph.check()
+    for batch in data:
+        state, each = lowered.lockstep(state, slices(batch, ranks))
+        outputs.append(each)
+    return state, outputs, lowered
+
+
+def distance(a: Any, b: Any) -> float:
+    """Norm-wise relative distance of the worst leaf."""
+    worst = 0.0
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        x, y = (torch.as_tensor(t, dtype=torch.float64) for t in (x, y))
+        if x.numel():
+            worst = max(worst, ((x - y).norm() / y.norm().clamp(min=1e-30)).item() if y.norm() else x.norm().item())
+    return worst
