@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+export OMP_NUM_THREADS = 1
+
+.PHONY: install lint test golden demo clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make install PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,plot]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check
+
+test: lint
+	$(BIN)/pytest -q
+
+golden: install
+	$(BIN)/pytest -q --update-golden
+
+demo: install
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find ztrans ops tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+"""Fixtures of every test: goldens, seeds, threads.
+
+    def test_prints(golden):
+        assert str(lowered) == golden       # tests/golden/<test file stem>/<test name>.txt
+
+`pytest --update-golden` writes the files; they are reviewed as code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("ztrans", deadline=None)
+hypothesis.settings.load_profile("ztrans")
+
+
+class Golden(str):
+    """The text that a test expects, read from its file; comparing with it is the test, or writes it."""
+
+    path: Path
+    update: bool
+
+    def __eq__(self, text: object) -> bool:
+        __tracebackhide__ = True
+        if not isinstance(text, str):
+            raise TypeError(f"A golden holds text: compare str(x), not {type(text).__name__}.")
+        if self.update:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text.rstrip("\n") + "\n")
+            self.update = False  # a second comparison in the same test is one with the same text
+        elif not self.path.exists():
+            pytest.fail(f"No golden {self.path}. `pytest --update-golden` writes it; review it as code.")
+        return self.path.read_text().rstrip("\n") == text.rstrip("\n")
+
+    __hash__ = str.__hash__
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the goldens instead of comparing with them")
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    if op != "==" or not (isinstance(left, Golden) or isinstance(right, Golden)):
+        return None
+    golden, text = (left, right) if isinstance(left, Golden) else (right, left)
+    before, after = golden.path.read_text().splitlines(), str(text).splitlines()
+    diff = difflib.unified_diff(before, after, golden.path.name, "this run", lineterm="")
+    return ["not the golden; `pytest --update-golden` accepts this run", *diff]
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    name = request.node.nodeid.split("::", 1)[1]  # with its class, if it has one
+    file = re.sub(r"[^\w.=-]+", "_", name).strip("_") + ".txt"
+    path = GOLDEN / request.path.stem / file
+    owner = request.config.stash.setdefault(_OWNERS, {}).setdefault(path, request.node.nodeid)
+    assert owner == request.node.nodeid, f"{owner} and {request.node.nodeid} would share {path}"
+    expected = Golden(path.read_text().rstrip("\n") if path.exists() else "")
+    expected.path, expected.update = path, request.config.getoption("--update-golden")
+    return expected
+
+
+_OWNERS = pytest.StashKey[dict[Path, str]]()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
