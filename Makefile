@@ -29,4 +29,4 @@ demo: install
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find ztrans ops tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
