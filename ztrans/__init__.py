@@ -9,6 +9,8 @@ from .graph import Graph as Graph
 from .graph import Var as Var
 from .graph import check as check
 from .layout import AbstractMesh as AbstractMesh
+from .lift import lift as lift
+from .lift import restore as restore
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum

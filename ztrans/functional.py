@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .collectives import GRADIENT, PMEAN, PSUM
-from .graph import Eqn, Names, Var
+from .graph import Eqn, Names, Var, is_random, substitute
 from .pretty import op_name
 from .regions import Fact
 
@@ -216,8 +216,12 @@ def _meta(var: Var) -> torch.Tensor:
 
 
 def _functional(op: Any) -> Any:
-    """The functional twin of an in-place operation: `add_.Tensor` -> `add.Tensor`; None if there is none."""
+    """The functional twin of an operation that changes an argument: `add_.Tensor` and `add.out` -> `add.Tensor`."""
     namespace, name = op._schema.name.split("::")
+    if op._schema.arguments[-1].name == "out":
+        packet, inputs = getattr(getattr(torch.ops, namespace), name), [a.name for a in op._schema.arguments[:-1]]
+        alike = (getattr(packet, o) for o in packet.overloads())
+        return next((o for o in alike if [a.name for a in o._schema.arguments] == inputs), None)
     overload = op._schema.overload_name or "default"
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     twin = getattr(packet, overload, None) if packet is not None else None
@@ -227,7 +231,8 @@ def _functional(op: Any) -> Any:
 def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     """An operation that changes its first argument, as its functional twin and a write."""
     name = op._schema.name.removeprefix("aten::")
-    target = args[0]
+    target = kwargs.get("out", args[0])
+    kwargs = {k: v for k, v in kwargs.items() if k != "out"}
     old = imp.read(target)
     rest = [imp.read(a) for a in args[1:]]
     if name == "copy_":
@@ -236,24 +241,22 @@ def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
         new = imp.emit(aten.full_like.default, (old, *(rest or [0])), old)
     else:
         twin = _functional(op)
-        if twin is None or kwargs.get("out") is not None or not isinstance(target, _Name):
+        if twin is None or not isinstance(target, _Name):
             raise ValueError(
                 f"trace: the in-place operation {op} has no functional form.\n"
                 f"  at {imp.where()}\nUse the operation that returns a new tensor."
             )
         twin = getattr(twin, "default", twin)
-        new = imp.emit(twin, (old, *rest), _result(twin, old, rest, kwargs), kwargs={k: imp.read(v) for k, v in kwargs.items()})
+        first = imp.read(args[0])
+        new = imp.emit(twin, (first, *rest), _result(twin, first, rest, kwargs), kwargs={k: imp.read(v) for k, v in kwargs.items()})
         new = _as_type(imp, new, old)
     imp.write(target, new)
     return target
 
 
 def _result(op: Any, old: Var, rest: list, kwargs: dict) -> Any:
-    """What the functional twin returns: like its target, but in the dtype of type promotion."""
-    if torch.Tag.pointwise in op.tags:
-        dtype = torch.result_type(_meta(old), _meta(rest[0])) if rest and isinstance(rest[0], Var) else old.dtype
-        return Var("", dtype if dtype.is_floating_point >= old.dtype.is_floating_point else old.dtype, old.shape)
-    return old
+    """What the functional twin returns: its shape broadcast, its dtype promoted."""
+    return old if is_random(op) else _meta_result(op, [old, *rest], kwargs)
 
 
 def _as_type(imp: _Import, new: Any, old: Var) -> Var:
@@ -340,6 +343,5 @@ def _overload(imp: _Import, plain: Any, name: str, op: Any) -> Any:
 
 
 def _meta_result(op: Callable, values: list, kwargs: dict) -> torch.Tensor:
-    meta = [_meta(v) if isinstance(v, Var) else v for v in values]
-    return op(*meta, **{k: _meta(v) if isinstance(v, Var) else v for k, v in kwargs.items()})
+    return op(*substitute(values, _meta), **substitute(kwargs, _meta))
 

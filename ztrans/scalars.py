@@ -39,6 +39,7 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _one(plain: str, operands: tuple, scalar: torch.Tensor, in_place: bool) -> torch.Tensor:
     x, *rest = operands
+    rest = [y.to(torch.result_type(x, y)) for y in rest]  # as the operation does, before it scales
     change = {"addcmul": torch.mul, "addcdiv": torch.div}.get(plain, lambda y: y)(*rest) * scalar
     change = -change if plain == "sub" else change
     return x.add_(change) if in_place else x + change

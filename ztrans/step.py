@@ -27,7 +27,7 @@ from .execute import executable
 from .graph import Graph, Layout, dce
 from .layout import AbstractMesh, placements, shard_leaf
 from .schedule import schedule
-from .trace import Abstract, Program, global_leaf, leaf_names, trace
+from .trace import Abstract, Program, global_leaf, leaf_names, no_collection, trace
 from .transforms.base import Chain, Transform
 
 _MANY_PROGRAMS = 8
@@ -164,6 +164,7 @@ class Traced:
     def graph(self) -> Graph:
         return self.program.graph
 
+    @no_collection()
     def lower(self) -> Lowered:
         """The per-rank program: transforms applied, collectives placed, order fixed."""
         graph = self.graph

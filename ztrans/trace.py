@@ -10,6 +10,7 @@ Private torch APIs live here; checked on torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def _device(leaf: torch.Tensor) -> str:
     return leaf.device.type if leaf.device.type != "meta" and torch.accelerator.is_available() else "cpu"
 
 
+@no_collection()
 def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
@@ -188,6 +190,18 @@ def _quiet() -> Iterator[None]:
         torch.compiler._compile_session_context(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Lines(TorchDispatchMode):

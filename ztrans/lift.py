@@ -1,0 +1,169 @@
+"""lift: an ordinary training loop's step, with its nn.Module and torch.optim, as a pure step and its state.
+
+The loop body is not changed. While it is traced, the module's parameters and buffers and the
+optimizer's state are swapped for the tensors of the state; what it did to them is the new state.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+# State that optimizers make at their first step, as it is before that step.
+_FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"), 0.0
+)
+
+
+def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[Callable, State]:
+    """`loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, as `(step, state)`.
+
+    `step(state, *batch) -> (state, output)` is a pure train step for any transform; `state` holds
+    today's parameters, buffers, optimizer state and learning rates by name. Learning rates are
+    inputs (`state["lr"][group]`); other hyperparameters are constants of the program.
+
+    Raises: ValueError for optimizers that need a closure, hold parameters that are not the
+    module's, or make state that `lift` does not know before its first step.
+
+    >>> model = nn.Linear(2, 1)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def loop_step(x):
+    ...     sgd.zero_grad()
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     sgd.step()
+    ...     return loss
+    >>> step, state = lift(loop_step, model, sgd)
+    >>> sorted(state), sorted(state["params"])
+    (['buffers', 'lr', 'optimizer', 'params'], ['bias', 'weight'])
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ValueError(
+                    f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
+                    f"Build the optimizer from model.parameters(), after moving or changing the model."
+                )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none.")
+    _first_state(optimizer, names)
+
+    def step(state: State, *batch: Any) -> tuple[State, Any]:
+        with _swapped(model, optimizer, names, state) as (params, buffers):
+            output = loop_step(*batch)
+            new = {
+                "params": {name: p.detach() for name, p in params.items()},
+                "buffers": {name: b.detach() for name, b in buffers().items()},
+                "optimizer": {
+                    name: {k: v for k, v in optimizer.state.get(params[name], {}).items() if k in state["optimizer"][name]}
+                    for name in state["optimizer"]
+                },
+                "lr": state["lr"],
+            }
+        detach = lambda x: x.detach() if isinstance(x, torch.Tensor) else x  # noqa: E731
+        return new, torch.utils._pytree.tree_map(detach, output)
+
+    step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
+    return step, _state(model, optimizer, names)
+
+
+def restore(model: nn.Module, optimizer: Optimizer, state: State) -> None:
+    """Write a lifted state (full tensors) back into the module and the optimizer it came from."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(state["params"][name])
+            for key, value in state["optimizer"].get(name, {}).items():
+                held = optimizer.state[p].get(key)
+                optimizer.state[p][key] = held.copy_(value) if isinstance(held, torch.Tensor) else _like(held, value)
+        for name, b in model.named_buffers():
+            b.copy_(state["buffers"][name])
+    for group, lr in zip(optimizer.param_groups, state["lr"]):
+        group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
+
+
+def _like(held: Any, value: torch.Tensor) -> Any:
+    return value if held is None else type(held)(value.item())
+
+
+def _state(model: nn.Module, optimizer: Optimizer, names: dict[int, str]) -> State:
+    by_name = {names[id(p)]: s for p, s in optimizer.state.items() if s}
+    return {
+        "params": {k: p.detach() for k, p in model.named_parameters()},
+        "buffers": {k: b.detach() for k, b in model.named_buffers()},
+        "optimizer": {
+            k: {key: v for key, v in by_name[k].items() if isinstance(v, (torch.Tensor, int, float))}
+            for k in names.values()
+            if k in by_name
+        },
+        "lr": [group["lr"] for group in optimizer.param_groups],
+    }
+
+
+def _first_state(optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Make the state that the optimizer would make at its first step, by a step that changes nothing."""
+    params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    new = [p for p in params if not optimizer.state.get(p)]
+    if not new:
+        return
+    held = [(p, p.grad, p.detach().clone()) for p in params]
+    had = {p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for p, s in optimizer.state.items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    finally:
+        with torch.no_grad():
+            for p, g, value in held:
+                p.grad = g
+                p.copy_(value)
+        for group, lr in zip(optimizer.param_groups, rates):
+            group["lr"] = lr
+        optimizer.state.update(had)
+    for p in new:
+        for key, value in optimizer.state.get(p, {}).items():
+            if value is None:
+                continue
+            if key not in _FRESH:
+                raise ValueError(
+                    f"lift: {type(optimizer).__name__} keeps {key!r} for {names[id(p)]}, whose first value lift does not "
+                    f"know.\nTake one ordinary step first, so that the optimizer's state exists."
+                )
+            optimizer.state[p][key] = value.fill_(_FRESH[key]) if isinstance(value, torch.Tensor) else type(value)(_FRESH[key])
+
+
+@contextlib.contextmanager
+def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], state: State) -> Iterator[tuple]:
+    """The module and the optimizer on the state's tensors."""
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
+    old_groups, old_state = optimizer.param_groups, optimizer.state
+    groups = [
+        {**group, "params": [params[names[id(p)]] for p in group["params"]], "lr": lr}
+        for group, lr in zip(old_groups, state["lr"])
+    ]
+    for group in groups:  # arithmetic on tensors, one parameter at a time, as the program will be in any case
+        if not group.get("fused"):
+            group.update({k: v for k, v in (("foreach", False), ("capturable", True)) if k in group})
+    tensors = {**params, **state["buffers"]}
+    with stateless._reparametrize_module(model, tensors, tie_weights=True):
+        optimizer.param_groups = groups
+        optimizer.state = defaultdict(dict, {params[name]: dict(s) for name, s in state["optimizer"].items()})
+        try:
+            yield params, lambda: dict(model.named_buffers())
+        finally:
+            optimizer.param_groups, optimizer.state = old_groups, old_state
