@@ -76,6 +76,18 @@ def _device(leaf: torch.Tensor) -> str:
     return leaf.device.type if leaf.device.type != "meta" and torch.accelerator.is_available() else "cpu"
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 @no_collection()
 def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
@@ -190,18 +202,6 @@ def _quiet() -> Iterator[None]:
         torch.compiler._compile_session_context(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Lines(TorchDispatchMode):
