@@ -165,6 +165,8 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
 
 def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     """One recorded operation: a view, a change in place, a list of either, or plain."""
+    if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and its like change a name, not a storage
+        op = _functional(op)
     schema = op._schema
     if op in _SAME and isinstance(args[0], _Name):
         return args[0]

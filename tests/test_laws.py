@@ -1,0 +1,145 @@
+"""Every row of SPEC.md's table of laws."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import ztrans as zt
+from programs import CASES, autocast
+from worlds import ALL, batches, sharded, slices
+from ztrans.collectives import ALL_GATHER, is_start
+from ztrans.pretty import equation
+
+MESH = zt.AbstractMesh(dp=4)
+S, O, P, C = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+
+
+def step(state, batch):
+    return state, batch
+
+
+def lines(graph):
+    return sorted(equation(e) for e in graph.eqns)
+
+
+def test_monoid():
+    assert zt.chain(S, zt.chain(O, P)) == zt.chain(zt.chain(S, O), P) == zt.chain(S, O, P)
+    assert zt.chain()(step) == zt.Step(step)
+    assert zt.chain(zt.chain(), S, zt.chain()) == zt.chain(S)
+    assert zt.chain(S, O)(step).transforms == (S, O)
+
+
+def test_stack_is_chain():
+    @C
+    @P
+    @O
+    @S
+    def decorated(state, batch):
+        return state, batch
+
+    assert decorated == zt.chain(S, O, P, C)(decorated.fn)
+    assert zt.chain(S, O)(step) == O(S(step))
+    assert hash(zt.chain(S, O)) == hash(zt.chain(S, O))
+
+
+def test_repr():
+    assert repr(zt.chain(S, O, P, C)(step)) == (
+        "Step(step, shard_params(axis='dp', stage=3), overlap_grads(), prefetch(), fuse_cast_gather())"
+    )
+    assert repr(zt.prefetch(max_in_flight=1)) == "prefetch(max_in_flight=1)"
+
+
+@pytest.mark.parametrize("name", ["autocast", "clipped", "sam"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rewrites_and_schedules_commute(name, stage):
+    """All six orders: the same text, header included, and the same bits."""
+    texts, states = set(), []
+    for order in itertools.permutations((O, P, C)):
+        state, _, lowered = sharded(CASES[name], 4, stage, steps=2, transforms=order)
+        texts.add(str(lowered))
+        states.append(state)
+    assert len(texts) == 1
+    for state in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state))))
+
+
+@pytest.mark.parametrize("name", ["autocast", "cast_outside", "gpt_adam"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fuse_cast_gather_is_bitwise(name, stage):
+    a, _, _ = sharded(CASES[name], 4, stage, transforms=(O, P))
+    b, _, _ = sharded(CASES[name], 4, stage, transforms=(O, P, C))
+    assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
+
+
+@pytest.mark.parametrize("schedule", [O, P], ids=["overlap_grads", "prefetch"])
+@pytest.mark.parametrize("name", ["gpt_adam", "accumulation", "muon"])
+def test_schedules_permute(name, schedule):
+    """The equations are the same set before and after; only their order differs."""
+    _, _, before = sharded(CASES[name], 4, steps=1, transforms=())
+    state, _, after = sharded(CASES[name], 4, steps=1, transforms=(schedule,))
+    assert lines(before.graph) == lines(after.graph)
+    assert str(before) != str(after)
+
+
+def test_schedules_change_no_bit():
+    a, _, _ = sharded(CASES["gpt_adam"], 4, transforms=())
+    b, _, _ = sharded(CASES["gpt_adam"], 4, transforms=(O, P))
+    assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
+
+
+def test_idempotent():
+    assert O(O(S(step))) == O(S(step))
+    assert zt.chain(S, P, P, S)(step) == zt.chain(S, P)(step)
+    with pytest.raises(ValueError, match=re.escape("prefetch: applied twice with different options")):
+        zt.chain(S, zt.prefetch(), zt.prefetch(max_in_flight=1))(step)
+
+
+def test_shard_params_precedes():
+    with pytest.raises(ValueError, match="Apply it first: as the innermost decorator"):
+        zt.chain(O, S)(step)
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "per_sample", "autocast"])
+def test_on_one_rank_the_collectives_vanish(name):
+    _, _, lowered = sharded(CASES[name], 1, steps=1)
+    assert not any(is_start(e) for e in lowered.graph.eqns)
+    assert "@dp" not in str(lowered).split("):")[0]
+
+
+def test_printing_is_deterministic_and_names_are_stable():
+    _, _, a = sharded(autocast(), 4, steps=1, transforms=())
+    _, _, b = sharded(autocast(), 4, steps=1, transforms=())
+    assert str(a) == str(b)
+    _, _, scheduled = sharded(autocast(), 4, steps=1, transforms=(O, P))
+    names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}  # noqa: E731
+    assert names(a) == names(scheduled)
+
+
+def test_history_holds_every_stage_and_diff_shows_what_changed():
+    case = CASES["autocast"]
+    lowered = zt.chain(S, O, P, C)(case.step).lower(case.state(), *slices(batches(case, 1)[0], 4)[0])
+    assert [name for name, _ in lowered.history] == [
+        "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
+    ]  # fmt: skip
+    for _, graph in lowered.history:
+        graph.check()
+    stages = dict(lowered.history)
+    changed = zt.diff(stages["prefetch"], stages["fuse_cast_gather"])
+    assert re.search(r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M)
+    assert re.search(r"^\+.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], bf16, axis=dp\)", changed, re.M)
+
+
+def test_every_transform_is_hashable_and_equal_by_options():
+    assert zt.shard_params(MESH, stage=2) == zt.shard_params(zt.AbstractMesh(dp=4), stage=2)
+    assert zt.shard_params(MESH, stage=2) != zt.shard_params(MESH, stage=3)
+    assert len({O, zt.overlap_grads(), P, zt.prefetch()}) == 2
+    assert len(set(ALL)) == 3
+
+
+def test_gathers_are_params_and_carry_their_path():
+    _, _, lowered = sharded(CASES["gpt_adam"], 4, steps=1)
+    gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
+    assert gathers and all(e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers)
+    assert {e.provenance.paths[0] for e in gathers} >= {"params.tokens.weight", "params.blocks.0.qkv.weight"}
