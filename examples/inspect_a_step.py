@@ -1,0 +1,62 @@
+"""Look at a step for eight ranks without any: what transforms do to it, what it costs, what it holds.
+
+    python examples/inspect_a_step.py
+"""
+
+from itertools import pairwise
+
+import torch
+from gpt import GPT, Config, init, make_step
+
+import ztrans as zt
+
+BIG = Config(layers=4, width=1024, heads=16, sequence=256)
+
+
+def head(program: object, lines: int, start: str = "  # forward") -> str:
+    """The first lines of a program's body."""
+    text = str(program).splitlines()
+    at = text.index(start)
+    return "\n".join([*text[at : at + lines], f"  ... {len(text) - at - lines} more lines"])
+
+
+def changes(before: object, after: object, of: str, most: int) -> str:
+    """What a pass changed about one parameter, and how much else it changed."""
+    changed = [line for line in zt.diff(before, after, context=0).splitlines() if line.startswith(("+ ", "- "))]
+    about = [line for line in changed if f"{of}.full" in line or f"{of}.grad" in line][:most]
+    if not changed:
+        return "  only hints about the order, for `lower`"
+    return "\n".join([*about, f"  ... {len(changed) - len(about)} more lines"])
+
+
+def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 12) -> None:
+    mesh = zt.AbstractMesh(dp=ranks)
+    with torch.device("meta"):  # parameters without memory: any size of model can be looked at
+        model = GPT(config)
+        tokens = torch.zeros(batch, config.sequence + 1, dtype=torch.int64)
+    state, plain = init(model, lr=1e-3), make_step(model, bf16=True)
+
+    def lower(stage: int) -> zt.Lowered:
+        fsdp = zt.chain(zt.shard_params(mesh, stage=stage), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+        return fsdp(plain).lower(state, tokens)
+
+    lowered = lower(stage=3)
+    parameter = "params.blocks.0.mlp.0.weight"
+
+    print("The program as written:\n")
+    print(head(lowered.history[0][1], lines))
+    print(f"\nWhat becomes of {parameter}:")
+    for (_, before), (name, after) in pairwise(lowered.history):
+        print(f"\n---- {name}\n{changes(before, after, parameter, lines)}")
+    print("\nThe program of one rank:\n")
+    print(head(lowered, lines))
+    print("\nIts cost:\n")
+    print(lowered.cost_analysis())
+    print("\nThe live bytes of one rank, by ZeRO stage:\n")
+    for stage in range(4):
+        memory = lower(stage).memory_analysis()
+        print(f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.at.source}")
+
+
+if __name__ == "__main__":
+    main()

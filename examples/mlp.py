@@ -1,0 +1,60 @@
+"""Train an MLP, sharded over all ranks: one plain train step and four transforms.
+
+    python examples/mlp.py                                        # one process
+    torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses but for rounding
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch.func import grad_and_value
+
+import ztrans as zt
+
+
+def init(widths: Sequence[int]) -> dict:
+    """Parameters and momentum of an MLP, the same on every rank: they share the seed."""
+    torch.manual_seed(0)
+    layers = [(f"fc{i}", *shape) for i, shape in enumerate(pairwise(widths))]
+    params = {name: torch.randn(n_out, n_in) / n_in**0.5 for name, n_in, n_out in layers}
+    return {"params": params, "momentum": {name: torch.zeros_like(w) for name, w in params.items()}}
+
+
+def loss_fn(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.bfloat16()
+    *hidden, last = params.values()
+    for w in hidden:
+        x = torch.tanh(F.linear(x, w.bfloat16()))  # the state is fp32, the matmuls are bf16
+    return F.mse_loss(F.linear(x, last.bfloat16()).float(), y)
+
+
+def main(*, steps: int = 200, widths: Sequence[int] = (4, 64, 64, 1), batch: int = 256, lr=0.02) -> list[float]:
+    mesh = zt.make_mesh(dp=-1)  # all the ranks there are; one without torchrun
+
+    @zt.fuse_cast_gather()
+    @zt.prefetch()
+    @zt.overlap_grads()
+    @zt.shard_params(mesh, axis="dp")
+    def train_step(state, x, y):  # ordinary code for one device; nothing in it knows of ranks
+        grads, loss = grad_and_value(loss_fn)(state["params"], x, y)
+        momentum = {k: 0.9 * m + grads[k] for k, m in state["momentum"].items()}
+        params = {k: p - lr * momentum[k] for k, p in state["params"].items()}
+        return {"params": params, "momentum": momentum}, loss
+
+    state = train_step.shard(init(widths), device=mesh.device_type)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        x = torch.randn(batch, widths[0], generator=generator)
+        y = torch.sin(x).sum(1, keepdim=True)
+        mine = [t.chunk(mesh.size())[mesh.get_rank()].to(mesh.device_type) for t in (x, y)]
+        state, loss = train_step(state, *mine)
+        losses.append(loss.item())
+        if mesh.get_rank() == 0 and (step % 20 == 0 or step == steps - 1):
+            print(f"step {step:4d}   loss {losses[-1]:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The examples: each one's `main` at a small size, and those that run under torchrun on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """Imports an example by name; a mesh of one that it makes is gone after the test."""
+    before = dist.is_initialized()
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield importlib.import_module
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+
+
+def torchrun(script: str, *args: str) -> str:
+    """What an example prints on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / script), *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def printed(text: str) -> dict[int, float]:
+    """The losses that an example prints, by step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) +loss (\S+)", text)}
+
+
+def test_mlp(example, capsys):
+    losses = example("mlp").main(steps=30, batch=64)
+    assert losses[-1] < losses[0] / 2
+    assert printed(capsys.readouterr().out).keys() == {0, 20, 29}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gpt(example, bf16):
+    gpt = example("gpt")
+    losses = gpt.main(gpt.Config(layers=1, width=32, heads=2, sequence=16), steps=25, batch=8, lr=1e-2, bf16=bf16)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_inspect_a_step(example, capsys):
+    config = example("gpt").Config(layers=1, width=32, heads=2, sequence=16)
+    example("inspect_a_step").main(config, ranks=4)
+    out = capsys.readouterr().out
+    for name in ("shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower"):
+        assert f"---- {name}\n" in out
+    assert "+  params.blocks.0.mlp.0.weight.full': bf16[128,32]! = all_gather(" in out
+    assert "wire dp param" in out
+    assert re.findall(r"stage (\d)   state +[\d,]+   peak +[\d,]+ ", out) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.distributed
+def test_mlp_on_two_ranks(example, capsys):
+    example("mlp").main()
+    one, two = printed(capsys.readouterr().out), printed(torchrun("mlp.py"))
+    assert two == pytest.approx(one, abs=0.02)
+
+
+@pytest.mark.distributed
+def test_demo(tmp_path):
+    sizes = {"layers": 1, "width": 32, "heads": 2, "sequence": 16, "batch": 4, "steps": 25, "fp32-steps": 5}
+    out = tmp_path / "new" / "demo.png"
+    text = torchrun("demo.py", *(f"--{k}={v}" for k, v in sizes.items()), "--lr=0.01", f"--out={out}")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "= all_gather([params.blocks.0.qkv.weight], bf16, axis=dp)" in text
+    ranks, plain = (re.search(rf"{name} +loss (\S+) -> (\S+)", text).groups() for name in ("2 ranks", "plain"))
+    assert float(ranks[1]) < float(ranks[0]) - 1
+    assert float(plain[1]) < float(plain[0]) - 1
+    apart, relative = (float(x) for x in re.findall(r"differ by at most (\S+?),? ", text))
+    assert apart < 0.05
+    assert relative < 1e-5
+    param = re.search(r"param .*(0\.\d\d)", text)
+    assert float(param[1]) < 0.7, "the gathers of matrices cross the wire in bf16"
