@@ -6,6 +6,7 @@ are written as their users write them: torch.func, torch.autograd.grad, .backwar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ def sgd(params: dict, grads: dict, lr: Any = 0.05) -> dict:
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:]):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -128,7 +129,10 @@ def tokens(vocab: int, sequence: int) -> Callable[[int], tuple]:
 def gpt_loss(model: nn.Module) -> Callable:
     def loss(params, ids, targets):
         logits = functional_call(model, params, (ids,))
-        return F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1),
+            targets.flatten(),
+        )
 
     return loss
 
@@ -231,7 +235,10 @@ def batch_norm_mean() -> Case:
         var = zt.pmean((h - mean[:, None, None]).square().mean((0, 2, 3)), "dp")
         h = (h - mean[:, None, None]) * torch.rsqrt(var + 1e-3)[:, None, None] * params["scale"][:, None, None]
         value = F.cross_entropy(F.relu(h).mean((2, 3)) @ params["head"], y)
-        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean.detach(), "var": 0.9 * stats["var"] + 0.1 * var.detach()}
+        new = {
+            "mean": 0.9 * stats["mean"] + 0.1 * mean.detach(),
+            "var": 0.9 * stats["var"] + 0.1 * var.detach(),
+        }
         return value, new
 
     def step(state, batch):
@@ -240,7 +247,11 @@ def batch_norm_mean() -> Case:
 
     def state():
         torch.manual_seed(0)
-        params = {"conv": torch.randn(6, 2, 3, 3) * 0.3, "scale": torch.ones(6), "head": torch.randn(6, 3) * 0.3}
+        params = {
+            "conv": torch.randn(6, 2, 3, 3) * 0.3,
+            "scale": torch.ones(6),
+            "head": torch.randn(6, 3) * 0.3,
+        }
         return {"params": params, "stats": {"mean": torch.zeros(6), "var": torch.ones(6)}}
 
     return Case("batch_norm_mean", step, state, images)
@@ -262,7 +273,10 @@ def lstm() -> Case:
         return {"params": sgd(state["params"], grads)}, value
 
     return Case(
-        "lstm", step, lambda: {"params": params_of(model)}, lambda n: ((torch.randn(n, 3, 4), torch.randn(n, 2)),)
+        "lstm",
+        step,
+        lambda: {"params": params_of(model)},
+        lambda n: ((torch.randn(n, 3, 4), torch.randn(n, 2)),),
     )
 
 
@@ -283,7 +297,11 @@ def mixture() -> Case:
     def state():
         torch.manual_seed(0)
         return {
-            "params": {"gate": torch.randn(5, 4) * 0.3, "up": torch.randn(4, 5, 7) * 0.3, "down": torch.randn(4, 7, 5) * 0.3}
+            "params": {
+                "gate": torch.randn(5, 4) * 0.3,
+                "up": torch.randn(4, 5, 7) * 0.3,
+                "down": torch.randn(4, 7, 5) * 0.3,
+            }
         }
 
     return Case("mixture", step, state, regression(5, 5))
@@ -329,7 +347,12 @@ def uneven() -> Case:
 
     def state():
         torch.manual_seed(0)
-        params = {"a": torch.randn(7, 5), "b": torch.randn(7, 3), "tiny": torch.randn(2), "one": torch.randn(1)}
+        params = {
+            "a": torch.randn(7, 5),
+            "b": torch.randn(7, 3),
+            "tiny": torch.randn(2),
+            "one": torch.randn(1),
+        }
         return {"params": {**params, "scalar": torch.randn(()), "empty": torch.zeros(0, 4)}}
 
     return Case("uneven", step, state, regression(5, 3))
@@ -536,11 +559,26 @@ def autocast() -> Case:
     return Case("autocast", step, adam_state(model), tokens(19, 6))
 
 
+def cast_inside() -> Case:
+    """A GPT all of whose parameters are cast to bf16 at the top of the loss."""
+    model = GPT(width=16)
+    inner = gpt_loss(model)
+
+    def step(state, batch):
+        def loss(params, ids, targets):
+            return inner({k: p.to(torch.bfloat16) for k, p in params.items()}, ids, targets)
+
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    return Case("cast_inside", step, adam_state(model), tokens(19, 6))
+
+
 EXACT = [
     mlp_momentum(), gpt_adam(), adamw_with(fused=True, foreach=False), adamw_with(foreach=True, fused=False),
     adamw_with(foreach=False, fused=False), conv_groupnorm(), batch_norm_mean(), lstm(), mixture(), lora(),
     uneven(), muon(), clipped(), accumulation(), sam(), penalty(), weight_penalty(), per_sample(),
     token_weighted(), weight_norm(),
 ]  # fmt: skip
-HALF = [autocast(), cast_outside()]
+HALF = [autocast(), cast_outside(), cast_inside()]
 CASES = {case.name: case for case in EXACT + HALF}

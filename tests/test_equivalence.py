@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from programs import CASES, EXACT, GPT, ConvNet, adam, autocast, cast_outside, images, params_of, sgd
 from torch.func import functional_call, grad_and_value
+from worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
 
 import ztrans as zt
-from programs import CASES, EXACT, ConvNet, adam, autocast, cast_outside, gpt_loss, images, params_of, sgd
-from worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -40,10 +40,6 @@ def by_hand(case, loss, update, ranks, steps=5):
 def test_autocast_equals_data_parallelism_by_hand(ranks, stage):
     """bf16 gradients are rounded on each rank before they are averaged, so the truth must do so too."""
     case = autocast()
-    model = case.step.__closure__  # the case keeps its loss to itself; it is rebuilt here, word for word
-    del model
-    from programs import GPT
-
     gpt = GPT(width=16)
 
     def grads(state, batch):
@@ -145,6 +141,3 @@ def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
         truth, _ = plain(case)
         state, _, _ = sharded(case, 1, transforms=ALL)
         assert distance(state, truth) <= 1e-6  # what torch.optim does with Python floats is done with tensors
-
-
-__all__ = ["gpt_loss"]

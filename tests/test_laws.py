@@ -5,15 +5,15 @@ import re
 
 import pytest
 import torch
-
-import ztrans as zt
 from programs import CASES, autocast
 from worlds import ALL, batches, sharded, slices
+
+import ztrans as zt
 from ztrans.collectives import ALL_GATHER, is_start
 from ztrans.pretty import equation
 
 MESH = zt.AbstractMesh(dp=4)
-S, O, P, C = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+SHARD, OVERLAP, PREFETCH, FUSE = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
 
 
 def step(state, batch):
@@ -25,27 +25,31 @@ def lines(graph):
 
 
 def test_monoid():
-    assert zt.chain(S, zt.chain(O, P)) == zt.chain(zt.chain(S, O), P) == zt.chain(S, O, P)
+    assert (
+        zt.chain(SHARD, zt.chain(OVERLAP, PREFETCH))
+        == zt.chain(zt.chain(SHARD, OVERLAP), PREFETCH)
+        == zt.chain(SHARD, OVERLAP, PREFETCH)
+    )
     assert zt.chain()(step) == zt.Step(step)
-    assert zt.chain(zt.chain(), S, zt.chain()) == zt.chain(S)
-    assert zt.chain(S, O)(step).transforms == (S, O)
+    assert zt.chain(zt.chain(), SHARD, zt.chain()) == zt.chain(SHARD)
+    assert zt.chain(SHARD, OVERLAP)(step).transforms == (SHARD, OVERLAP)
 
 
 def test_stack_is_chain():
-    @C
-    @P
-    @O
-    @S
+    @FUSE
+    @PREFETCH
+    @OVERLAP
+    @SHARD
     def decorated(state, batch):
         return state, batch
 
-    assert decorated == zt.chain(S, O, P, C)(decorated.fn)
-    assert zt.chain(S, O)(step) == O(S(step))
-    assert hash(zt.chain(S, O)) == hash(zt.chain(S, O))
+    assert decorated == zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(decorated.fn)
+    assert zt.chain(SHARD, OVERLAP)(step) == OVERLAP(SHARD(step))
+    assert hash(zt.chain(SHARD, OVERLAP)) == hash(zt.chain(SHARD, OVERLAP))
 
 
 def test_repr():
-    assert repr(zt.chain(S, O, P, C)(step)) == (
+    assert repr(zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(step)) == (
         "Step(step, shard_params(axis='dp', stage=3), overlap_grads(), prefetch(), fuse_cast_gather())"
     )
     assert repr(zt.prefetch(max_in_flight=1)) == "prefetch(max_in_flight=1)"
@@ -56,7 +60,7 @@ def test_repr():
 def test_rewrites_and_schedules_commute(name, stage):
     """All six orders: the same text, header included, and the same bits."""
     texts, states = set(), []
-    for order in itertools.permutations((O, P, C)):
+    for order in itertools.permutations((OVERLAP, PREFETCH, FUSE)):
         state, _, lowered = sharded(CASES[name], 4, stage, steps=2, transforms=order)
         texts.add(str(lowered))
         states.append(state)
@@ -68,37 +72,37 @@ def test_rewrites_and_schedules_commute(name, stage):
 @pytest.mark.parametrize("name", ["autocast", "cast_outside", "gpt_adam"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fuse_cast_gather_is_bitwise(name, stage):
-    a, _, _ = sharded(CASES[name], 4, stage, transforms=(O, P))
-    b, _, _ = sharded(CASES[name], 4, stage, transforms=(O, P, C))
+    a, _, _ = sharded(CASES[name], 4, stage, transforms=(OVERLAP, PREFETCH))
+    b, _, _ = sharded(CASES[name], 4, stage, transforms=(OVERLAP, PREFETCH, FUSE))
     assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
 
 
-@pytest.mark.parametrize("schedule", [O, P], ids=["overlap_grads", "prefetch"])
+@pytest.mark.parametrize("schedule", [OVERLAP, PREFETCH], ids=["overlap_grads", "prefetch"])
 @pytest.mark.parametrize("name", ["gpt_adam", "accumulation", "muon"])
 def test_schedules_permute(name, schedule):
     """The equations are the same set before and after; only their order differs."""
     _, _, before = sharded(CASES[name], 4, steps=1, transforms=())
-    state, _, after = sharded(CASES[name], 4, steps=1, transforms=(schedule,))
+    _, _, after = sharded(CASES[name], 4, steps=1, transforms=(schedule,))
     assert lines(before.graph) == lines(after.graph)
     assert str(before) != str(after)
 
 
 def test_schedules_change_no_bit():
     a, _, _ = sharded(CASES["gpt_adam"], 4, transforms=())
-    b, _, _ = sharded(CASES["gpt_adam"], 4, transforms=(O, P))
+    b, _, _ = sharded(CASES["gpt_adam"], 4, transforms=(OVERLAP, PREFETCH))
     assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
 
 
 def test_idempotent():
-    assert O(O(S(step))) == O(S(step))
-    assert zt.chain(S, P, P, S)(step) == zt.chain(S, P)(step)
+    assert OVERLAP(OVERLAP(SHARD(step))) == OVERLAP(SHARD(step))
+    assert zt.chain(SHARD, PREFETCH, PREFETCH, SHARD)(step) == zt.chain(SHARD, PREFETCH)(step)
     with pytest.raises(ValueError, match=re.escape("prefetch: applied twice with different options")):
-        zt.chain(S, zt.prefetch(), zt.prefetch(max_in_flight=1))(step)
+        zt.chain(SHARD, zt.prefetch(), zt.prefetch(max_in_flight=1))(step)
 
 
 def test_shard_params_precedes():
     with pytest.raises(ValueError, match="Apply it first: as the innermost decorator"):
-        zt.chain(O, S)(step)
+        zt.chain(OVERLAP, SHARD)(step)
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "per_sample", "autocast"])
@@ -112,14 +116,16 @@ def test_printing_is_deterministic_and_names_are_stable():
     _, _, a = sharded(autocast(), 4, steps=1, transforms=())
     _, _, b = sharded(autocast(), 4, steps=1, transforms=())
     assert str(a) == str(b)
-    _, _, scheduled = sharded(autocast(), 4, steps=1, transforms=(O, P))
+    _, _, scheduled = sharded(autocast(), 4, steps=1, transforms=(OVERLAP, PREFETCH))
     names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}  # noqa: E731
     assert names(a) == names(scheduled)
 
 
 def test_history_holds_every_stage_and_diff_shows_what_changed():
     case = CASES["autocast"]
-    lowered = zt.chain(S, O, P, C)(case.step).lower(case.state(), *slices(batches(case, 1)[0], 4)[0])
+    lowered = zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(case.step).lower(
+        case.state(), *slices(batches(case, 1)[0], 4)[0]
+    )
     assert [name for name, _ in lowered.history] == [
         "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
     ]  # fmt: skip
@@ -134,7 +140,7 @@ def test_history_holds_every_stage_and_diff_shows_what_changed():
 def test_every_transform_is_hashable_and_equal_by_options():
     assert zt.shard_params(MESH, stage=2) == zt.shard_params(zt.AbstractMesh(dp=4), stage=2)
     assert zt.shard_params(MESH, stage=2) != zt.shard_params(MESH, stage=3)
-    assert len({O, zt.overlap_grads(), P, zt.prefetch()}) == 2
+    assert len({OVERLAP, zt.overlap_grads(), PREFETCH, zt.prefetch()}) == 2
     assert len(set(ALL)) == 3
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from programs import Case
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from programs import Case
 
 ALL = (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
 
@@ -32,7 +32,7 @@ def batches(case: Case, steps: int) -> list[tuple]:
 
 def slices(batch: tuple, ranks: int) -> list[tuple]:
     """Each rank's slice of a global batch."""
-    return [pytree.tree_map(lambda x: x.chunk(ranks)[r], batch) for r in range(ranks)]
+    return [pytree.tree_map(lambda x, r=r: x.chunk(ranks)[r], batch) for r in range(ranks)]
 
 
 def clone(state: Any) -> Any:
@@ -48,7 +48,9 @@ def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any
     return state, outputs
 
 
-def sharded(case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any) -> tuple[Any, list, zt.Lowered]:
+def sharded(
+    case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any
+) -> tuple[Any, list, zt.Lowered]:
     """The sharded step on every rank's slice."""
     mesh = options.pop("mesh", None) or zt.AbstractMesh(dp=ranks)
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *transforms)(case.step)

@@ -15,10 +15,10 @@ from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
 from .pretty import diff as diff
-from .step import Compiled as Compiled
-from .step import Lowered as Lowered
+from .stages import Compiled as Compiled
+from .stages import Lowered as Lowered
+from .stages import Traced as Traced
 from .step import Step as Step
-from .step import Traced as Traced
 from .transforms.base import Transform as Transform
 from .transforms.base import chain as chain
 from .transforms.fuse_cast_gather import fuse_cast_gather as fuse_cast_gather

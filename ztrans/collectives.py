@@ -14,11 +14,11 @@ A list is a bucket: packing, casting and unpacking belong to the operation, not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from .graph import Eqn, Graph, Layout, Partial, Primitive, Provenance, Split, Var, dce, rename
+from .graph import Eqn, Graph, Layout, Primitive, Split, Var, dce, rename
 
 ALL_GATHER = Primitive("all_gather")
 REDUCE_SCATTER = Primitive("reduce_scatter")
@@ -44,9 +44,7 @@ def without(layout: Layout, axis: str) -> Layout:
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn) -> Eqn:
     """Start a gather of `shards`, each cut over `axis`."""
-    futures = (
-        Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True) for s, name in zip(shards, names)
-    )
+    futures = (Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True) for s, name in zip(shards, names))
     return Eqn(ALL_GATHER, (list(shards),), tuple(futures), {"dtype": None, "axis": axis}, **eqn)
 
 
@@ -71,17 +69,32 @@ def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
     return eqn.kwargs.get("dtype") or member.dtype
 
 
-def wire_bytes(eqn: Eqn, size: int) -> int:
-    """Bytes that one rank must receive for this collective over `size` ranks, padding included."""
+def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    """Bytes that one rank must receive for a started collective, padding included.
+
+    A gather or a scatter over n ranks moves (n-1)/n of the whole value, an all_reduce twice that.
+    """
     if not is_start(eqn):
         return 0
+    axis = eqn.kwargs["axis"]
     total = 0
-    for member in eqn.ins:
-        split = member.split if eqn.op is ALL_GATHER else next(o.split for o in eqn.outs) or Split("", 0)
-        rows = member.shape[split.dim] if member.shape and eqn.op is not ALL_REDUCE else 1
-        padded = member.numel // max(rows, 1) * (-(-rows // size) * size if eqn.op is not ALL_REDUCE else 1)
-        total += padded * wire_dtype(eqn, member).itemsize
-    return total * (size - 1) // size * (2 if eqn.op is ALL_REDUCE else 1)
+    for member, future in zip(eqn.ins, eqn.outs):
+        bytes_ = wire_dtype(eqn, member).itemsize
+        cuts = {s.dim: s.axis for v in (member, future) for s in v.layout if isinstance(s, Split)}
+        for dim, rows in enumerate(member.shape):
+            part = -(-rows // sizes[cuts[dim]]) if dim in cuts else rows
+            bytes_ *= part * sizes[axis] if cuts.get(dim) == axis else part
+        total += bytes_
+    return total * (sizes[axis] - 1) // sizes[axis] * (2 if eqn.op is ALL_REDUCE else 1)
+
+
+def sends_as_it_lies(eqn: Eqn, sizes: Mapping[str, int]) -> bool:
+    """Whether a started collective sends its member's own storage, which must then live until the wait:
+    a single member that needs neither a cast nor padding, and is not summed in place."""
+    (member, *rest), (future, *_) = eqn.ins, eqn.outs
+    split, axis = member.split or future.split, eqn.kwargs["axis"]
+    even = split is None or member.shape[split.dim] % sizes[axis] == 0
+    return eqn.op is not ALL_REDUCE and not rest and wire_dtype(eqn, member) == member.dtype and even
 
 
 def erase_marks(graph: Graph) -> Graph:
@@ -122,14 +135,12 @@ def _through(member: Var, future: Var, e: Eqn, eqns: list[Eqn]) -> Var:
     """What a value becomes when it crosses a wire that is not there: rounded to the wire's dtype and back."""
     for dtype in (e.kwargs.get("dtype"), future.dtype):
         if dtype is not None and dtype != member.dtype:
-            out = Var(f"{future.name.removesuffix(chr(39))}.{dtype}".replace("torch.", ""), dtype, member.shape, member.layout)
+            out = Var(
+                f"{future.name.removesuffix(chr(39))}.{dtype}".replace("torch.", ""),
+                dtype,
+                member.shape,
+                member.layout,
+            )
             eqns.append(Eqn(torch.ops.aten._to_copy.default, (member,), (out,), {"dtype": dtype}, e.region, e.source))
             member = out
     return member
-
-
-__all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "STARTS", "WAIT",
-    "Partial", "Provenance", "all_gather", "erase_marks", "erase_trivial", "is_start", "reduce", "wait",
-    "wire_bytes", "wire_dtype", "without",
-]  # fmt: skip

@@ -7,8 +7,9 @@ gloo's own (an all-reduce and a slice) does and gives every program order the sa
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,16 @@ import torch
 import torch.distributed as dist
 
 from . import ops
-from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, without
 from .graph import Eqn, Split, Var
-from .layout import chunk, part
+from .layout import chunk, local_shape, part
+from .redistribute import on_axis
+
+
+def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
+    """Gather one buffer of each rank, under the name that this torch has for it (2.13 renamed it)."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(received, send, **options)
 
 
 @dataclass(eq=False)
@@ -50,17 +58,20 @@ def wait(member: Member) -> torch.Tensor:
 class Start(torch.nn.Module):
     """Starts one collective equation: called with its members, returns a future of each."""
 
-    def __init__(self, eqn: Eqn, size: int, rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup) -> None:
         super().__init__()
+        axis = eqn.kwargs["axis"]
         self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
-        self.size, self.rank, self.group = size, rank, group
+        self.size, self.rank, self.group = sizes[axis], at[axis], group
         self.outs: Sequence[Var] = eqn.outs
-        self.split = next((v.split for v in (*eqn.ins, *eqn.outs) if v.split), Split("", 0))
+        splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs))
+        self.split = next((s for s in splits if isinstance(s, Split)), Split(axis, 0))
         self.wire = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
         self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
-        # Shapes with the split dim first, and the padded elements of one rank's part.
-        self.shapes = [_first(out.shape, self.split.dim) for out in self.outs]
-        self.parts = [chunk(s[0], size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
+        # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.
+        whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
+        self.shapes = [_first(local_shape(v, sizes, at), self.split.dim) for v in whole]
+        self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
 
     def extra_repr(self) -> str:
         return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
@@ -73,7 +84,7 @@ class Start(torch.nn.Module):
         dim = self.split.dim
         send = ops.pack([s.movedim(dim, 0) for s in shards], self.parts, self.wire)
         received = send.new_empty(send.numel() * self.size)
-        work = dist.all_gather_into_tensor(_bytes(received), _bytes(send), group=self.group, async_op=True)
+        work = all_gather(_bytes(received), _bytes(send), group=self.group, async_op=True)
 
         def finish() -> list[torch.Tensor]:
             whole = ops.unpack(received, self.parts, self.shapes, self.size)
@@ -117,9 +128,10 @@ class Start(torch.nn.Module):
         work = dist.all_reduce(buffer, kinds.get(self.op, dist.ReduceOp.SUM), group=self.group, async_op=True)
 
         def finish() -> list[torch.Tensor]:
-            pieces = buffer.split([out.numel for out in self.outs])
-            scaled = [p / self.size if self.op == "mean" else p for p in pieces]
-            return [p.to(out.dtype).view(out.shape) for p, out in zip(scaled, self.outs)]
+            if self.op == "mean":
+                buffer.div_(self.size)
+            pieces = buffer.split([math.prod(s) for s in self.shapes])
+            return [p.to(out.dtype).view(s) for p, out, s in zip(pieces, self.outs, self.shapes)]
 
         return Future(work, finish)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import ALL_REDUCE, SHARD, WAIT, is_start, wire_bytes, wire_dtype
+from .collectives import ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start, sends_as_it_lies, wire_bytes, wire_dtype
 from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
@@ -95,7 +95,7 @@ def cost(graph: Graph) -> Cost:
     for e in graph.eqns:
         if is_start(e):
             axis = e.kwargs["axis"]
-            wire[axis, e.provenance.role] += wire_bytes(e, graph.axes[axis])
+            wire[axis, e.provenance.role] += wire_bytes(e, graph.axes)
         elif e.op not in (WAIT, SHARD) and not is_view(e):
             traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
             flops += _flops(e, graph, at)
@@ -106,7 +106,10 @@ def _flops(e: Eqn, graph: Graph, at: dict[str, int]) -> int:
     formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
     if formula is None:
         return sum(o.numel for o in e.outs if o is not None) if isinstance(e.op, torch._ops.OpOverload) else 0
-    meta = [torch.empty(local_shape(a, graph.axes, at), dtype=a.dtype, device="meta") if isinstance(a, Var) else a for a in e.args]
+    meta = [
+        torch.empty(local_shape(a, graph.axes, at), dtype=a.dtype, device="meta") if isinstance(a, Var) else a
+        for a in e.args
+    ]
     outs = [torch.empty(local_shape(o, graph.axes, at), dtype=o.dtype, device="meta") for o in e.outs if o is not None]
     return int(formula(*meta, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
@@ -119,6 +122,7 @@ def memory(graph: Graph) -> Memory:
     """
     size, live, given = local_bytes(graph), liveness(graph), donation(graph)
     n = len(graph.eqns)
+    waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
     held: list[tuple[int, int, Var, int, str]] = []  # from, to, value, bytes, line
     state = sum(size(v) for v in graph.inputs[: graph.num_state])
     for v in graph.inputs:
@@ -126,12 +130,10 @@ def memory(graph: Graph) -> Memory:
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and live.root[out] is out and out not in given.moved:
-                bytes_ = size(out) * (wire_dtype(e, out).itemsize / out.dtype.itemsize if is_start(e) else 1)
-                held.append((i, min(given.last[out], n - 1), out, int(bytes_), str(e.source or "")))
-        if is_start(e):
-            sent = _send_bytes(e, size, graph)
-            if sent:
-                held.append((i, live.last[live.root[e.outs[0]]] if e.op is ALL_REDUCE else _wait_of(graph, e), e.outs[0], sent, "send buffer"))
+                held.append((i, min(given.last[out], n - 1), out, _allocated(e, out, size), str(e.source or "")))
+        if is_start(e) and e.op is not ALL_REDUCE and not sends_as_it_lies(e, graph.axes):
+            sent = sum(size(v) // v.dtype.itemsize * wire_dtype(e, v).itemsize for v in e.ins)
+            held.append((i, waits[e.outs[-1]], e.outs[0], sent, "send buffer"))
     change = [0] * (n + 1)
     for start, end, _, b, _ in held:
         change[start] += b
@@ -146,16 +148,9 @@ def memory(graph: Graph) -> Memory:
     return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, tuple(holders), state)
 
 
-def _wait_of(graph: Graph, start: Eqn) -> int:
-    return max(i for i, e in enumerate(graph.eqns) if e.op is WAIT and e.args[0] in start.outs)
-
-
-def _send_bytes(e: Eqn, size: Callable[[Var], int], graph: Graph) -> int:
-    """Bytes of a collective's own send buffer: none when what it sends can be sent as it lies."""
-    n = graph.axes[e.kwargs["axis"]]
-    (member, *rest), dtype = e.ins, wire_dtype(e, e.ins[0])
-    split = member.split or e.outs[0].split
-    even = split is None or member.shape[split.dim] % n == 0
-    if e.op is ALL_REDUCE or (not rest and dtype == member.dtype and even):
-        return 0
-    return sum(size(v) // v.dtype.itemsize * dtype.itemsize for v in e.ins)
+def _allocated(e: Eqn, out: Var, size: Callable[[Var], int]) -> int:
+    """Bytes that an equation allocates for a result: of a collective, its receive buffer in the wire's dtype."""
+    if not is_start(e):
+        return size(out)
+    value = e.ins[e.outs.index(out)] if e.op is REDUCE_SCATTER else out  # a part of each rank is received
+    return size(value) // value.dtype.itemsize * wire_dtype(e, value).itemsize

@@ -15,7 +15,15 @@ import torch
 
 from . import ops
 from .collectives import (
-    ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, is_start,
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENT,
+    PMEAN,
+    PSUM,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
+    is_start,
 )  # fmt: skip
 from .graph import Eqn, Graph, Split, Var, substitute, variables
 from .layout import cut, localize

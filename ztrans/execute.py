@@ -52,7 +52,7 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
         if is_start(eqn):
             axis = eqn.kwargs["axis"]
             group = mesh.get_group(axis) if mesh is not None else None
-            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes[axis], at[axis], group))
+            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes, at, group))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
         elif eqn.op is WAIT:
@@ -91,9 +91,7 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
         lists = [out.call_function(operator.getitem, (made, k)) for k in range(len(returns))]
         return [out.call_function(operator.getitem, (each, 0)) for each in lists]
     if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
-        return [
-            None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)
-        ]
+        return [None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)]
     return [made]
 
 

@@ -159,7 +159,9 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
         elif node.target.__name__ == "getitem":
             env[node] = env[node.args[0]][node.args[1]]
         else:
-            env[node] = _operation(imp, node.target, look(tuple(node.args)), look(dict(node.kwargs)), node.meta.get("val"))
+            env[node] = _operation(
+                imp, node.target, look(tuple(node.args)), look(dict(node.kwargs)), node.meta.get("val")
+            )
     return imp.eqns, outputs, imp.facts
 
 
@@ -184,7 +186,10 @@ def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> An
         base = args[0]
         if isinstance(val, (tuple, list)):
             outs = imp.emit(op, (imp.read(base), *rest), val, kwargs=kwargs)
-            return [_Name(base.storage, (*base.views, (op, rest, kwargs, i)), base.storage.version, o) for i, o in enumerate(outs)]
+            return [
+                _Name(base.storage, (*base.views, (op, rest, kwargs, i)), base.storage.version, o)
+                for i, o in enumerate(outs)
+            ]
         out = imp.emit(op, (imp.read(base), *rest), val, kwargs=kwargs)
         return _Name(base.storage, (*base.views, (op, rest, kwargs, 0)), base.storage.version, out)
     if schema.name in _BATCH_NORMS and isinstance(args[3], _Name):
@@ -221,7 +226,10 @@ def _functional(op: Any) -> Any:
     """The functional twin of an operation that changes an argument: `add_.Tensor` and `add.out` -> `add.Tensor`."""
     namespace, name = op._schema.name.split("::")
     if op._schema.arguments[-1].name == "out":
-        packet, inputs = getattr(getattr(torch.ops, namespace), name), [a.name for a in op._schema.arguments[:-1]]
+        packet, inputs = (
+            getattr(getattr(torch.ops, namespace), name),
+            [a.name for a in op._schema.arguments[:-1]],
+        )
         alike = (getattr(packet, o) for o in packet.overloads())
         return next((o for o in alike if [a.name for a in o._schema.arguments] == inputs), None)
     overload = op._schema.overload_name or "default"
@@ -250,7 +258,12 @@ def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
             )
         twin = getattr(twin, "default", twin)
         first = imp.read(args[0])
-        new = imp.emit(twin, (first, *rest), _result(twin, first, rest, kwargs), kwargs={k: imp.read(v) for k, v in kwargs.items()})
+        new = imp.emit(
+            twin,
+            (first, *rest),
+            _result(twin, first, rest, kwargs),
+            kwargs={k: imp.read(v) for k, v in kwargs.items()},
+        )
         new = _as_type(imp, new, old)
     imp.write(target, new)
     return target
@@ -304,7 +317,12 @@ def _per_member(imp: _Import, op: Any, args: tuple, kwargs: dict) -> Any:
             twin = _functional(op)
             values = [imp.read(a) for a in lists]
             written = [a for a, s in zip(lists, schema.arguments) if s.alias_info is not None and isinstance(a, list)]
-            outs = imp.emit(twin, values, [imp.read(a[0]) for a in written if a], kwargs={k: imp.read(v) for k, v in kwargs.items()})
+            outs = imp.emit(
+                twin,
+                values,
+                [imp.read(a[0]) for a in written if a],
+                kwargs={k: imp.read(v) for k, v in kwargs.items()},
+            )
             for name, new in zip((a[0] for a in written if a), outs):
                 imp.write(name, new)
         return None
@@ -339,11 +357,9 @@ def _overload(imp: _Import, plain: Any, name: str, op: Any) -> Any:
         if choice in plain.overloads():
             return getattr(plain, choice)
     raise ValueError(
-        f"trace: {op} has no form for one tensor at a time.\n"
-        f"  at {imp.where()}\nUse the optimizer with foreach=False."
+        f"trace: {op} has no form for one tensor at a time.\n  at {imp.where()}\nUse the optimizer with foreach=False."
     )
 
 
 def _meta_result(op: Callable, values: list, kwargs: dict) -> torch.Tensor:
     return op(*substitute(values, _meta), **substitute(kwargs, _meta))
-

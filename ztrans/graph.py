@@ -319,5 +319,9 @@ def check(graph: Graph) -> None:
     for var, count in waits.items():
         assert count == 1, f"{var} is never waited for"
     for old, new in zip(graph.inputs[: graph.num_state], graph.outputs):
-        same = isinstance(new, Var) and (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, new.layout)
+        same = isinstance(new, Var) and (old.shape, old.dtype, old.layout) == (
+            new.shape,
+            new.dtype,
+            new.layout,
+        )
         assert same, f"state {old} comes back as {new}"

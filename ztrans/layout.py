@@ -7,14 +7,13 @@ every part is padded to c rows; between steps nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils import _pytree as pytree
 
 from .graph import Eqn, Layout, Split, Var
 
@@ -103,9 +102,7 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
     return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
 
 
-def shard_leaf(
-    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
-) -> DTensor:
+def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None) -> DTensor:
     """A full tensor (the same on every rank, or good only on rank `source`, or meta) as a DTensor."""
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
@@ -125,10 +122,3 @@ def shard_leaf(
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
-
-
-def map_leaves(fn: Callable[[str, Any], Any], tree: Any, *rest: Sequence) -> Any:
-    """`fn(path, leaf)` over a tree; paths are dotted, as in programs."""
-    flat, spec = pytree.tree_flatten_with_path(tree)
-    name = lambda keys: ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)  # noqa: E731
-    return pytree.tree_unflatten([fn(name(keys), leaf) for keys, leaf in flat], spec)

@@ -22,7 +22,17 @@ State = dict[str, Any]
 
 # State that optimizers make at their first step, as it is before that step.
 _FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"), 0.0
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+    ),
+    0.0,
 )
 
 
@@ -57,7 +67,9 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
                     f"Build the optimizer from model.parameters(), after moving or changing the model."
                 )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none.")
+        raise ValueError(
+            "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
+        )
     _first_state(optimizer, names)
 
     def step(state: State, *batch: Any) -> tuple[State, Any]:
@@ -67,7 +79,9 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
                 "optimizer": {
-                    name: {k: v for k, v in optimizer.state.get(params[name], {}).items() if k in state["optimizer"][name]}
+                    name: {
+                        k: v for k, v in optimizer.state.get(params[name], {}).items() if k in state["optimizer"][name]
+                    }
                     for name in state["optimizer"]
                 },
                 "lr": state["lr"],
@@ -118,7 +132,10 @@ def _first_state(optimizer: Optimizer, names: dict[int, str]) -> None:
     if not new:
         return
     held = [(p, p.grad, p.detach().clone()) for p in params]
-    had = {p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for p, s in optimizer.state.items()}
+    had = {
+        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+        for p, s in optimizer.state.items()
+    }
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
@@ -140,10 +157,12 @@ def _first_state(optimizer: Optimizer, names: dict[int, str]) -> None:
                 continue
             if key not in _FRESH:
                 raise ValueError(
-                    f"lift: {type(optimizer).__name__} keeps {key!r} for {names[id(p)]}, whose first value lift does not "
-                    f"know.\nTake one ordinary step first, so that the optimizer's state exists."
+                    f"lift: {type(optimizer).__name__} keeps {key!r} for {names[id(p)]}, and lift does not know "
+                    f"its first value.\nTake one ordinary step first, so that the optimizer's state exists."
                 )
-            optimizer.state[p][key] = value.fill_(_FRESH[key]) if isinstance(value, torch.Tensor) else type(value)(_FRESH[key])
+            optimizer.state[p][key] = (
+                value.fill_(_FRESH[key]) if isinstance(value, torch.Tensor) else type(value)(_FRESH[key])
+            )
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
 """Liveness: which values share storage, and how long each storage is needed.
 
-A view shares the storage of what it shows. What a collective sends is needed until its wait, not
-its start. Storage of the state and of outputs is needed to the end.
+A view shares the storage of what it shows. What a collective sends as it lies is needed until its
+wait, not its start. Storage of the state and of outputs is needed to the end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .collectives import SHARD, WAIT, is_start
+from .collectives import REDUCE_SCATTER, SHARD, WAIT, sends_as_it_lies
 from .graph import Graph, Var, is_view, producers, variables
 
 
@@ -23,19 +23,18 @@ class Liveness:
 def liveness(graph: Graph) -> Liveness:
     """Storage and lifetimes of every value of a program."""
     root: dict[Var, Var] = {v: v for v in graph.inputs}
-    for e in graph.eqns:
-        for out in e.outs:
-            if out is not None:
-                shares = (is_view(e) and e.ins) or e.op in (WAIT, SHARD)
-                root[out] = root[e.ins[0]] if shares else out
     made = producers(graph.eqns)
+    for e in graph.eqns:
+        # What a reduce_scatter receives is one part of each rank; its value is made of them at the wait.
+        same = e.op is WAIT and made[e.args[0]].op is not REDUCE_SCATTER
+        shares = (is_view(e) and e.ins) or e.op is SHARD or same
+        root.update((out, root[e.ins[0]] if shares else out) for out in e.outs if out is not None)
     last: dict[Var, int] = {}
     for i, e in enumerate(graph.eqns):
         for v in e.ins:
             last[root[v]] = i
-        if e.op is WAIT and is_start(made[e.args[0]]):
-            for member in made[e.args[0]].ins:
-                last[root[member]] = i
+        if e.op is WAIT and sends_as_it_lies(made[e.args[0]], graph.axes):
+            last[root[made[e.args[0]].ins[0]]] = i
         for out in e.outs:
             if out is not None:
                 last.setdefault(root[out], i)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .layout import AbstractMesh
+
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """A DeviceMesh with the given axes, in order; one size may be -1, for what the others leave.
@@ -38,3 +40,17 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
         )
     return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(sizes))
+
+
+def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
+    """Refuse a mesh on which nothing can run: an abstract one, or one whose process group is gone."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"{mesh} has no devices: it can be traced, lowered, printed and costed, not run.\n"
+            f"Run under a DeviceMesh: zt.make_mesh({', '.join(f'{a}={n}' for a, n in mesh.axes)}) under torchrun."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: the mesh's has been destroyed, or was never there.\n"
+            "Start the script with torchrun and make the mesh with zt.make_mesh(...) or init_device_mesh(...)."
+        )

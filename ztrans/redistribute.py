@@ -1,8 +1,8 @@
 """redistribute: the equations that bring a value from one layout over an axis to another.
 
-    split  -> whole     all_gather          terms -> split     reduce_scatter
-    terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
-    split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
+split  -> whole     all_gather          terms -> split     reduce_scatter
+terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
+split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _norm(v: Var, p: float, to, axis: str, site: Site, name: str) -> tuple[list[
     aten = torch.ops.aten
     if p in (float("inf"), float("-inf")):
         return reduced(v, "max" if p > 0 else "min", to, axis, site, name)
-    power = dataclasses.replace(v, name=site.fresh(f"{v.name}.pow"), layout=(*without(v.layout, axis), Partial(axis, "sum")))
+    power = dataclasses.replace(
+        v, name=site.fresh(f"{v.name}.pow"), layout=(*without(v.layout, axis), Partial(axis, "sum"))
+    )
     eqns, total = reduced(power, "sum", to, axis, site, f"{name}.pow")
     root = dataclasses.replace(total, name=site.fresh(name))
     first = Eqn(aten.pow.Tensor_Scalar, (v, p), (power,), **site.eqn)

@@ -22,7 +22,6 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from .graph import Eqn, Layout, Partial, Split, Var, variables
 
-
 aten = torch.ops.aten
 
 
@@ -100,7 +99,14 @@ class _Question:
     """A hashable question to DTensor; equal operations on equal types have one answer."""
 
     def __init__(self, op, types, literals, args, kwargs, axis, size):
-        self.op, self.types, self.args, self.kwargs, self.axis, self.size = op, types, args, kwargs, axis, size
+        self.op, self.types, self.args, self.kwargs, self.axis, self.size = (
+            op,
+            types,
+            args,
+            kwargs,
+            axis,
+            size,
+        )
         self.key = (op, types, literals, axis, size)
 
     def __hash__(self) -> int:
@@ -151,7 +157,11 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
     found = info.output_sharding
     specs = found.output_spec if isinstance(found.output_spec, (list, tuple)) else [found.output_spec]
     schema = found.redistribute_schema if found.needs_redistribute else info.schema
-    wanted = [s for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema)) if isinstance(s, DTensorSpec)]
+    wanted = [
+        s
+        for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
+        if isinstance(s, DTensorSpec)
+    ]
     count = len(list(variables((question.args, question.kwargs))))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")

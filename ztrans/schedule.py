@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 
 from .collectives import WAIT, is_start
-from .graph import Eqn, Graph, Order, Var, producers, users
+from .graph import Eqn, Graph, Var, producers, users
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; before (-1), at (0), after (1) it; own position
 
@@ -74,6 +74,3 @@ def _sorted(graph: Graph, keys: dict[Eqn, Key], made: dict[Var, Eqn], used: dict
             if not missing[reader]:
                 heapq.heappush(ready, (keys[reader], rank[reader], reader))
     return order
-
-
-__all__ = ["Order", "schedule"]

@@ -116,7 +116,10 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
         return flat_result
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
-        fakes = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device) for a in map(abstract.__getitem__, dynamic)]
+        fakes = [
+            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
+            for a in map(abstract.__getitem__, dynamic)
+        ]
     with mode, _quiet():
         gm = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
@@ -224,7 +227,11 @@ class _Lines(TorchDispatchMode):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
                 _refuse_closure(func, arg, source or user_source(2), self.step)
         old = fx_traceback.current_meta.get("custom")
-        fx_traceback.current_meta["custom"] = {"source": source, "backward": node is not None, "recorded": recorded}
+        fx_traceback.current_meta["custom"] = {
+            "source": source,
+            "backward": node is not None,
+            "recorded": recorded,
+        }
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -248,7 +255,11 @@ def _refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: s
 
 def _reads_value(error: Exception, source: Source | None, step: str) -> ValueError:
     op = getattr(error, "func", None)
-    what = "takes a shape from a tensor's values" if isinstance(error, DynamicOutputShapeException) else "reads a tensor's value"
+    what = (
+        "takes a shape from a tensor's values"
+        if isinstance(error, DynamicOutputShapeException)
+        else "reads a tensor's value"
+    )
     return ValueError(
         f"trace: {step} {what} while it is traced ({op}).\n"
         f"  at {source.where if source else 'an unknown line'}\n"

@@ -1,0 +1,1 @@
+"""The transforms, one file each; `base` says what a transform is."""

@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
-from ..graph import Eqn, Graph, Split, Var, dce, producers, rename, users, variables
+from ..graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 
 aten = torch.ops.aten
 _ADDS = (aten.add.Tensor,)
@@ -53,20 +53,19 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
         ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and start.provenance.role == "grad" and len(start.ins) == 1
         return _Reduced(start.ins[0], start, end) if ok else None
 
-    for i, e in enumerate(graph.eqns):
+    for e in graph.eqns:
         if e.op in _ADDS and not e.kwargs:
             pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
             for left, right in pairs:
-                r = as_reduced(right)
-                l = as_reduced(left)
-                if r and l and _same(l, r):
-                    return _merge(graph, i, e, l, r, None), True
+                r, first = as_reduced(right), as_reduced(left)
+                if r and first and _same(first, r):
+                    return _merge(graph, e, first, r, None), True
                 inner = made.get(left) if isinstance(left, Var) and once(left) else None
                 if r and inner is not None and inner.op in _ADDS and not inner.kwargs:
                     for x, y in ((inner.args[0], inner.args[1]), (inner.args[1], inner.args[0])):
-                        l = as_reduced(y)
-                        if l and _same(l, r) and isinstance(x, Var):
-                            return _merge(graph, i, e, l, r, x), True
+                        first = as_reduced(y)
+                        if first and _same(first, r) and isinstance(x, Var):
+                            return _merge(graph, e, first, r, x), True
         if e.op in _SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
             r = as_reduced(e.args[0])
             if r and used[e.outs[0]][0].op in _ADDS:
@@ -79,11 +78,7 @@ def _same(a: _Reduced, b: _Reduced) -> bool:
     return keys[0] == keys[1]
 
 
-def _whole(v: Var, term: Var, name: str) -> Var:
-    return dataclasses.replace(term, name=name, layout=tuple(p for p in v.layout if not isinstance(p, Split)))
-
-
-def _merge(graph: Graph, i: int, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
+def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
     """a + b, reduced at b's place; `rest` is added to the result."""
     total = dataclasses.replace(b.term, name=f"{b.term.name}.acc")
     before = b.start.replace(op=aten.add.Tensor, args=(a.term, b.term), outs=(total,), kwargs={}, provenance=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..collectives import REDUCE_SCATTER, ALL_REDUCE, WAIT
+from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ..graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
 from .base import Transform
 
@@ -41,7 +41,9 @@ class _OverlapGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         made, used = producers(graph.eqns), users(graph)
-        starts = [e for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role in ("grad", "pmean")]
+        starts = [
+            e for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role in ("grad", "pmean")
+        ]
         if not starts:
             raise ValueError(
                 "overlap_grads: the program has no gradient reductions to overlap.\n"
@@ -61,7 +63,10 @@ class _OverlapGrads(Transform):
 
 
 def _feeds_start(wait: Eqn, used: dict[Var, list[Eqn]]) -> bool:
-    return any(u.op in (REDUCE_SCATTER, ALL_REDUCE) and u.provenance.role in ("grad", "pmean") for u in used.get(wait.outs[0], ()))
+    return any(
+        u.op in (REDUCE_SCATTER, ALL_REDUCE) and u.provenance.role in ("grad", "pmean")
+        for u in used.get(wait.outs[0], ())
+    )
 
 
 def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> list[Eqn]:

@@ -18,7 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..collectives import GRADIENT, PMEAN, PSUM
 from ..graph import (
-    Eqn, Graph, Layout, Names, Provenance, Split, Var, dce, is_random, is_view_or_cast, producers, substitute, users,
+    Eqn,
+    Graph,
+    Layout,
+    Names,
+    Provenance,
+    Split,
+    Var,
+    dce,
+    is_random,
+    is_view_or_cast,
+    producers,
+    substitute,
+    users,
 )  # fmt: skip
 from ..layout import AbstractMesh, mesh_axes
 from ..pretty import op_name
@@ -165,7 +177,7 @@ class _Rewrite:
     def on_whole(self, eqn: Eqn) -> None:
         """Forward, backward, and what varies: on whole values, as written."""
         cheap = self.opt.stage == 3 and is_view_or_cast(eqn) and not self.varies(eqn)
-        remade = cheap and (eqn.ins[0] in self.again or eqn.ins[0] in self.placed and eqn.ins[0] not in self.local)
+        remade = cheap and (eqn.ins[0] in self.again or (eqn.ins[0] in self.placed and eqn.ins[0] not in self.local))
         args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
         self.eqns.append(eqn.replace(args=args, kwargs=kwargs))
         for out in eqn.outs:
@@ -221,7 +233,8 @@ class _Rewrite:
         if axis not in self.axes:
             raise ValueError(
                 f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.axes)}).\n"
-                f"  at {eqn.source.where if eqn.source else 'an unknown line'}\nName the axis that the step is sharded over."
+                f"  at {eqn.source.where if eqn.source else 'an unknown line'}\n"
+                f"Name the axis that the step is sharded over."
             )
         if axis in self.over.get(x, frozenset()):
             consumers = self.consumers.get(out, [])
@@ -272,7 +285,9 @@ class _Rewrite:
         key = (v, to)
         if key not in self.made:
             suffix = "full" if to is None else "shard"
-            more, self.made[key] = redistribute(v, to, self.axis, self.site(eqn, "update", v.name), f"{v.name}.{suffix}")
+            more, self.made[key] = redistribute(
+                v, to, self.axis, self.site(eqn, "update", v.name), f"{v.name}.{suffix}"
+            )
             self.eqns.extend(more)
         return self.made[key]
 

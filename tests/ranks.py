@@ -1,0 +1,212 @@
+"""What several processes are needed for. Run by torchrun; prints one line of JSON per check, from rank 0.
+
+torchrun --standalone --nproc-per-node 2 tests/ranks.py two
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from programs import CASES, adam, adam_state, mlp, regression, square_loss
+from torch.distributed.tensor import DTensor
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+from worlds import ALL, batches, default_dtype, distance, plain, sharded, slices
+
+import ztrans as zt
+
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+def report(check: str, **figures) -> None:
+    if RANK == 0:
+        print(json.dumps({"check": check, **figures}), flush=True)
+
+
+def train(case, mesh, stage, steps=3, transforms=ALL, **options):
+    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *transforms)(case.step)
+    state = step.shard(case.state())
+    for batch in batches(case, steps):
+        state, output = step(state, *slices(batch, WORLD)[RANK])
+    return step, state, output
+
+
+def equals_lockstep_and_plain(mesh, names, **options) -> None:
+    for name in names:
+        dtype = torch.float32 if name in ("autocast", "cast_outside") else torch.float64
+        with default_dtype(dtype):
+            truth, _ = plain(CASES[name], 3)
+            for stage in (0, 1, 2, 3):
+                step, state, output = train(CASES[name], mesh, stage, **options)
+                full = step.unshard(state)
+                abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
+                said, outputs, _ = sharded(CASES[name], WORLD, stage, 3, mesh=abstract, **options)
+                pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(said))
+                bits = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+                report("equal", case=name, stage=stage, bitwise=bits, lockstep=distance(full, said),
+                       plain=distance(full, truth), output=distance(output, outputs[-1][0]))  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes actually handed to the backend, by function."""
+    counts, originals = Counter(), {}
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "all_reduce"):
+        if not hasattr(dist, name):
+            continue
+        original = originals[name] = getattr(dist, name)
+
+        def count(*args, _name=name, _original=original, **kwargs):
+            counts[_name] += args[0].numel() * args[0].element_size()
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, count)
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def wire_bytes(mesh) -> None:
+    case = CASES["cast_inside"]
+    for stage in (1, 2, 3):
+        measured, said = {}, {}
+        for fused, transforms in ((False, ALL[:2]), (True, ALL)):
+            step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(case.step)
+            state = step.shard(case.state())
+            part = slices(batches(case, 1)[0], WORLD)[RANK]
+            state, _ = step(state, *part)  # the ranks agree on the program in the first call
+            with counted() as counts:
+                step(state, *part)
+            measured[fused] = counts["all_gather_single"] + counts["all_gather_into_tensor"]
+            lowered = step.lower(state, *part)
+            said[fused] = lowered.cost_analysis().over("dp", "param")
+        report("wire", stage=stage, plain=measured[False], fused=measured[True], said=said[True])
+
+
+def disagreement(mesh) -> None:
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    try:
+        step(state, *case.batch(4 + RANK))
+        report("disagree", error="")
+    except RuntimeError as error:
+        every = [None] * WORLD
+        dist.all_gather_object(every, str(error))
+        report("disagree", error=every)
+
+
+def sharding(mesh) -> None:
+    case = CASES["gpt_adam"]
+    step = zt.shard_params(mesh)(case.step)
+    whole = case.state()
+    mine = whole if RANK == 0 else pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    scattered = step.unshard(step.shard(mine, source=0))
+    report("source", distance=distance(scattered, whole))
+
+    meta = pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    state = step.shard(meta)
+    torch.manual_seed(0)
+    for leaf in pytree.tree_leaves(state["params"]):
+        torch.nn.init.normal_(leaf)
+    for tree in (state["m"], state["v"], state["step"]):
+        pytree.tree_map(torch.nn.init.zeros_, tree)
+    state, loss = step(state, *slices(batches(case, 1)[0], WORLD)[RANK])
+    local = sum(x.to_local().numel() for x in pytree.tree_leaves(state))
+    total = sum(x.numel() for x in pytree.tree_leaves(state))
+    report("meta", finite=bool(torch.isfinite(loss)), share=local / total)
+
+    before = step.unshard(state)
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    loaded = pytree.tree_map(lambda x: torch.zeros_like(x), state)
+    dcp.load(loaded, checkpoint_id=folder[0])
+    kinds = all(isinstance(x, DTensor) for x in pytree.tree_leaves(state))
+    report("checkpoint", distance=distance(step.unshard(loaded), before), dtensors=kinds)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def peak_memory():
+    """The greatest resident size while the block runs, above that before it."""
+    start, highest, done = resident(), [0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            highest[0] = max(highest[0], resident())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: highest[0] - start
+    finally:
+        done.set()
+        thread.join()
+
+
+def memory(mesh) -> None:
+    """State and peak by stage, as computed and as the process shows them; big enough to stand out."""
+    model = mlp(*[1024] * 9)
+    loss = square_loss(model)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    whole = adam_state(model)()
+    batch = regression(1024, 1024)(8)
+    for stage in (0, 1, 2, 3):
+        stepped = zt.chain(zt.shard_params(mesh, stage=stage), *ALL)(step)
+        base = resident()
+        state = stepped.shard(whole)
+        held = resident() - base
+        homes = [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
+        state, _ = stepped(state, *batch)
+        with peak_memory() as peak:
+            for _ in range(3):
+                state, _ = stepped(state, *batch)
+            time.sleep(0.01)
+        said = stepped.lower(state, *batch).memory_analysis()
+        kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
+        report("memory", stage=stage, state=said.state, held=held, said=said.peak - said.state, peak=peak(), kept=kept)
+        del state, stepped
+
+
+def two() -> None:
+    mesh = zt.make_mesh(dp=2)
+    names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
+    equals_lockstep_and_plain(mesh, names)
+    wire_bytes(mesh)
+    disagreement(mesh)
+    sharding(mesh)
+    memory(mesh)
+
+
+def four() -> None:
+    mesh = zt.make_mesh(host=2, dp=2)
+    equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"two": two, "four": four}[sys.argv[1]]()
+    dist.destroy_process_group()

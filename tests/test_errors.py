@@ -1,0 +1,293 @@
+"""What people do wrong, and what they are told: type, transform, leaf, their line, and what to do."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from programs import CASES, sgd
+from torch.func import grad_and_value, vmap
+from worlds import batches, slices
+
+import ztrans as zt
+
+HERE = Path(__file__).name
+
+
+def loss(params, x, y):
+    return (x @ params["w"] - y).square().mean()
+
+
+STATE = {"params": {"w": torch.ones(4, 2)}, "m": torch.zeros(4, 2)}
+BATCH = (torch.ones(3, 4), torch.ones(3, 2))
+
+
+def lower(step, *transforms, state=None, batch=BATCH, **options):
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), **options)
+    return zt.chain(shard, *transforms)(step).lower(state or STATE, batch)
+
+
+def line(function: str, marker: str) -> str:
+    """`test_errors.py:<line>`, of the first line after `def function` that holds `marker`."""
+    text = Path(__file__).read_text().splitlines()
+    start = next(i for i, row in enumerate(text) if row.strip().startswith(f"def {function}("))
+    number = next(i for i, row in enumerate(text[start:], start + 1) if marker in row)
+    return f"{HERE}:{number}"
+
+
+# ---- while tracing
+
+
+def test_reading_a_value():
+    def reads_item(state, batch):
+        _, value = grad_and_value(loss)(state["params"], *batch)
+        print(value.item())
+        return state, value
+
+    with pytest.raises(ValueError, match="trace: reads_item reads a tensor's value while it is traced") as e:
+        lower(reads_item)
+    assert line("reads_item", ".item()") in str(e.value)
+    assert "torch.where" in str(e.value)
+
+
+def test_branching_on_a_value():
+    def branches(state, batch):
+        _, value = grad_and_value(loss)(state["params"], *batch)
+        if value > 0:
+            return state, -value
+        return state, value
+
+    with pytest.raises(ValueError, match="reads a tensor's value") as e:
+        lower(branches)
+    assert line("branches", "if value > 0") in str(e.value)
+
+
+def test_a_shape_from_values():
+    def selects(state, batch):
+        return state, batch[0][batch[0] > 0].sum()
+
+    with pytest.raises(ValueError, match="takes a shape from a tensor's values") as e:
+        lower(selects)
+    assert line("selects", "> 0]") in str(e.value)
+
+
+def test_a_closure_over_a_tensor():
+    mask = torch.ones(3, 1)
+
+    def closes(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], batch[0] * mask, batch[1])
+        return {**state, "params": sgd(state["params"], grads)}, value
+
+    with pytest.raises(ValueError, match=r"reads a tensor \[3, 1\] \(torch.float32\) that is neither") as e:
+        lower(closes)
+    assert line("closes", "* mask") in str(e.value)
+    assert "Pass it in: as state" in str(e.value)
+
+
+def test_another_structure():
+    def forgets(state, batch):
+        return {"params": state["params"]}, batch[0].sum()
+
+    with pytest.raises(ValueError, match=re.escape("missing: ['m']")):
+        lower(forgets)
+
+    def adds(state, batch):
+        return {**state, "extra": state["m"]}, batch[0].sum()
+
+    with pytest.raises(ValueError, match=re.escape("new: ['extra']")):
+        lower(adds)
+
+
+def test_another_shape_of_state():
+    def grows(state, batch):
+        return {**state, "m": state["m"].to(torch.float64)}, batch[0].sum()
+
+    with pytest.raises(ValueError, match=r"was given state.m: f32\[4,2\] and returned f64\[4,2\]"):
+        lower(grows)
+
+
+def test_no_pair_returned():
+    with pytest.raises(ValueError, match=r"returned dict; a train step returns \(state, output\)"):
+        lower(lambda state, batch: state)
+
+
+def test_a_state_leaf_that_is_no_tensor():
+    with pytest.raises(TypeError, match=r"state leaf state\.mode is 'fast'"):
+        lower(lambda state, batch: (state, batch[0].sum()), state={**STATE, "mode": "fast"})
+
+
+# ---- shard_params
+
+
+def test_unreduced_values_reach_the_state():
+    def unreduced(state, batch):
+        each = vmap(torch.func.grad(lambda p, x, y: loss(p, x, y)), (None, 0, 0))(state["params"], *batch)
+        mean = {k: g.mean(0) for k, g in each.items()}
+        return {**state, "params": sgd(state["params"], mean)}, batch[0].sum()
+
+    with pytest.raises(ValueError, match=r"reaches state params\.w: f32\[4,2\] without having been reduced") as e:
+        lower(unreduced)
+    assert "zt.pmean(x, 'dp')" in str(e.value)
+    assert HERE in str(e.value)
+
+
+def test_batch_statistics_in_the_update_are_not_reduced_silently():
+    def tracks(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return {"params": sgd(state["params"], grads), "m": state["m"] * 0.9 + value}, value
+
+    with pytest.raises(ValueError, match="reaches state m") as e:
+        lower(tracks)
+    assert line("tracks", "+ value") in str(e.value)
+
+
+def test_integer_output():
+    def counts(state, batch):
+        grads, _ = grad_and_value(loss)(state["params"], *batch)
+        return {**state, "params": sgd(state["params"], grads)}, (batch[0] > 0).sum()
+
+    with pytest.raises(ValueError, match="is an integer that depends on the batch") as e:
+        lower(counts)
+    assert line("counts", "> 0).sum()") in str(e.value)
+    assert "zt.psum(x, 'dp')" in str(e.value)
+    lower(counts, outputs="local")
+
+
+def test_an_update_that_cannot_be_sharded():
+    def renorms(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        m = torch.renorm(state["m"], 2, 0, 1.0)
+        return {"params": sgd(state["params"], grads), "m": m}, value
+
+    with pytest.raises(ValueError, match="the update cannot run on shards: renorm has no sharding rule") as e:
+        lower(renorms)
+    assert line("renorms", "torch.renorm") in str(e.value)
+    assert "where=lambda path, leaf" in str(e.value)
+    lower(renorms, where=lambda path, leaf: path != "m")
+
+
+def test_options():
+    mesh = zt.AbstractMesh(dp=2)
+    with pytest.raises(ValueError, match="axis='tp' is no axis of the mesh, which has 'dp'"):
+        zt.shard_params(mesh, axis="tp")
+    with pytest.raises(ValueError, match="stage=4"):
+        zt.shard_params(mesh, stage=4)
+    with pytest.raises(ValueError, match="replicate_axis is the sharded axis"):
+        zt.shard_params(mesh, replicate_axis="dp")
+    with pytest.raises(ValueError, match="outputs='sum'"):
+        zt.shard_params(mesh, outputs="sum")
+    with pytest.raises(ValueError, match="max_in_flight=-1"):
+        zt.prefetch(max_in_flight=-1)
+    with pytest.raises(TypeError, match="call it first"):
+        zt.chain(zt.prefetch)
+    with pytest.raises(TypeError, match="applies to a train step"):
+        zt.prefetch()(3)
+
+
+def test_an_axis_of_pmean_that_is_not_sharded_over():
+    def reduces(state, batch):
+        return state, zt.pmean(batch[0].sum(), "tp")
+
+    with pytest.raises(ValueError, match="pmean over 'tp', which is none of its axes") as e:
+        lower(reduces)
+    assert line("reduces", "zt.pmean") in str(e.value)
+
+
+def test_nothing_to_overlap():
+    case = CASES["mlp_momentum"]
+    with pytest.raises(ValueError, match=r"no gradient reductions to overlap\.\nApply shard_params first"):
+        zt.overlap_grads()(case.step).lower(case.state(), *batches(case, 1)[0])
+
+
+# ---- running
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = zt.make_mesh(dp=1)
+    yield mesh
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_no_devices():
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(zt.AbstractMesh(dp=2))(case.step)
+    for use in (lambda: step(case.state(), *batches(case, 1)[0]), lambda: step.shard(case.state())):
+        with pytest.raises(ValueError, match=re.escape("AbstractMesh(dp=2) has no devices")):
+            use()
+
+
+def test_full_tensors(mesh):
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    with pytest.raises(TypeError) as e:
+        step(case.state(), *batches(case, 1)[0])
+    assert "12 of 14 leaves, including:" in str(e.value)
+    assert "state.params.0.weight: expected a DTensor [16, 6] laid out [Shard(dim=0)], got a full tensor" in str(
+        e.value
+    )
+    assert "Call `state = train_step.shard(state)` once, before the loop." in str(e.value)
+
+
+def test_another_layout(mesh):
+    case = CASES["mlp_momentum"]
+    whole = zt.shard_params(mesh, stage=0)(case.step).shard(case.state())
+    with pytest.raises(TypeError, match=re.escape("expected the layout [Shard(dim=0)], got [Replicate()]")):
+        zt.shard_params(mesh)(case.step)(whole, *batches(case, 1)[0])
+
+
+def test_another_mesh(mesh):
+    case = CASES["mlp_momentum"]
+    other = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
+    state = zt.shard_params(other)(case.step).shard(case.state())
+    with pytest.raises(TypeError, match="lies on another mesh"):
+        zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
+
+
+def test_too_few_ranks(mesh):
+    with pytest.raises(
+        RuntimeError, match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun")
+    ):
+        zt.make_mesh(dp=2)
+
+
+def test_many_batch_shapes_warn(mesh):
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(1, 9):
+            state, _ = step(state, *case.batch(n))
+        state, _ = step(state, *case.batch(1))  # seen before
+    with pytest.warns(UserWarning, match="traced for 9 different arguments.*Every new shape is traced"):
+        step(state, *case.batch(9))
+
+
+def test_other_arguments_for_a_compiled_step(mesh):
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    compiled = step.lower(state, *batches(case, 1)[0]).compile()
+    with pytest.raises(TypeError, match="compiled for arguments"):
+        compiled(state, *batches(case, 1)[0], 3)
+    with pytest.raises(TypeError, match=re.escape("compiled for batch.0: f32[24,6], called with f32[12,6]")):
+        compiled(state, *slices(batches(case, 1)[0], 2)[0])
+
+
+def test_an_unknown_backend(mesh):
+    case = CASES["mlp_momentum"]
+    with pytest.raises(ValueError, match="unknown backend 'tvm'"):
+        zt.shard_params(mesh)(case.step).lower(case.state(), *batches(case, 1)[0]).compile(backend="tvm")
+
+
+def test_a_process_group_that_is_gone():
+    mesh = zt.make_mesh(dp=1)
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RuntimeError, match="no process group: the mesh's has been destroyed"):
+        step(state, *batches(case, 1)[0])

@@ -1,0 +1,174 @@
+"""Traced, Lowered, Compiled: the stages of a step, as `jax.stages`.
+
+`Traced` is the program as written; `Lowered` the program of one rank, transforms applied and order
+fixed; `Compiled` that program bound to this rank's devices. Each prints as its program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from .collectives import erase_marks, erase_trivial
+from .communicate import all_gather
+from .cost import Cost, Memory, cost, memory
+from .evaluate import join, lockstep, scatter
+from .execute import executable
+from .graph import Graph, Var, dce
+from .layout import AbstractMesh
+from .mesh import check_runs
+from .schedule import schedule
+from .trace import Program, no_collection
+from .transforms.base import Transform
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step's program as written, before any transform, as `jax.stages.Traced`."""
+
+    program: Program
+    transforms: tuple[Transform, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @no_collection()
+    def lower(self) -> Lowered:
+        """The per-rank program: transforms applied, collectives placed, order fixed."""
+        graph = self.graph
+        history = [("trace", graph)]
+        for transform in self.transforms:
+            graph = transform.rewrite(graph)
+            graph = graph.replace(history=(*graph.history, repr(transform)))
+            history.append((transform.name, graph))
+        graph = schedule(dce(erase_trivial(erase_marks(graph))))
+        history.append(("lower", graph))
+        mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
+        return Lowered(graph, tuple(history), self.program, mesh)
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The program of one rank, ready to compile, as `jax.stages.Lowered`."""
+
+    graph: Graph
+    history: tuple[tuple[str, Graph], ...]
+    program: Program
+    mesh: DeviceMesh | AbstractMesh | None
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+    def __repr__(self) -> str:
+        return f"Lowered({self.graph!r})"
+
+    def cost_analysis(self) -> Cost:
+        """FLOPs, bytes of memory traffic, and wire bytes by axis and role, on one rank."""
+        return cost(self.graph)
+
+    def memory_analysis(self) -> Memory:
+        """Live bytes over the program, its peak, and the values and lines that hold it."""
+        return memory(self.graph)
+
+    def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
+        """Run one step of all ranks in this process, equation by equation, from the full state.
+
+        `batches` holds each rank's batch arguments. Returns the full new state and each rank's output;
+        nothing is updated in place. No process group is needed, so it runs under an AbstractMesh.
+        """
+        graph, program = self.graph, self.program
+        static = {i for i, _ in program.static}
+        flat = [[_local(x) for i, x in enumerate(pytree.tree_leaves((state, *b))) if i not in static] for b in batches]
+        n = graph.num_state
+        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, flat[0][:n]), flat, strict=True)]
+        outs = lockstep(graph, ranks)
+        full = join(graph, outs)
+        results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
+        return results[0][0], [output for _, output in results]
+
+    def compile(self, *, backend: str = "eager") -> Compiled:
+        """A callable program on this rank's devices. Backend "eager" runs it operation by operation."""
+        if backend != "eager":
+            raise ValueError(f"compile: unknown backend {backend!r}; there is 'eager'.")
+        if self.mesh is not None:
+            check_runs(self.mesh)
+        return Compiled(self, executable(self.graph, self.mesh))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`."""
+
+    lowered: Lowered
+    run: Callable
+    _agreed: list = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def as_text(self) -> str:
+        """The program that runs."""
+        return str(self.lowered)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
+        if not self._agreed:
+            agree(self.lowered)
+            self._agreed.append(True)
+        program = self.lowered.program
+        leaves, tree = pytree.tree_flatten((state, *batch))
+        if tree != program.in_tree:
+            raise TypeError(f"{self.lowered.graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
+        static = {i for i, _ in program.static}
+        flat = [x for i, x in enumerate(leaves) if i not in static]
+        local = [_local(x) for x in flat]
+        for v, x, y in zip(self.lowered.graph.inputs, flat, local, strict=True):
+            if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
+                got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
+                raise TypeError(f"{self.lowered.graph.name}: compiled for {v}, called with {got}.")
+        outputs = self.run(local)
+        n = self.lowered.graph.num_state
+        for i, old in enumerate(flat[:n]):  # the same DTensor objects, whose storage now holds the new state
+            outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
+        return pytree.tree_unflatten(outputs, program.out_tree)
+
+
+def _local(x: Any) -> torch.Tensor:
+    if isinstance(x, DTensor):
+        return x.to_local()
+    if not isinstance(x, torch.Tensor):
+        return torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
+    return x.detach()
+
+
+def agree(lowered: Lowered) -> None:
+    """Compare a hash of the program over all ranks, so that a disagreement is an error and not a hang.
+
+    Raises: RuntimeError naming the ranks that differ.
+    """
+    if not isinstance(lowered.mesh, DeviceMesh) or lowered.mesh.size() == 1:
+        return
+    digest = hashlib.sha256(str(lowered).encode()).digest()[:8]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(lowered.mesh.device_type)
+    every = mine.new_empty(dist.get_world_size())
+    all_gather(every, mine)
+    differ = [rank for rank, value in enumerate(every.tolist()) if value != every[0].item()]
+    if differ:
+        inputs = ", ".join(repr(v) for v in lowered.graph.inputs[lowered.graph.num_state :])
+        raise RuntimeError(
+            f"{lowered.graph.name}: ranks {differ} lowered another program than rank 0 did.\n"
+            f"On rank {dist.get_rank()} its batch is {inputs}; every rank must pass the same shapes and "
+            f"take the same branches. Compare print(step.lower(state, batch)) of two ranks."
+        )
