@@ -9,8 +9,8 @@ from ..graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, v
 from .base import Transform
 
 
-def overlap_grads() -> Transform:
-    """Start each gradient's reduction where the gradient is born, and wait for it where it is used.
+def overlap_grads(*, max_in_flight: int | None = None) -> Transform:
+    """Start each gradient's reduction where the gradient is born, and wait for it as late as memory allows.
 
     The views and casts between a gradient's matmul and its reduction move with it: a program that
     casts all its parameters at the top of the loss makes every gradient's cast at the very end of
@@ -23,6 +23,10 @@ def overlap_grads() -> Transform:
         f = reduce_scatter(g1)                  g = wait(f)
         g = wait(f); w1 = update(w, g)          w1 = update(w, g)
 
+    Args:
+        max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
+            twice the largest). Two reductions are always allowed; a gradient in whole dies with its wait.
+
     Raises: ValueError when the program has no gradient reductions: apply shard_params first.
 
     Source: Li et al., PyTorch Distributed, 2020; XLA's latency-hiding scheduler.
@@ -30,11 +34,15 @@ def overlap_grads() -> Transform:
     >>> overlap_grads()
     overlap_grads()
     """
-    return _OverlapGrads()
+    if max_in_flight is not None and (not isinstance(max_in_flight, int) or max_in_flight < 0):
+        raise ValueError(f"overlap_grads: max_in_flight={max_in_flight!r}; it is a number of bytes, or None.")
+    return _OverlapGrads(max_in_flight)
 
 
 @dataclass(frozen=True, repr=False)
 class _OverlapGrads(Transform):
+    max_in_flight: int | None = None
+
     @property
     def name(self) -> str:
         return "overlap_grads"
@@ -58,7 +66,7 @@ class _OverlapGrads(Transform):
             hints[start] = Order("birth")
             for v in start.ins:
                 hints.update((e, Order("birth")) for e in _chain(v, made, used, outputs))
-            hints.update((w, Order("use")) for w in waits if not _feeds_start(w, used))
+            hints.update((w, Order("use", self.max_in_flight)) for w in waits if not _feeds_start(w, used))
         return graph.replace(eqns=tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns))
 
 
