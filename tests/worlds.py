@@ -64,11 +64,12 @@ def sharded(
     return state, outputs, lowered
 
 
-def distance(a: Any, b: Any) -> float:
-    """Norm-wise relative distance of the worst leaf."""
+def distance(a: Any, b: Any, floor: float = 0.0) -> float:
+    """Norm-wise relative distance of the worst leaf; leaves smaller than `floor` are measured against it."""
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         x, y = (torch.as_tensor(t, dtype=torch.float64) for t in (x, y))
         if x.numel():
-            worst = max(worst, ((x - y).norm() / y.norm().clamp(min=1e-30)).item() if y.norm() else x.norm().item())
+            scale = max(y.norm().item(), floor)
+            worst = max(worst, (x - y).norm().item() / scale if scale else x.norm().item())
     return worst

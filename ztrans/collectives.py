@@ -85,7 +85,7 @@ def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
             part = -(-rows // sizes[cuts[dim]]) if dim in cuts else rows
             bytes_ *= part * sizes[axis] if cuts.get(dim) == axis else part
         total += bytes_
-    return total * (sizes[axis] - 1) // sizes[axis] * (2 if eqn.op is ALL_REDUCE else 1)
+    return total * (sizes[axis] - 1) * (2 if eqn.op is ALL_REDUCE else 1) // sizes[axis]
 
 
 def sends_as_it_lies(eqn: Eqn, sizes: Mapping[str, int]) -> bool:

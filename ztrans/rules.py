@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from .graph import Eqn, Layout, Partial, Split, Var, variables
+from .layout import part
 
 aten = torch.ops.aten
 
@@ -75,7 +76,14 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         # A whole value cannot be spread into terms without waste: reduce the terms instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, ins, have, axis, size)
+    extreme = any(isinstance(p, Partial) and p.op in ("max", "min", "norminf", "norm-inf") for g in given for p in g)
+    if extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)):
+        return [()] * len(ins), [()] * len(given)  # nothing has no greatest element
     return wanted, given
+
+
+def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
+    return any(isinstance(p, Split) and part(v.shape[p.dim], size, size - 1)[1] == 0 for p in layout)
 
 
 def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
