@@ -75,7 +75,8 @@ def program(graph: Graph) -> str:
     lines.append("):")
     region = None
     for eqn in graph.eqns:
-        if eqn.region != region:
+        moved = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
+        if eqn.region != region and (region is None or not moved):
             region = eqn.region
             lines.append(f"  # {region}")
         lines.append(equation(eqn))

@@ -130,7 +130,7 @@ class _Rewrite:
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.local: dict[Var, Var] = {}
         self.placed: dict[Var, Var] = {}
-        self.again: dict[Var, Eqn] = {}  # values that are recomputed from a gather: their equations
+        self.lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, made where they are used
         self.made: dict[tuple[Var, Any], Var] = {}  # whole values by phase
         self.phase: tuple[int, str] = (0, "forward")
 
@@ -176,15 +176,15 @@ class _Rewrite:
 
     def on_whole(self, eqn: Eqn) -> None:
         """Forward, backward, and what varies: on whole values, as written."""
-        cheap = self.opt.stage == 3 and is_view_or_cast(eqn) and not self.varies(eqn)
-        remade = cheap and (eqn.ins[0] in self.again or (eqn.ins[0] in self.placed and eqn.ins[0] not in self.local))
+        if is_view_or_cast(eqn) and not self.varies(eqn) and self.is_gathered(eqn.ins[0]):
+            self.lazy.update((out, eqn) for out in eqn.outs)  # a parameter is not used until this is
+            return
         args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
         self.eqns.append(eqn.replace(args=args, kwargs=kwargs))
-        for out in eqn.outs:
-            if out is not None:
-                self.local[out] = self.made[out, self.phase] = out
-                if remade:
-                    self.again[out] = eqn
+        self.local.update((out, out) for out in eqn.outs if out is not None)
+
+    def is_gathered(self, v: Var) -> bool:
+        return v in self.lazy or (v in self.placed and v not in self.local)
 
     def on_shards(self, eqn: Eqn) -> None:
         """An update equation: on shards, by DTensor's rule."""
@@ -292,24 +292,28 @@ class _Rewrite:
         return self.made[key]
 
     def whole(self, v: Var, eqn: Eqn) -> Var:
-        """A value whole on every rank, for forward and backward: gathered, or recomputed from a gather."""
-        phase = self.phase if self.opt.stage == 3 else None
-        remade = v in self.again and phase is not None
-        if v in self.local and not remade:
+        """A value whole on every rank, for forward and backward: gathered where it is used, in each phase (stage 3)."""
+        if v in self.local:
             return self.local[v]
-        if (v, phase) not in self.made:
-            if remade:
-                source = self.again[v]
-                args, kwargs = (substitute(x, lambda u: self.whole(u, eqn)) for x in (source.args, source.kwargs))
-                outs = tuple(o and dataclasses.replace(o, name=self.names.fresh(o.name)) for o in source.outs)
-                self.eqns.append(source.replace(args=args, kwargs=kwargs, outs=outs, region=eqn.region))
-                self.made.update(((old, phase), new) for old, new in zip(source.outs, outs) if old is not None)
-            else:
-                site = self.site(eqn, "param", v.name)
-                more, full = redistribute(self.placed[v], None, self.axis, site, f"{v.name}.full")
-                self.eqns.extend(more)
-                self.made[v, phase] = full
+        phase = self.phase if self.opt.stage == 3 else None
+        if (v, phase) not in self.made and v in self.lazy:
+            self.again(self.lazy[v], phase, eqn)
+        elif (v, phase) not in self.made:
+            more, full = redistribute(
+                self.placed[v], None, self.axis, self.site(eqn, "param", v.name), f"{v.name}.full"
+            )
+            self.eqns.extend(more)
+            self.made[v, phase] = full
         return self.made[v, phase]
+
+    def again(self, lazy: Eqn, phase: Any, eqn: Eqn) -> None:
+        """Make a view or a cast of a gathered value for `eqn`; the first time under its own name."""
+        args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (lazy.args, lazy.kwargs))
+        first = not any((out, "named") in self.made for out in lazy.outs)
+        outs = tuple(o if first else dataclasses.replace(o, name=self.names.fresh(o.name)) for o in lazy.outs)
+        self.made.update(((old, "named"), old) for old in lazy.outs)
+        self.made.update(((old, phase), new) for old, new in zip(lazy.outs, outs))
+        self.eqns.append(lazy.replace(args=args, kwargs=kwargs, outs=outs, region=eqn.region))
 
     # ---- outputs
 

@@ -1,0 +1,78 @@
+"""fuse_cast_gather as text: the cast is done before the wire."""
+
+import pytest
+import torch
+from net import lower
+from programs import CASES
+from torch.func import grad_and_value
+from worlds import sharded
+
+import ztrans as zt
+from ztrans.collectives import ALL_GATHER
+
+
+def test_program(golden):
+    assert str(lower(zt.fuse_cast_gather())) == golden
+
+
+def test_diff(golden):
+    assert zt.diff(lower(), lower(zt.fuse_cast_gather())) == golden
+
+
+def test_all_four(golden):
+    assert str(lower(zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())) == golden
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_half_the_bytes(stage):
+    """All parameters are used in bf16: exactly half, with prefetch on, at every stage."""
+    both = [(zt.overlap_grads(), zt.prefetch()), (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())]
+    plain, fused = (sharded(CASES["cast_inside"], 4, stage, 1, t)[2].cost_analysis() for t in both)
+    assert plain.over("dp", "param") == 2 * fused.over("dp", "param") > 0
+    assert plain.over("dp", "grad") == fused.over("dp", "grad")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_autocast_what_is_cast_is_fused_and_norms_stay(stage):
+    _, _, lowered = sharded(CASES["autocast"], 4, stage, 1)
+    dtypes = {e.provenance.paths[0]: e.outs[0].dtype for e in lowered.graph.eqns if e.op is ALL_GATHER}
+    assert dtypes["params.blocks.0.qkv.weight"] == torch.bfloat16
+    assert dtypes["params.norm.weight"] == torch.float32
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda w, h: w.t().to(h), lambda w, h: w.view(2, 4, 8).to(h).view(8, 8), lambda w, h: w.permute(1, 0).to(h).T],
+    ids=["t", "view", "permute"],
+)
+def test_through_views(use):
+    def step(state, x):
+        def loss(w):
+            return (x.to(torch.bfloat16) @ use(w, torch.bfloat16)).float().square().mean()
+
+        grads, value = grad_and_value(loss)(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, value
+
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
+        {"w": torch.randn(8, 8)}, torch.randn(4, 8)
+    )
+    gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
+    assert gathers and all(e.outs[0].dtype == torch.bfloat16 for e in gathers)
+    assert "cast(w" not in str(lowered)
+
+
+def test_mixed_uses_are_left_alone():
+    """Used once in bf16 and once in fp32: the gather stays fp32, which serves both."""
+
+    def step(state, x):
+        def loss(w):
+            return (x.to(torch.bfloat16) @ w.to(torch.bfloat16)).float().square().mean() + w.square().sum()
+
+        grads, value = grad_and_value(loss)(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, value
+
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
+        {"w": torch.randn(8, 8)}, torch.randn(4, 8)
+    )
+    dtypes = [(e.region, e.outs[0].dtype) for e in lowered.graph.eqns if e.op is ALL_GATHER]
+    assert ("forward", torch.float32) in dtypes

@@ -1,0 +1,101 @@
+"""shard_params as text: where gathers, reductions and shards are, by stage."""
+
+import pytest
+import torch
+from net import accumulate, lower
+from programs import CASES
+from worlds import sharded
+
+import ztrans as zt
+from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
+
+
+def starts(graph, op, role=None):
+    return [e for e in graph.eqns if e.op is op and role in (None, e.provenance.role)]
+
+
+def test_trace(golden):
+    assert str(lower().history[0][1]) == golden
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stage(stage, golden):
+    assert str(lower(stage=stage)) == golden
+
+
+def test_stage_1_accumulates_unsharded(golden):
+    """Two micro-batches: the sum of the whole gradients is reduced, not the gradients."""
+    assert str(lower(stage=1, fn=accumulate)) == golden
+    for stage, reductions in ((0, 2), (1, 2), (2, 4), (3, 4)):
+        graph = lower(stage=stage, fn=accumulate).graph
+        assert sum(is_start(e) and e.provenance.role == "grad" for e in graph.eqns) == reductions
+
+
+def test_hierarchy(golden):
+    assert str(lower(mesh=zt.AbstractMesh(host=2, dp=2), replicate_axis="host")) == golden
+
+
+def test_stage_3_gathers_again_in_backward():
+    graph = lower(stage=3).graph
+    regions = {
+        p: [e.region for e in starts(graph, ALL_GATHER) if e.provenance.paths == (p,)]
+        for p in ("params.up", "params.down")
+    }
+    assert regions == {
+        "params.up": ["forward"],
+        "params.down": ["forward", "backward"],
+    }  # dx of the input is not needed
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_tied_weights_are_gathered_and_reduced_once(stage):
+    _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
+    for op, role, most in ((ALL_GATHER, "param", 2 if stage == 3 else 1), (REDUCE_SCATTER, "grad", 1)):
+        found = [e for e in starts(lowered.graph, op, role) if e.provenance.paths == ("params.tokens.weight",)]
+        assert 1 <= len(found) <= most
+
+
+def test_frozen_parameters_are_not_reduced():
+    _, _, lowered = sharded(CASES["lora"], 4, steps=1)
+    reduced = {p for e in starts(lowered.graph, REDUCE_SCATTER) for p in e.provenance.paths}
+    gathered = {p for e in starts(lowered.graph, ALL_GATHER) for p in e.provenance.paths}
+    assert reduced == {"adapters.0.a", "adapters.0.b", "adapters.2.a", "adapters.2.b"}
+    assert {"base.0.weight", "base.2.bias"} <= gathered
+
+
+def test_clipping_by_the_global_norm_costs_one_scalar():
+    _, _, lowered = sharded(CASES["clipped"], 4, steps=1)
+    (norm,) = starts(lowered.graph, ALL_REDUCE, "update")
+    assert norm.outs[0].numel == 4  # the norms of four parameters, in one reduction
+    assert lowered.cost_analysis().over("dp", "update") == 4 * 4 * 2 * 3 // 4
+
+
+def test_every_gradient_is_found_whatever_the_update():
+    """PyTorch's passes guess, and find none once the optimizer is in the graph."""
+    for name in ("gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "accumulation", "sam", "weight_penalty"):
+        _, _, lowered = sharded(CASES[name], 4, steps=1)
+        trained = {v.name for v in lowered.graph.inputs if v.name.startswith("params.")}
+        reduced = {p for e in starts(lowered.graph, REDUCE_SCATTER, "grad") for p in e.provenance.paths}
+        assert {p for p in reduced if p.startswith("params.")} == trained or name == "sam", name
+
+
+def test_the_update_runs_on_shards_only():
+    for name in ("gpt_adam", "adamw_fused", "clipped"):
+        _, _, lowered = sharded(CASES[name], 4, steps=1)
+        for e in lowered.graph.eqns:
+            if e.region == "update" and not is_start(e):
+                assert all(o.split or o.numel <= 30 for o in e.outs if o is not None and len(o.shape) > 1), e
+
+
+def test_peak_falls_with_the_stage():
+    """State is world times smaller from stage 1 on, and so is what each stage no longer holds."""
+    peaks = {}
+    for stage in (0, 1, 2, 3):
+        _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
+        memory = lowered.memory_analysis()
+        peaks[stage] = memory.peak - sum(v.numel * v.dtype.itemsize for v in lowered.graph.batch)
+        whole = sum(v.numel * v.dtype.itemsize for v in lowered.graph.inputs[: lowered.graph.num_state])
+        rows = [(v.shape, v.dtype.itemsize) for v in lowered.graph.inputs[: lowered.graph.num_state]]
+        ceil = sum((-(-s[0] // 4) * torch.Size(s[1:]).numel() if s else 1) * b for s, b in rows)
+        assert memory.state == (whole if stage == 0 else ceil)
+    assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]
