@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Config, draw, init, make_step, stdlib_bytes
+from gpt import init, make_step
 from matplotlib.figure import Figure
+from model import GPT, Config
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from text import draw, stdlib_bytes
 
 import ztrans as zt
 

@@ -1,64 +1,21 @@
 """Train a GPT on bytes of the standard library's source, sharded over all ranks.
 
-    python examples/gpt.py                                        # one process
-    torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two: the same losses but for rounding
-    python examples/gpt.py --bf16                                 # matmuls and gathers in bf16
+python examples/gpt.py                                        # one process
+torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two: the same losses but for rounding
+python examples/gpt.py --bf16                                 # matmuls and gathers in bf16
 """
 
 import sys
-import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from model import GPT, Config
+from text import draw, stdlib_bytes
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 import ztrans as zt
-
-
-@dataclass(frozen=True)
-class Config:
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-    vocab: int = 256
-    sequence: int = 64
-
-
-class Block(nn.Module):
-    def __init__(self, c: Config) -> None:
-        super().__init__()
-        self.heads = c.heads
-        self.norm1, self.norm2 = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
-        self.qkv, self.proj = nn.Linear(c.width, 3 * c.width), nn.Linear(c.width, c.width)
-        self.mlp = nn.Sequential(nn.Linear(c.width, 4 * c.width), nn.GELU(), nn.Linear(4 * c.width, c.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(self.norm1(x)), "b s (three h d) -> three b h s d", three=3, h=self.heads)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(rearrange(seen, "b h s d -> b s (h d)"))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, c: Config) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(c.vocab, c.width), nn.Embedding(c.sequence, c.width)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = nn.LayerNorm(c.width)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02 if "blocks" in name else 0.06)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.token.weight)  # embedding and head are tied
 
 
 def adamw(state: dict, grads: dict, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, warmup=20) -> dict:
@@ -92,18 +49,8 @@ def make_step(model: nn.Module, *, bf16: bool = False, device: str = "cpu") -> C
     return train_step
 
 
-def stdlib_bytes(limit: int = 4 << 20) -> Tensor:
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[:limit]), dtype=torch.uint8)
-
-
-def draw(text: Tensor, step: int, batch: int, sequence: int) -> Tensor:
-    """The global batch of a step: the same on every rank, which then takes its own rows."""
-    starts = torch.randint(len(text) - sequence, (batch, 1), generator=torch.Generator().manual_seed(step))
-    return text[starts + torch.arange(sequence + 1)].long()
-
-
-def main(config: Config = Config(), *, steps=100, batch=16, lr=2e-3, bf16=False) -> list[float]:
+def main(config: Config | None = None, *, steps=100, batch=16, lr=2e-3, bf16=False) -> list[float]:
+    config = config or Config()
     mesh = zt.make_mesh(dp=-1)
     fsdp = zt.chain(zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
     torch.manual_seed(0)

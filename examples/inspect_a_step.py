@@ -1,6 +1,6 @@
 """Look at a step for eight ranks without any: what transforms do to it, what it costs, what it holds.
 
-    python examples/inspect_a_step.py
+python examples/inspect_a_step.py
 """
 
 from itertools import pairwise

@@ -1,7 +1,7 @@
 """Train an MLP, sharded over all ranks: one plain train step and four transforms.
 
-    python examples/mlp.py                                        # one process
-    torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses but for rounding
+python examples/mlp.py                                        # one process
+torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses but for rounding
 """
 
 from collections.abc import Sequence

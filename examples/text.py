@@ -1,0 +1,18 @@
+"""Real text that is on every machine: the source of the running Python's standard library, as bytes."""
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def stdlib_bytes(limit: int = 4 << 20) -> Tensor:
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[:limit]), dtype=torch.uint8)
+
+
+def draw(text: Tensor, step: int, batch: int, sequence: int) -> Tensor:
+    """The global batch of a step: the same on every rank, which then takes its own rows."""
+    starts = torch.randint(len(text) - sequence, (batch, 1), generator=torch.Generator().manual_seed(step))
+    return text[starts + torch.arange(sequence + 1)].long()
