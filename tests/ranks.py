@@ -16,8 +16,10 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from programs import CASES, adam, adam_state, mlp, regression, square_loss
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
@@ -139,6 +141,44 @@ def sharding(mesh) -> None:
     report("checkpoint", distance=distance(step.unshard(loaded), before), dtensors=kinds)
 
 
+class Summed(torch.autograd.Function):
+    """The sum over tensor-parallel ranks, each of which computes the same loss of it."""
+
+    @staticmethod
+    def forward(ctx, x, mesh):
+        return funcol.all_reduce(x, "sum", (mesh, 1))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def tensor_parallel(mesh) -> None:
+    """The step's own collectives over tp stay where they are, while dp is sharded around them."""
+    torch.manual_seed(0)
+    up, down = torch.randn(6, 8), torch.randn(8, 5)
+    data = [(torch.randn(4, 6), torch.randn(4, 5)) for _ in range(3)]
+
+    def step(state, x, y, combine=lambda h: Summed.apply(h, mesh)):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        loss = (combine(torch.relu(x @ params["up"]) @ params["down"]) - y).square().mean()
+        grads = torch.autograd.grad(loss, list(params.values()))
+        return {k: p - 0.1 * g for (k, p), g in zip(state.items(), grads)}, loss.detach()
+
+    truth = {"up": up, "down": down}
+    for x, y in data:
+        truth, _ = step(truth, x, y, combine=lambda h: h)
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    sharded_step = zt.chain(zt.shard_params(mesh), *ALL)(step)
+    state = sharded_step.shard({"up": up.chunk(2, 1)[tp], "down": down.chunk(2, 0)[tp]})
+    for x, y in data:
+        state, _ = sharded_step(state, x.chunk(2)[dp], y.chunk(2)[dp])
+    full = sharded_step.unshard(state)
+    mine = {"up": truth["up"].chunk(2, 1)[tp], "down": truth["down"].chunk(2, 0)[tp]}
+    said = "all_reduce(mm_1, sum, tp)" in str(sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0])))
+    report("tensor_parallel", distance=distance(full, mine), named=said)
+
+
 def resident() -> int:
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -204,6 +244,7 @@ def two() -> None:
 def four() -> None:
     mesh = zt.make_mesh(host=2, dp=2)
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
+    tensor_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,21 @@ def test_two_ranks_compute_what_the_lockstep_executor_says(two):
         assert f["plain"] <= (0.05 if half else 1e-10), f
 
 
+@pytest.fixture(scope="module")
+def four() -> list[dict]:
+    return torchrun(4, "four")
+
+
 @pytest.mark.distributed
-def test_four_ranks_in_two_hosts():
-    for f in of(torchrun(4, "four"), "equal"):
+def test_four_ranks_in_two_hosts(four):
+    for f in of(four, "equal"):
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
+
+
+@pytest.mark.distributed
+def test_the_steps_own_collectives_are_left_where_they_are(four):
+    (f,) = of(four, "tensor_parallel")
+    assert f["named"] and f["distance"] <= 1e-6
 
 
 @pytest.mark.distributed

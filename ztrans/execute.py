@@ -21,6 +21,7 @@ from .collectives import GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import Start, wait
 from .donation import donation
 from .graph import Eqn, Graph, Split, Var, substitute
+from .groups import by_group
 from .layout import cut, localize
 
 
@@ -42,6 +43,7 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
     and the user's line.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
+    graph = by_group(graph, mesh) if mesh is not None else graph
     module, out = torch.nn.Module(), fx.Graph()
     env: dict[Var, Any] = {}
     for v in graph.inputs:

@@ -24,6 +24,7 @@ from .cost import Cost, Memory, cost, memory
 from .evaluate import join, lockstep, scatter
 from .execute import executable
 from .graph import Graph, Var, dce
+from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .schedule import schedule
@@ -45,7 +46,8 @@ class Traced:
     @no_collection()
     def lower(self) -> Lowered:
         """The per-rank program: transforms applied, collectives placed, order fixed."""
-        graph = self.graph
+        mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
+        graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in self.transforms:
             graph = transform.rewrite(graph)
@@ -53,7 +55,6 @@ class Traced:
             history.append((transform.name, graph))
         graph = schedule(dce(erase_trivial(erase_marks(graph))))
         history.append(("lower", graph))
-        mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
         return Lowered(graph, tuple(history), self.program, mesh)
 
     def __str__(self) -> str:
