@@ -167,6 +167,22 @@ def test_an_update_that_cannot_be_sharded():
     lower(renorms, where=lambda path, leaf: path != "m")
 
 
+def test_random_draws_in_the_update():
+    """Each rank may draw for its own part; a draw for a value that every rank holds would differ."""
+
+    def noisy(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        noise = {k: g + 0.01 * torch.randn_like(g) for k, g in grads.items()}
+        return {**state, "params": sgd(state["params"], noise)}, value
+
+    lower(noisy)
+    with pytest.raises(
+        ValueError, match=r"a random draw \(randn_like\) in the update, of a value that is not sharded"
+    ) as e:
+        lower(noisy, stage=0)
+    assert line("noisy", "randn_like") in str(e.value)
+
+
 def test_options():
     mesh = zt.AbstractMesh(dp=2)
     with pytest.raises(ValueError, match="axis='tp' is no axis of the mesh, which has 'dp'"):

@@ -25,7 +25,8 @@ class Fact:
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """Give every equation its region."""
-    over = varying(graph, ("batch",))
+    unknown = graph.replace(eqns=tuple(e.replace(region="update") for e in graph.eqns))
+    over = varying(unknown, ("batch",))
     depends: set[Var] = set()  # on a gradient
     for e in graph.eqns:
         if e.op is GRADIENT or any(v in depends for v in e.ins):

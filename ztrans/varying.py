@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .collectives import GRADIENT, PMEAN, PSUM
-from .graph import Graph, Var, is_random
+from .graph import Eqn, Graph, Var, is_random
 
 Varying = dict[Var, frozenset[str]]
 INVARIANT: frozenset[str] = frozenset()
@@ -24,8 +24,8 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
             axes_of = over.get(eqn.args[1], INVARIANT) & over.get(eqn.args[0], INVARIANT)
         elif eqn.op in (PMEAN, PSUM):
             axes_of = over.get(eqn.args[0], INVARIANT) - {eqn.args[1]}
-        elif is_random(eqn.op):
-            axes_of = frozenset(axes) if not any(v.shape for v in eqn.ins) or _varies(eqn, over) else INVARIANT
+        elif is_random(eqn.op) and not _on_shards(eqn, over):
+            axes_of = frozenset(axes)
         else:
             axes_of = INVARIANT.union(*(over.get(v, INVARIANT) for v in eqn.ins))
         if axes_of:
@@ -33,5 +33,6 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     return over
 
 
-def _varies(eqn, over: Varying) -> bool:
-    return any(v in over for v in eqn.ins)
+def _on_shards(eqn: Eqn, over: Varying) -> bool:
+    """Whether a draw is one of the update, shaped like an invariant value: each rank draws for its own part."""
+    return eqn.region == "update" and any(v.shape for v in eqn.ins) and not any(v in over for v in eqn.ins)

@@ -138,6 +138,8 @@ class _Rewrite:
         inputs = [self.input(v, i < self.graph.num_state) for i, v in enumerate(self.graph.inputs)]
         for eqn in self.graph.eqns:
             self.advance(eqn)
+            if is_random(eqn.op) and eqn.region == "update" and not self.varies(eqn):
+                self.check_draw(eqn)
             if eqn.op is GRADIENT:
                 self.gradient(eqn)
             elif eqn.op in (PMEAN, PSUM):
@@ -186,6 +188,14 @@ class _Rewrite:
     def is_gathered(self, v: Var) -> bool:
         return v in self.lazy or (v in self.placed and v not in self.local)
 
+    def check_draw(self, eqn: Eqn) -> None:
+        """A random draw of the update is good when each rank draws for its own part, and nobody else for it."""
+        many = any(self.graph.axes[a] > 1 for a in self.axes)
+        if many and (self.opt.replicate_axis or not any(v in self.placed for v in eqn.ins)):
+            raise self.unreduced(
+                eqn, f"a random draw ({op_name(eqn.op)}) in the update, of a value that is not sharded,"
+            )
+
     def on_shards(self, eqn: Eqn) -> None:
         """An update equation: on shards, by DTensor's rule."""
         try:
@@ -198,8 +208,6 @@ class _Rewrite:
                 f"Use elementwise operations, reductions or matmuls in the update, or leave these leaves whole: "
                 f"shard_params(..., where=lambda path, leaf: ...)."
             ) from None
-        if is_random(eqn.op) and not any(given):
-            raise self.unreduced(eqn, "a random draw that is the same size on every rank")
         ready = iter(zip(eqn.ins, wanted))
 
         def read(_: Var) -> Var:
@@ -219,9 +227,7 @@ class _Rewrite:
         out = eqn.outs[0]
         over = self.over.get(g, frozenset()) - self.over.get(p, frozenset())
         if not over:
-            for values in (self.local, self.placed):
-                if g in values:
-                    values[out] = values[g]
+            self.same(out, g, eqn)
             return
         to = on_axis(self.placed[p].layout, self.axis) if p in self.placed else None
         self.reduce(eqn, g, out, over, to if to == Split(self.axis) else None, "grad", p.name, "mean")
@@ -246,9 +252,14 @@ class _Rewrite:
             self.eqns.append(eqn.replace(op=aten.mul.Tensor, args=(self.whole(x, eqn), times)))
             self.local[out] = out
         else:
-            for values in (self.local, self.placed):
-                if x in values:
-                    values[out] = values[x]
+            self.same(out, x, eqn)
+
+    def same(self, out: Var, v: Var, eqn: Eqn) -> None:
+        """`out` is `v`, wherever that lies."""
+        if v in self.placed:
+            self.placed[out] = self.placed[v]
+        else:
+            self.local[out] = self.whole(v, eqn)
 
     @functools.cached_property
     def consumers(self) -> dict[Var, list[Eqn]]:
