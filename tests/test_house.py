@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars"], 0),
     **dict.fromkeys(["graph"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout"], 2),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins"], 2),
     **dict.fromkeys(["varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate"], 4),
     **dict.fromkeys(["functional", "cost", "execute"], 5),

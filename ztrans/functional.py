@@ -10,7 +10,7 @@ equation per member, so that each parameter's update can run as soon as its grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from .collectives import GRADIENT, PMEAN, PSUM
 from .graph import Eqn, Names, Var, is_random, substitute
 from .pretty import op_name
 from .regions import Fact
+from .twins import functional, is_written, member, outs, with_defaults
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
@@ -48,21 +49,33 @@ class _Name:
 
 @dataclass
 class _Import:
+    names: Names
+    strides: dict[Var, tuple[int, ...]]  # as the tracer saw them: recorded views rely on them
     eqns: list[Eqn] = field(default_factory=list)
     facts: dict[Eqn, Fact] = field(default_factory=dict)
-    names: Names = field(default_factory=Names)
     node: fx.Node | None = None
 
-    def emit(self, op: Any, args: Sequence, like: Any, name: str | None = None, kwargs: dict | None = None) -> Any:
-        """Add an equation whose results are typed like `like` (a fake tensor, a Var, or a tuple of them)."""
+    def meta(self, var: Var) -> torch.Tensor:
+        """A tensor without data of a value's type and strides."""
+        return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
+
+    def emit(
+        self, op: Any, args: Sequence, like: Any = None, name: str | None = None, kwargs: dict | None = None
+    ) -> Any:
+        """Add an equation whose results are typed like `like` (a tensor without data, a Var, a tuple of them),
+        or as `op` types them."""
         custom = self.node.meta.get("custom", {})
         name = name or op_name(op)
+        if like is None:
+            like = op(*substitute(args, self.meta), **substitute(kwargs or {}, self.meta))
         many = isinstance(like, (tuple, list))
         outs = []
         for i, x in enumerate(like if many else (like,)):
             label = f"{name}.{i}" if many and len(like) > 1 else name
             is_tensor = isinstance(x, (torch.Tensor, Var))
             outs.append(Var(self.names.fresh(label), x.dtype, tuple(x.shape)) if is_tensor else None)
+            if is_tensor:
+                self.strides[outs[-1]] = self.strides[x] if isinstance(x, Var) else x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs or {}, source=custom.get("source"))
         self.eqns.append(eqn)
         self.facts[eqn] = Fact(custom.get("backward", False), custom.get("recorded", False))
@@ -82,27 +95,39 @@ class _Import:
         return x.value
 
     def view(self, op: Any, base: Var, args: tuple, kwargs: dict, index: int) -> Var:
-        made = op(_meta(base), *args, **kwargs)
-        out = self.emit(op, (base, *args), made, kwargs=kwargs)
+        out = self.emit(op, (base, *args), kwargs=kwargs)
         return out[index] if isinstance(out, tuple) else out
 
     def write(self, x: _Name, value: Var) -> None:
         """Change what `x` names: write `value` through its views to the base."""
-        bases = [x.storage.value]
+        old, bases = self.read(x), [x.storage.value]
         for op, args, kwargs, index in x.views[:-1]:
             bases.append(self.view(op, bases[-1], args, kwargs, index))
         new = value
         for base, (op, args, kwargs, index) in zip(reversed(bases), reversed(x.views)):
             new = self.unview(op, base, new, args, kwargs, index)
-        x.storage.value = new
+        x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
-        x.value, x.seen = value, x.storage.version
+        if self.strides[value] == self.strides[old]:  # else its view is taken again, of what was written
+            x.value, x.seen = value if x.views else x.storage.value, x.storage.version
+
+    def laid_out(self, value: Var, old: Var) -> Var:
+        """`value` in the memory order of `old`: whatever is viewed of `old` can be viewed of it."""
+        if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
+            return value
+        if self.meta(old).is_contiguous():
+            return self.emit(aten.clone.default, (value,), kwargs={"memory_format": torch.contiguous_format})
+        return self.emit(aten.copy.default, (old, value))
 
     def unview(self, op: Any, base: Var, new: Var, args: tuple, kwargs: dict, index: int) -> Var:
         """`base` with what the view `op` shows of it replaced by `new`."""
         name = op._schema.name.removeprefix("aten::")
-        emit = lambda inverse, *rest, **kw: self.emit(inverse, rest, base, kwargs=kw)  # noqa: E731
+        emit = lambda inverse, *rest, **kw: self.emit(inverse, rest, kwargs=kw)  # noqa: E731
+        if op is aten.view.dtype:
+            return emit(op, new, base.dtype)
         if name in ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze"):
+            if not self.meta(new).is_contiguous():
+                new = emit(aten.clone.default, new, memory_format=torch.contiguous_format)
             return emit(aten.view.default, new, list(base.shape))
         if name == "t":
             return emit(aten.t.default, new)
@@ -126,6 +151,8 @@ class _Import:
             return emit(aten.slice_scatter.default, base, new, dim, start, start + new.shape[dim])
         if name == "expand" and tuple(base.shape) == tuple(new.shape):
             return new
+        if name in ("view_as_real", "view_as_complex"):
+            return emit(aten.view_as_real.default if name == "view_as_complex" else aten.view_as_complex.default, new)
         if name == "as_strided":
             return emit(aten.as_strided_scatter.default, base, new, *args)
         raise ValueError(
@@ -140,7 +167,8 @@ class _Import:
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
     """The equations of a recorded graph, its outputs, and what the tracer saw of each equation."""
-    imp = _Import(names=Names(v.name for v in inputs))
+    fakes = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
+    imp = _Import(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
     env: dict[fx.Node, Any] = {}
     unread = iter(inputs)
     outputs: list[Any] = []
@@ -168,10 +196,12 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
 def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     """One recorded operation: a view, a change in place, a list of either, or plain."""
     if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and its like change a name, not a storage
-        op = _functional(op)
+        op = functional(op)
     schema = op._schema
     if op in _SAME and isinstance(args[0], _Name):
         return args[0]
+    if op is aten.set.source_Tensor:  # from here on another name of the same tensor
+        return args[1]
     if schema.name in _OURS:
         g, other = args
         if schema.name == "ztrans::gradient" and _is_mark_of(g, imp):
@@ -184,6 +214,8 @@ def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> An
     if _is_view(op) and isinstance(args[0], _Name):
         rest = tuple(imp.read(a) for a in args[1:])
         base = args[0]
+        if schema.name == "aten::as_strided" and base.views:  # of the storage, wherever the view begins
+            base, rest = _Name(base.storage), (*rest[:2], val.storage_offset())
         if isinstance(val, (tuple, list)):
             outs = imp.emit(op, (imp.read(base), *rest), val, kwargs=kwargs)
             return [
@@ -194,9 +226,8 @@ def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> An
         return _Name(base.storage, (*base.views, (op, rest, kwargs, 0)), base.storage.version, out)
     if schema.name in _BATCH_NORMS and isinstance(args[3], _Name):
         return _batch_norm(imp, args, kwargs, val)
-    changed = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if changed:
-        return _in_place(imp, op, args, kwargs, val)
+    if any(map(is_written, schema.arguments)):
+        return _in_place(imp, op, args, kwargs)
     return _named(imp.emit(op, [imp.read(a) for a in args], val, kwargs={k: imp.read(v) for k, v in kwargs.items()}))
 
 
@@ -218,71 +249,59 @@ def _is_view(op: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _meta(var: Var) -> torch.Tensor:
-    return torch.empty(var.shape, dtype=var.dtype, device="meta")
+def _order(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor from the outermost to the innermost in memory."""
+    return sorted((d for d, n in enumerate(x.shape) if n > 1), key=x.stride, reverse=True)
 
 
-def _functional(op: Any) -> Any:
-    """The functional twin of an operation that changes an argument: `add_.Tensor` and `add.out` -> `add.Tensor`."""
-    namespace, name = op._schema.name.split("::")
-    if op._schema.arguments[-1].name == "out":
-        packet, inputs = (
-            getattr(getattr(torch.ops, namespace), name),
-            [a.name for a in op._schema.arguments[:-1]],
-        )
-        alike = (getattr(packet, o) for o in packet.overloads())
-        return next((o for o in alike if [a.name for a in o._schema.arguments] == inputs), None)
-    overload = op._schema.overload_name or "default"
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    twin = getattr(packet, overload, None) if packet is not None else None
-    return twin or getattr(getattr(torch.ops, namespace), f"{name.removesuffix('_')}_functional", None)
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps."""
+    step = 1
+    for d in reversed(_order(x)):
+        if x.stride(d) != step:
+            return False
+        step *= x.shape[d]
+    return True
 
 
-def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """An operation that changes its first argument, as its functional twin and a write."""
-    name = op._schema.name.removeprefix("aten::")
-    target = kwargs.get("out", args[0])
-    kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-    old = imp.read(target)
-    rest = [imp.read(a) for a in args[1:]]
-    if name == "copy_":
-        new = _as_type(imp, rest[0], old)
+def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation that changes its first argument or its `out=`, as its functional twin and a write."""
+    name, into = op._schema.name.removeprefix("aten::"), outs(op)
+    targets = [kwargs[o] for o in into] or [args[0]]
+    values = [imp.read(a) for a in args]
+    if name == "copy_" or (name == "fill_" and isinstance(values[1], Var)):
+        made = values[1]
     elif name in ("zero_", "fill_"):
-        new = imp.emit(aten.full_like.default, (old, *(rest or [0])), old)
+        made = imp.emit(aten.full_like.default, (values[0], *(values[1:] or [0])))
     else:
-        twin = _functional(op)
-        if twin is None or not isinstance(target, _Name):
+        twin, declared = functional(op), op._schema.arguments
+        written = [a.name for a in declared if is_written(a)]
+        if twin is None or written != (into or [declared[0].name]) or not isinstance(targets[0], _Name):
             raise ValueError(
                 f"trace: the in-place operation {op} has no functional form.\n"
                 f"  at {imp.where()}\nUse the operation that returns a new tensor."
             )
-        twin = getattr(twin, "default", twin)
-        first = imp.read(args[0])
-        new = imp.emit(
-            twin,
-            (first, *rest),
-            _result(twin, first, rest, kwargs),
-            kwargs={k: imp.read(v) for k, v in kwargs.items()},
-        )
-        new = _as_type(imp, new, old)
-    imp.write(target, new)
-    return target
-
-
-def _result(op: Any, old: Var, rest: list, kwargs: dict) -> Any:
-    """What the functional twin returns: its shape broadcast, its dtype promoted."""
-    return old if is_random(op) else _meta_result(op, [old, *rest], kwargs)
+        others = {k: imp.read(v) for k, v in kwargs.items() if k not in into}
+        like = values[0] if is_random(twin) else None
+        made = imp.emit(twin, with_defaults(op, twin, values, kwargs), like, kwargs=others)
+    for target, new in zip(targets, made if len(targets) > 1 else [made]):
+        old = imp.read(target)
+        if into and new.shape != old.shape:
+            raise ValueError(
+                f"trace: {op} makes {new.type} and its `out` is {old.type}; a traced tensor keeps its shape.\n"
+                f"  at {imp.where()}\nGive `out` the shape of the result."
+            )
+        imp.write(target, _as_type(imp, new, old))
+    return targets[0] if len(targets) == 1 else targets
 
 
 def _as_type(imp: _Import, new: Any, old: Var) -> Var:
     """`new` in the dtype and shape of `old`."""
-    if not isinstance(new, Var):
-        return imp.emit(aten.full_like.default, (old, new), old)
     if new.dtype != old.dtype:
-        new = imp.emit(aten._to_copy.default, (new,), Var("", old.dtype, new.shape), kwargs={"dtype": old.dtype})
+        new = imp.emit(aten._to_copy.default, (new,), kwargs={"dtype": old.dtype})
     if new.shape != old.shape:
-        new = imp.emit(aten.expand.default, (new, list(old.shape)), old)
-        new = imp.emit(aten.clone.default, (new,), old)
+        new = imp.emit(aten.expand.default, (new, list(old.shape)))
+        new = imp.emit(aten.clone.default, (new,))
     return new
 
 
@@ -298,68 +317,44 @@ def _batch_norm(imp: _Import, args: tuple, kwargs: dict, val: Any) -> Any:
     return _named(outs[:3])
 
 
-# Which overload of the plain operation a member of a list operation is.
-_OVERLOADS = {"List": ("Tensor", "default"), "Scalar": ("Scalar", "Tensor", "Tensor_Scalar", "default"),
-              "ScalarList": ("Scalar", "Tensor", "Tensor_Scalar", "default"), "Tensor": ("Tensor", "default"),
-              "ScalarAndTensor": ("Scalar",), "default": ("default",)}  # fmt: skip
-_PLAIN = {"norm": "linalg_vector_norm", "max": "max", "powsum": "linalg__powsum"}
-
-
 def _per_member(imp: _Import, op: Any, args: tuple, kwargs: dict) -> Any:
     """`_foreach_add_([a, b], [c, d])` as two additions, `_fused_adamw_` as one update per parameter."""
-    schema = op._schema
-    in_place = schema.name.endswith("_")
-    count = len(args[0])
-    results = []
-    if schema.name.startswith("aten::_fused_"):
+    name, declared = op._schema.name, op._schema.arguments
+    count = next(len(a) for a in args if isinstance(a, (list, tuple)))
+    if name.startswith("aten::_fused_"):
         for i in range(count):
-            lists = [[a[i]] if isinstance(a, (list, tuple)) and a else a for a in args]
-            twin = _functional(op)
-            values = [imp.read(a) for a in lists]
-            written = [a for a, s in zip(lists, schema.arguments) if s.alias_info is not None and isinstance(a, list)]
-            outs = imp.emit(
-                twin,
-                values,
-                [imp.read(a[0]) for a in written if a],
-                kwargs={k: imp.read(v) for k, v in kwargs.items()},
-            )
-            for name, new in zip((a[0] for a in written if a), outs):
-                imp.write(name, new)
+            _fused(imp, op, [[a[i]] if isinstance(a, (list, tuple)) and a else a for a in args], kwargs)
         return None
-    short = schema.name.removeprefix("aten::_foreach_").removesuffix("_")
+    keywords = {"value": "value", "alpha": "alpha", "dtype": "dtype"}
+    if "_addc" in name:
+        keywords["scalars"] = "value"
+    results = []
     for i in range(count):
-        member = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
-        extra = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
-        old = imp.read(member[0])
-        if short == "copy":
-            new = _as_type(imp, imp.read(member[1]), old)
-        elif short == "zero":
-            new = imp.emit(aten.full_like.default, (old, 0), old)
+        given = {s.name: a for s, a in zip(declared, args)} | kwargs
+        given = {k: imp.read(a[i] if isinstance(a, (list, tuple)) else a) for k, a in given.items()}
+        values = [a for k, a in given.items() if k not in keywords]
+        extra = {keywords[k]: a for k, a in given.items() if k in keywords}
+        if name == "aten::_foreach_copy_":
+            new = values[1]
+        elif name == "aten::_foreach_zero_":
+            new = imp.emit(aten.full_like.default, (values[0], 0))
+        elif (plain := member(op, values)) is not None:
+            new = imp.emit(plain, values, kwargs=extra)
         else:
-            plain = getattr(aten, _PLAIN.get(short, short))
-            if len(member) > 3 or (short in ("addcdiv", "addcmul") and len(member) == 4):
-                extra, member = {"value": member[3]}, member[:3]
-            chosen = _overload(imp, plain, schema.overload_name or "default", op)
-            values = [imp.read(a) for a in member]
-            like = _meta_result(chosen, values, extra)
-            new = imp.emit(chosen, values, like, kwargs={k: imp.read(v) for k, v in extra.items()})
-            if in_place:
-                new = _as_type(imp, new, old)
-        if in_place:
-            imp.write(member[0], new)
+            raise ValueError(
+                f"trace: {op} has no form for one tensor at a time.\n"
+                f"  at {imp.where()}\nUse the optimizer with foreach=False."
+            )
+        if name.endswith("_"):
+            imp.write(args[0][i], _as_type(imp, new, values[0]))
         else:
-            results.append(new)
-    return None if in_place else [_Name(_Storage(r), (), 0, r) for r in results]
+            results.append(_named(new))
+    return None if name.endswith("_") else results
 
 
-def _overload(imp: _Import, plain: Any, name: str, op: Any) -> Any:
-    for choice in _OVERLOADS.get(name, ()):
-        if choice in plain.overloads():
-            return getattr(plain, choice)
-    raise ValueError(
-        f"trace: {op} has no form for one tensor at a time.\n  at {imp.where()}\nUse the optimizer with foreach=False."
-    )
-
-
-def _meta_result(op: Callable, values: list, kwargs: dict) -> torch.Tensor:
-    return op(*substitute(values, _meta), **substitute(kwargs, _meta))
+def _fused(imp: _Import, op: Any, lists: list, kwargs: dict) -> None:
+    """One member of a fused optimizer."""
+    written = [a[0] for a, s in zip(lists, op._schema.arguments) if is_written(s) and a]
+    values, others = [imp.read(a) for a in lists], {k: imp.read(v) for k, v in kwargs.items()}
+    for name, new in zip(written, imp.emit(functional(op), values, [*map(imp.read, written)], kwargs=others)):
+        imp.write(name, new)

@@ -1,0 +1,70 @@
+"""Twins: the functional form of an operation that changes its arguments, and the form of an operation
+over lists for one tensor at a time. Overloads are matched by the names and types of their arguments,
+for their own names follow no rule (`pow_.Scalar` is `pow.Tensor_Scalar`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .graph import Var
+
+aten = torch.ops.aten
+# What a member of a list operation is called, where it is not the list operation's own name.
+_MEMBERS = {
+    "norm": ("linalg_vector_norm",),
+    "powsum": ("linalg__powsum",),
+    "maximum": ("maximum", "clamp_min"),
+    "minimum": ("minimum", "clamp_max"),
+}
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an operation changes this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def outs(op: Any) -> list[str]:
+    """The names of the arguments `out=` of an operation."""
+    return [a.name for a in op._schema.arguments if a.kwarg_only and is_written(a)]
+
+
+def _overloads(packet: Any) -> Iterator[Any]:
+    for name in packet.overloads() if packet is not None else ():
+        yield getattr(packet, name)
+
+
+def functional(op: Any) -> Any:
+    """The functional twin: `add_.Tensor` and `add.out` -> `add.Tensor`; None if there is none."""
+    namespace, name = op._schema.name.split("::")
+    short, library = name.removesuffix("_"), getattr(torch.ops, namespace)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs(op)]
+    for packet in (getattr(library, short, None), getattr(library, f"{short}_functional", None)):
+        for twin in _overloads(packet):
+            given = twin._schema.arguments
+            if [(a.name, str(a.type)) for a in given] == wanted and not any(map(is_written, given)):
+                return twin
+    return None
+
+
+def with_defaults(op: Any, twin: Any, values: list, kwargs: dict) -> list:
+    """`values`, with the defaults of `op` that its twin lacks (`bernoulli_` has a p, `bernoulli.p` wants one)."""
+    rest = list(zip(op._schema.arguments, twin._schema.arguments))[len(values) :]
+    left_out = (a for a, t in rest if not a.kwarg_only and a.name not in kwargs and not t.has_default_value())
+    return [*values, *(a.default_value for a in left_out)]
+
+
+def member(op: Any, values: Sequence[Any]) -> Any:
+    """`_foreach_pow.Scalar` for (tensor, number) -> `pow.Tensor_Scalar`; None if there is none."""
+    short = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
+    for name in _MEMBERS.get(short, (short,)):
+        for plain in _overloads(getattr(aten, name, None)):
+            positional = [a for a in plain._schema.arguments if not a.kwarg_only]
+            rest = positional[len(values) :] + [a for a in plain._schema.arguments if a.kwarg_only]
+            fits = all(isinstance(v, Var) == (str(a.type) == "Tensor") for v, a in zip(values, positional))
+            if fits and len(values) <= len(positional) and all(a.has_default_value() for a in rest):
+                return plain
+    return None
