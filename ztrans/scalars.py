@@ -26,20 +26,24 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     count = 3 if plain.startswith("addc") else 2
     key = "value" if count == 3 else "alpha"
     rest = [args[count]] if len(args) > count else [v for k, v in kwargs.items() if k in (key, "scalars")]
-    if not rest or not isinstance(rest[0], torch.Tensor) or len(args) < count:
+    over_list = name.startswith("_foreach_")
+    if over_list and count == 2 and not rest and isinstance(args[-1], torch.Tensor):
+        rest = [None]  # _foreach_add_(xs, step): the number that is added is a tensor
+    elif not rest or not isinstance(rest[0], torch.Tensor) or len(args) < count:
         return NotImplemented
     scalar, in_place, operands = rest[0], name.endswith("_"), args[:count]
-    if not name.startswith("_foreach_"):
+    if not over_list:
         return _one(plain, operands, scalar, in_place)
     columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
-    each = scalar.unbind() if scalar.ndim else [scalar] * len(operands[0])
+    each = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
     made = [_one(plain, row, s, in_place) for row, s in zip(zip(*columns), each)]
-    return None if in_place else made
+    return made
 
 
-def _one(plain: str, operands: tuple, scalar: torch.Tensor, in_place: bool) -> torch.Tensor:
+def _one(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
     x, *rest = operands
     rest = [y.to(torch.result_type(x, y)) for y in rest]  # as the operation does, before it scales
-    change = {"addcmul": torch.mul, "addcdiv": torch.div}.get(plain, lambda y: y)(*rest) * scalar
+    change = {"addcmul": torch.mul, "addcdiv": torch.div}.get(plain, lambda y: y)(*rest)
+    change = change if scalar is None else change * scalar
     change = -change if plain == "sub" else change
     return x.add_(change) if in_place else x + change

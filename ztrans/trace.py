@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -278,10 +278,22 @@ class _Marks(TorchFunctionMode):
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             return tuple(g if g is None else ops.gradient(g, p.detach()) for g, p in zip(grads, inputs))
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            return _renamed(func, *args)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return _backward(*args, **kwargs)
         made = with_tensor_scalar(func, args, kwargs)
         return func(*args, **kwargs) if made is NotImplemented else made
+
+
+def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
+    """Record `x.data = value`, which no dispatch mode sees: from here on `x` is another name of `value`."""
+    tracer = get_proxy_mode().tracer
+    for tensor in (x, value):
+        if get_proxy_slot(tensor, tracer, None) is None:
+            _refuse_closure(set_data, tensor, user_source(3), "the step")
+    set_data(x, value)
+    set_proxy_slot(x, tracer, get_proxy_slot(value, tracer))
 
 
 def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
@@ -295,7 +307,13 @@ def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs
     for leaf, g in zip(leaves, grads):
         if g is not None:
             g = ops.gradient(g, leaf.detach())
-            leaf.grad = g if leaf.grad is None else leaf.grad + g
+            if leaf.grad is None or create_graph:
+                leaf.grad = g if leaf.grad is None else leaf.grad + g
+            else:
+                with torch.no_grad():
+                    leaf.grad.add_(g)
+            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+                hook(leaf)
 
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
