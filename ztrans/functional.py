@@ -198,6 +198,8 @@ def _operation(imp: _Import, op: Any, args: tuple, kwargs: dict, val: Any) -> An
     if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and its like change a name, not a storage
         op = functional(op)
     schema = op._schema
+    if schema.name.startswith("profiler::"):  # optimizers name their steps for profilers
+        return None
     if op in _SAME and isinstance(args[0], _Name):
         return args[0]
     if op is aten.set.source_Tensor:  # from here on another name of the same tensor
