@@ -90,7 +90,9 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
     if twin is not None and not twin._schema.returns:  # an update over lists: the results are its arguments
         return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
     if all(isinstance(r.type, torch.ListType) for r in returns) and len(returns) > 1:
-        lists = [out.call_function(operator.getitem, (made, k)) for k in range(len(returns))]
+        given = {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
+        filled = [k for k, r in enumerate(returns) if given[r.name.removesuffix("_out")]]  # momenta may be none
+        lists = [out.call_function(operator.getitem, (made, k)) for k in filled]
         return [out.call_function(operator.getitem, (each, 0)) for each in lists]
     if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
         return [None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)]

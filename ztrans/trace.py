@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import ops
 from .functional import import_fx
-from .graph import Graph, Var, dce
+from .graph import Graph, Var, dce, is_random
 from .regions import label_regions
 from .scalars import with_tensor_scalar
 from .source import Source, user_source
@@ -226,6 +226,8 @@ class _Lines(TorchDispatchMode):
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
                 _refuse_closure(func, arg, source or user_source(2), self.step)
+        if node is not None and _draws(func, args, kwargs or {}):
+            raise _draws_again(func, source, self.step)
         old = fx_traceback.current_meta.get("custom")
         fx_traceback.current_meta["custom"] = {
             "source": source,
@@ -265,6 +267,23 @@ def _reads_value(error: Exception, source: Source | None, step: str) -> ValueErr
         f"  at {source.where if source else 'an unknown line'}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks."
+    )
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
+    if not is_random(func) or func._schema.name.endswith("_backward"):
+        return False
+    given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
+    given.update(zip(given, args))
+    return given.get("dropout_p", given.get("dropout")) != 0.0
+
+
+def _draws_again(func: Any, source: Source | None, step: str) -> ValueError:
+    return ValueError(
+        f"trace: {step} draws random numbers in its backward pass ({func}).\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
     )
 
 
