@@ -23,11 +23,11 @@ FLOORS = {
     **dict.fromkeys(["source", "scalars"], 0),
     **dict.fromkeys(["graph"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins"], 2),
-    **dict.fromkeys(["varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
+    **dict.fromkeys(["check", "varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate"], 4),
     **dict.fromkeys(["functional", "cost", "execute"], 5),
     **dict.fromkeys(["trace"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate"], 7),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding"], 7),
     **dict.fromkeys(["mesh"], 8),
     **dict.fromkeys(["stages"], 9),
     **dict.fromkeys(["step"], 10),
@@ -37,7 +37,7 @@ FLOORS = {
 TRANSFORM = 8  # every other module of transforms/
 
 # The imports that go up: from a method, to give a value its face.
-DOORS = {"graph": {"pretty", "execute"}, "transforms.base": {"step"}}
+DOORS = {"graph": {"check", "pretty", "execute"}, "transforms.base": {"step"}}
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
 ROOMS = {"trace", "lift", "execute", "rules", "functional"}

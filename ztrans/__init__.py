@@ -1,5 +1,6 @@
 """ztrans: composable function transforms for training steps, over PyTorch."""
 
+from .check import check as check
 from .cost import Cost as Cost
 from .cost import Memory as Memory
 from .evaluate import evaluate as evaluate
@@ -7,7 +8,6 @@ from .evaluate import lockstep as lockstep
 from .graph import Eqn as Eqn
 from .graph import Graph as Graph
 from .graph import Var as Var
-from .graph import check as check
 from .layout import AbstractMesh as AbstractMesh
 from .lift import lift as lift
 from .lift import restore as restore

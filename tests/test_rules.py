@@ -1,0 +1,83 @@
+"""DTensor's rules, asked one equation at a time, with no process group."""
+
+import pytest
+import torch
+
+from ztrans.graph import Eqn, Partial, Split, Var
+from ztrans.rules import NoRule, rule
+
+aten = torch.ops.aten
+CUT, TERMS = (Split("dp"),), (Partial("dp", "sum"),)
+
+
+def ask(op, *args, outs: int = 1, size: int = 4, **kwargs):
+    results = tuple(Var(f"o{i}", torch.float32, ()) for i in range(outs))
+    wanted, given = rule(Eqn(op, args, results, kwargs), lambda v: v.layout, "dp", size)
+    return list(wanted), list(given)
+
+
+def var(*shape: int, layout=()) -> Var:
+    return Var("v", torch.float32, shape, layout)
+
+
+W, S = var(12, 6, layout=CUT), var()
+
+
+def test_elementwise_operations_follow_their_parts():
+    assert ask(aten.add.Tensor, W, W) == ([CUT, CUT], [CUT])
+    assert ask(aten.mul.Tensor, W, 2.0) == ([CUT], [CUT])
+    assert ask(aten.mul.Tensor, W, S) == ([CUT, ()], [CUT])
+    assert ask(aten.add.Tensor, W, var(12, 6)) == ([CUT, CUT], [CUT])  # a whole value is cut, which moves nothing
+    assert ask(aten._to_copy.default, W, dtype=torch.bfloat16) == ([CUT], [CUT])
+
+
+def test_uneven_parts_and_parts_that_are_empty():
+    for rows in (1, 3, 7):
+        v = var(rows, layout=CUT)
+        assert ask(aten.addcdiv.default, v, v, v, value=0.1, size=8) == ([CUT] * 3, [CUT])
+
+
+def test_matmuls_of_parts():
+    wanted, given = ask(aten.mm.default, W, var(6, 12, layout=(Split("dp", 1),)))
+    assert given == [CUT] and wanted[0] == CUT and wanted[1] == ()
+    assert ask(aten.t.default, W) == ([CUT], [(Split("dp", 1),)])
+
+
+def test_sums_and_norms_are_terms():
+    assert ask(aten.sum.default, W) == ([CUT], [TERMS])
+    assert ask(aten.linalg_vector_norm.default, W) == ([CUT], [(Partial("dp", "norm2.0"),)])
+    assert ask(aten.add.Tensor, var(layout=TERMS), var(layout=TERMS)) == ([TERMS, TERMS], [TERMS])
+
+
+def test_what_sum_starts_from_keeps_terms():
+    assert ask(aten.add.Tensor, var(layout=TERMS), 0) == ([TERMS], [TERMS])
+
+
+def test_whole_values_are_not_spread_into_terms():
+    wanted, given = ask(aten.add.Tensor, var(layout=TERMS), S)
+    assert not any(isinstance(p, Partial) for p in wanted[1])
+    assert given == [()] and wanted == [(), ()]
+
+
+def test_the_greatest_of_nothing():
+    """A part may be empty, and nothing has no greatest element: such values are made whole first."""
+    assert ask(aten.amax.default, W)[1] == [(Partial("dp", "max"),)]
+    assert ask(aten.amax.default, var(3, layout=CUT)) == ([()], [()])
+
+
+def test_fused_optimizers_update_parts():
+    wanted, given = ask(
+        aten._fused_adamw.default, [W], [W], [W], [W], [], [S], outs=4,
+        lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    assert wanted == [CUT, CUT, CUT, CUT, ()] and given == [CUT] * 4
+
+
+def test_flattening_uneven_parts_makes_them_whole():
+    assert ask(aten.view.default, W, [72]) == ([CUT], [CUT])
+    assert ask(aten.view.default, var(10, 6, layout=CUT), [60]) == ([()], [()])
+
+
+def test_no_rule():
+    with pytest.raises(NoRule, match="renorm"):
+        ask(aten.renorm.default, W, 2, 0, 1.0)
