@@ -189,8 +189,7 @@ def test_kinds_of_equations():
 
 
 def test_users_and_producers():
-    twice = add(X, X, OUT)
-    assert users(graph([X], [twice], [OUT])) == {X: [twice]}
+    assert users(graph([X], [twice := add(X, X, OUT)], [OUT])) == {X: [twice]}
     assert producers([twice, zt.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0] is None
 
 
@@ -209,13 +208,11 @@ def test_the_text_of_a_program():
         "  # forward",
         "  w.full': f32[4,2]! = all_gather([w], axis=dp)",
         "  w.full: f32[4,2] = wait(w.full')",
-        "  # backward",
         "  g': f32[4@dp,2]! = reduce_scatter([w.full], mean, bf16, axis=dp)",
         "  g: f32[4@dp,2] = wait(g')",
         "  # update",
         "  n: f32[] = norm(x)",
         "  s': f32[]! = all_reduce([n], sum, axis=dp)",
-        "  # forward",
         "  s: f32[] = wait(s')",
         "  return g, s, 3",
     ]
