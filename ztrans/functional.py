@@ -288,10 +288,10 @@ def _in_place(imp: _Import, op: Any, args: tuple, kwargs: dict) -> Any:
         made = imp.emit(twin, with_defaults(op, twin, values, kwargs), like, kwargs=others)
     for target, new in zip(targets, made if len(targets) > 1 else [made]):
         old = imp.read(target)
-        if into and new.shape != old.shape:
+        if new.shape != old.shape and name not in ("copy_", "fill_"):  # which broadcast
             raise ValueError(
-                f"trace: {op} makes {new.type} and its `out` is {old.type}; a traced tensor keeps its shape.\n"
-                f"  at {imp.where()}\nGive `out` the shape of the result."
+                f"trace: {op} makes {new.type} of {old.type}; a traced tensor keeps its shape.\n"
+                f"  at {imp.where()}\nGive it the shape of the result, or make a new one."
             )
         imp.write(target, _as_type(imp, new, old))
     return targets[0] if len(targets) == 1 else targets
