@@ -72,6 +72,23 @@ def test_a_shape_from_values():
     assert line("selects", "> 0]") in str(e.value)
 
 
+def test_generators_and_seeds():
+    def generates(state, batch):
+        return state, torch.rand(3, generator=torch.Generator()).sum()
+
+    def seeds(state, batch):
+        torch.manual_seed(1234)
+        return state, batch[0].sum()
+
+    with pytest.raises(ValueError, match=r"generates uses a torch\.Generator") as e:
+        lower(generates)
+    assert line("generates", "torch.Generator") in str(e.value)
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=r"seeds uses torch\.manual_seed, which is no input of the program"):
+        lower(seeds)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
 def test_a_closure_over_a_tensor():
     mask = torch.ones(3, 1)
 

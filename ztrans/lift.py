@@ -9,6 +9,7 @@ Private torch APIs live here; checked on torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,7 +75,9 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
 
     def step(state: State, *batch: Any) -> tuple[State, Any]:
         with _swapped(model, optimizer, names, state) as (params, buffers):
+            versions = [getattr(lr, "_version", 0) for lr in state["lr"]]
             output = loop_step(*batch)
+            _check_rates(optimizer, state["lr"], versions)
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
@@ -90,7 +93,20 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
         return new, torch.utils._pytree.tree_map(detach, output)
 
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
+    given = inspect.signature(loop_step).parameters.values()
+    step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
     return step, _state(model, optimizer, names)
+
+
+def _check_rates(optimizer: Optimizer, rates: list, versions: list[int]) -> None:
+    """What a scheduler does inside the loop's body would be done once, while it is traced."""
+    for group, lr, version in zip(optimizer.param_groups, rates, versions):
+        if group["lr"] is not lr or getattr(lr, "_version", 0) != version:
+            raise ValueError(
+                "lift: the loop step changes a learning rate, which would happen once, while it is traced.\n"
+                "Step the scheduler after the lifted step, and pass its rates on: "
+                'state["lr"] = [group["lr"] for group in optimizer.param_groups].'
+            )
 
 
 def restore(model: nn.Module, optimizer: Optimizer, state: State) -> None:
@@ -131,6 +147,11 @@ def _first_state(optimizer: Optimizer, names: dict[int, str]) -> None:
     new = [p for p in params if not optimizer.state.get(p)]
     if not new:
         return
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        raise ValueError(
+            f"lift: {type(optimizer).__name__} with dampening does not dampen its first gradient.\n"
+            f"Take one ordinary step first, so that the optimizer's state exists."
+        )
     held = [(p, p.grad, p.detach().clone()) for p in params]
     had = {
         p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
@@ -170,6 +191,11 @@ def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], stat
     """The module and the optimizer on the state's tensors."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
+    for name, p in model.named_parameters():
+        for hook in (p._backward_hooks or {}).values():
+            params[name].register_hook(hook)
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            params[name].register_post_accumulate_grad_hook(hook)
     old_groups, old_state = optimizer.param_groups, optimizer.state
     groups = [
         {**group, "params": [params[names[id(p)]] for p in group["params"]], "lr": lr}

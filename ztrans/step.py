@@ -157,11 +157,13 @@ class Step:
 def _signature(state: Any, batch: tuple) -> tuple:
     leaves, tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
+    # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     described = tuple(
         (
             Abstract.of(x, i < num_state),
             x.placements if isinstance(x, DTensor) else None,
-            getattr(x, "requires_grad", None),
+            i < num_state or isinstance(x, torch.Tensor),
+            isinstance(x, torch.Tensor) and x.requires_grad,
         )
         for i, x in enumerate(leaves)
     )

@@ -120,8 +120,12 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
             torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
             for a in map(abstract.__getitem__, dynamic)
         ]
+    generator = torch.random.get_rng_state()
     with mode, _quiet():
         gm = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    if not torch.equal(generator, torch.random.get_rng_state()):
+        torch.random.set_rng_state(generator)
+        raise _seeds("torch.manual_seed", None, _name(fn))
     inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
     numbers = {i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and i not in numbers)
@@ -226,6 +230,8 @@ class _Lines(TorchDispatchMode):
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
                 _refuse_closure(func, arg, source or user_source(2), self.step)
+            if isinstance(arg, torch.Generator):
+                raise _seeds(f"a torch.Generator ({func})", source or user_source(2), self.step)
         if node is not None and _draws(func, args, kwargs or {}):
             raise _draws_again(func, source, self.step)
         old = fx_traceback.current_meta.get("custom")
@@ -267,6 +273,14 @@ def _reads_value(error: Exception, source: Source | None, step: str) -> ValueErr
         f"  at {source.where if source else 'an unknown line'}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks."
+    )
+
+
+def _seeds(what: str, source: Source | None, step: str) -> ValueError:
+    return ValueError(
+        f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
 
 
