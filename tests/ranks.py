@@ -27,8 +27,8 @@ from worlds import ALL, batches, default_dtype, distance, plain, sharded, slices
 
 import ztrans as zt
 
-RANK = int(os.environ["RANK"])
-WORLD = int(os.environ["WORLD_SIZE"])
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def report(check: str, **figures) -> None:
