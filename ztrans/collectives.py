@@ -77,15 +77,19 @@ def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
     if not is_start(eqn):
         return 0
     axis = eqn.kwargs["axis"]
-    total = 0
-    for member, future in zip(eqn.ins, eqn.outs):
-        bytes_ = wire_dtype(eqn, member).itemsize
-        cuts = {s.dim: s.axis for v in (member, future) for s in v.layout if isinstance(s, Split)}
-        for dim, rows in enumerate(member.shape):
-            part = -(-rows // sizes[cuts[dim]]) if dim in cuts else rows
-            bytes_ *= part * sizes[axis] if cuts.get(dim) == axis else part
-        total += bytes_
+    total = sum(buffer_bytes(eqn, member, sizes) for member in range(len(eqn.outs)))
     return total * (sizes[axis] - 1) * (2 if eqn.op is ALL_REDUCE else 1) // sizes[axis]
+
+
+def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
+    """Bytes of a member of a started collective as it is on the wire, its parts on all ranks together, padded."""
+    member, future, axis = eqn.ins[index], eqn.outs[index], eqn.kwargs["axis"]
+    total = wire_dtype(eqn, member).itemsize
+    cuts = {s.dim: s.axis for v in (member, future) for s in v.layout if isinstance(s, Split)}
+    for dim, rows in enumerate(member.shape):
+        part = -(-rows // sizes[cuts[dim]]) if dim in cuts else rows
+        total *= part * sizes[axis] if cuts.get(dim) == axis else part
+    return total
 
 
 def sends_as_it_lies(eqn: Eqn, sizes: Mapping[str, int]) -> bool:

@@ -5,6 +5,7 @@ Worked out from the program alone, for rank 0, whose shards are the largest; not
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start, sends_as_it_lies, wire_bytes, wire_dtype
+from .collectives import ALL_GATHER, ALL_REDUCE, SHARD, WAIT, buffer_bytes, is_start, sends_as_it_lies, wire_bytes
 from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
@@ -52,7 +53,9 @@ class Memory:
     state: int
 
     def __str__(self) -> str:
-        where = f" at {self.at.outs[0].name}  # {self.at.source}" if self.at else ""
+        name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
+        line = f"  # {self.at.source}" if self.at and self.at.source else ""
+        where = f" at {name}{line}" if name else ""
         lines = [f"peak {_size(self.peak)}{where}", f"state {_size(self.state)}"]
         lines += [f"  {_size(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
         return "\n".join(lines)
@@ -105,7 +108,8 @@ def cost(graph: Graph) -> Cost:
 def _flops(e: Eqn, graph: Graph, at: dict[str, int]) -> int:
     formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
     if formula is None:
-        return sum(o.numel for o in e.outs if o is not None) if isinstance(e.op, torch._ops.OpOverload) else 0
+        results = e.outs if isinstance(e.op, torch._ops.OpOverload) else ()
+        return sum(math.prod(local_shape(o, graph.axes, at)) for o in results if o is not None)
     meta = [
         torch.empty(local_shape(a, graph.axes, at), dtype=a.dtype, device="meta") if isinstance(a, Var) else a
         for a in e.args
@@ -125,14 +129,16 @@ def memory(graph: Graph) -> Memory:
     waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
     held: list[tuple[int, int, Var, int, str]] = []  # from, to, value, bytes, line
     state = sum(size(v) for v in graph.inputs[: graph.num_state])
-    for v in graph.inputs:
-        held.append((0, n - 1, v, size(v), "state" if v in graph.inputs[: graph.num_state] else "batch"))
+    for i, v in enumerate(graph.inputs):
+        held.append((0, n - 1, v, size(v), "state" if i < graph.num_state else "batch"))
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and live.root[out] is out and out not in given.moved:
-                held.append((i, min(given.last[out], n - 1), out, _allocated(e, out, size), str(e.source or "")))
+                allocated = buffer_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
+                held.append((i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if is_start(e) and e.op is not ALL_REDUCE and not sends_as_it_lies(e, graph.axes):
-            sent = sum(size(v) // v.dtype.itemsize * wire_dtype(e, v).itemsize for v in e.ins)
+            sent = sum(buffer_bytes(e, k, graph.axes) for k in range(len(e.outs)))
+            sent //= graph.axes[e.kwargs["axis"]] if e.op is ALL_GATHER else 1
             held.append((i, waits[e.outs[-1]], e.outs[0], sent, "send buffer"))
     change = [0] * (n + 1)
     for start, end, _, b, _ in held:
@@ -146,11 +152,3 @@ def memory(graph: Graph) -> Memory:
     at = curve.index(peak) if curve else 0
     holders = sorted(((v, b, line) for s, t, v, b, line in held if s <= at <= t and b), key=lambda h: -h[1])
     return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, tuple(holders), state)
-
-
-def _allocated(e: Eqn, out: Var, size: Callable[[Var], int]) -> int:
-    """Bytes that an equation allocates for a result: of a collective, its receive buffer in the wire's dtype."""
-    if not is_start(e):
-        return size(out)
-    value = e.ins[e.outs.index(out)] if e.op is REDUCE_SCATTER else out  # a part of each rank is received
-    return size(value) // value.dtype.itemsize * wire_dtype(e, value).itemsize

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .collectives import REDUCE_SCATTER, SHARD, WAIT, sends_as_it_lies
+from .collectives import REDUCE_SCATTER, SHARD, WAIT, sends_as_it_lies, wire_dtype
 from .graph import Graph, Var, is_view, producers, variables
 
 
@@ -26,7 +26,8 @@ def liveness(graph: Graph) -> Liveness:
     made = producers(graph.eqns)
     for e in graph.eqns:
         # What a reduce_scatter receives is one part of each rank; its value is made of them at the wait.
-        same = e.op is WAIT and made[e.args[0]].op is not REDUCE_SCATTER
+        start = made[e.args[0]] if e.op is WAIT else None
+        same = start and start.op is not REDUCE_SCATTER and wire_dtype(start, e.outs[0]) == e.outs[0].dtype
         shares = (is_view(e) and e.ins) or e.op is SHARD or same
         root.update((out, root[e.ins[0]] if shares else out) for out in e.outs if out is not None)
     last: dict[Var, int] = {}
