@@ -7,8 +7,11 @@ gloo's own (an all-reduce and a slice) does and gives every program order the sa
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +58,19 @@ def wait(member: Member) -> torch.Tensor:
     return member[0].value(member[1])
 
 
+@functools.cache
+def _end_gently() -> None:
+    """When the process ends, let gloo's threads let go of what they sent before the interpreter does:
+    a tensor that they free later than that aborts the process (pytorch#190489)."""
+    atexit.register(time.sleep, 0.1)
+
+
 class Start(torch.nn.Module):
     """Starts one collective equation: called with its members, returns a future of each."""
 
     def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup) -> None:
         super().__init__()
+        _end_gently()
         axis = eqn.kwargs["axis"]
         self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
         self.size, self.rank, self.group = sizes[axis], at[axis], group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -14,8 +15,8 @@ from .layout import AbstractMesh
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """A DeviceMesh with the given axes, in order; one size may be -1, for what the others leave.
 
-    Under torchrun it starts torch.distributed if nobody has; in a single process without torchrun
-    it makes a mesh of one. `init_device_mesh` of PyTorch does as well.
+    Under torchrun it starts torch.distributed if nobody has, and ends it with the process; in a
+    single process without torchrun it makes a mesh of one. `init_device_mesh` of PyTorch does as well.
 
     Raises: RuntimeError when the axes need more ranks than there are.
     """
@@ -26,6 +27,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_end)
     world, known = dist.get_world_size(), 1
     for size in sizes.values():
         known *= size if size != -1 else 1
@@ -40,6 +42,11 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
         )
     return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(sizes))
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
