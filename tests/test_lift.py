@@ -81,6 +81,7 @@ OPTIMIZERS = {
     "momentum": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     "nesterov": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "decay": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd_fused": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),
     "adam": lambda m: optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1),
     "amsgrad": lambda m: optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=0.01),
@@ -88,6 +89,7 @@ OPTIMIZERS = {
     "adamw_fused": lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True),
     "rmsprop": lambda m: optim.RMSprop(m.parameters(), lr=0.01, momentum=0.9, centered=True),
     "adagrad": lambda m: optim.Adagrad(m.parameters(), lr=0.05),
+    "adagrad_fused": lambda m: optim.Adagrad(m.parameters(), lr=0.05, fused=True),
     "adagrad_initial": lambda m: optim.Adagrad(m.parameters(), lr=0.05, initial_accumulator_value=0.1, lr_decay=0.1),
     "adadelta": lambda m: optim.Adadelta(m.parameters(), lr=1.0),
     "nadam": lambda m: optim.NAdam(m.parameters(), lr=0.01),
@@ -249,7 +251,9 @@ def test_a_fresh_optimizer_keeps_its_parameters():
 # ---- under transforms
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adamw_foreach", "adamw_fused", "muon"])
+@pytest.mark.parametrize(
+    "name", ["momentum", "sgd_fused", "adamw", "adamw_foreach", "adamw_fused", "adagrad_fused", "muon"]
+)
 def test_sharded_in_lockstep(name):
     transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
     make, tolerance = (make_matrices, 5e-3) if name == "muon" else (make_model, 1e-5)  # Muon works in bf16

@@ -49,8 +49,52 @@ def test_sums_and_norms_are_terms():
     assert ask(aten.add.Tensor, var(layout=TERMS), var(layout=TERMS)) == ([TERMS, TERMS], [TERMS])
 
 
+def test_norms():
+    norm, of = aten.linalg_vector_norm.default, lambda op: [(Partial("dp", op),)]
+    assert ask(norm, W, float("inf"))[1] == of("max") and ask(norm, W, 1)[1] == of("norm1.0")
+    assert ask(norm, W, 2, [1], True) == ([CUT], [CUT]) and ask(norm, W, 2, [0], True)[1] == of("norm2.0")
+    terms = var(layout=(Partial("dp", "norm2.0"),))
+    assert ask(aten.stack.default, [terms, terms])[1] == of("norm2.0"), "as clip_grad_norm_ does with all norms"
+    for op, *args in (
+        (aten.stack.default, [terms, S]),
+        (norm, var(3, layout=terms.layout)),
+        (aten.mul.Tensor, terms, 2.0),
+    ):
+        wanted, given = ask(op, *args)
+        assert not any(wanted) and given == [()], "only together can norms be reduced, or read"
+
+
+def test_reductions_along_a_dim():
+    assert ask(aten.sum.dim_IntList, W, [1]) == ([CUT], [CUT])
+    assert ask(aten.sum.dim_IntList, W, [0]) == ([CUT], [TERMS])
+    assert ask(aten.mean.default, W)[1] == [(Partial("dp", "mean"),)]
+    assert ask(aten._softmax.default, W, -1, False) == ([CUT], [CUT])
+    assert ask(aten._softmax.default, W, 0, False) == ([()], [()])
+    assert ask(aten.mm.default, var(6, 12, layout=(Split("dp", 1),)), W)[1] == [TERMS]
+
+
+def test_terms_are_read_by_linear_operations_alone():
+    terms = var(layout=TERMS)
+    assert ask(aten.div.Tensor, terms, S) == ([TERMS, ()], [TERMS])
+    assert ask(aten.mul.Tensor, terms, terms) == ([TERMS, ()], [TERMS]), "one factor is reduced"
+    assert ask(aten.sqrt.default, terms) == ([()], [()])
+    assert ask(aten.add.Tensor, terms, 1) == ([()], [()])
+
+
+def test_broadcasts_and_mixed_cuts():
+    assert ask(aten.mul.Tensor, W, var(6)) == ([CUT, ()], [CUT])
+    assert ask(aten.mul.Tensor, W, var(6, layout=CUT)) == ([CUT, ()], [CUT])
+    assert ask(aten.add.Tensor, W, var(12, 6, layout=(Split("dp", 1),))) == ([CUT, CUT], [CUT])
+
+
+def test_what_lies_whole_needs_no_rule():
+    assert ask(aten.renorm.default, var(3, 4), 2, 0, 1.0) == ([()], [()])
+
+
 def test_what_sum_starts_from_keeps_terms():
     assert ask(aten.add.Tensor, var(layout=TERMS), 0) == ([TERMS], [TERMS])
+    assert ask(aten.add.Tensor, var(layout=TERMS), 0.0) == ([TERMS], [TERMS])
+    assert ask(aten.add.Tensor, var(layout=(Partial("dp", "norm2.0"),)), 0)[1] == [(Partial("dp", "norm2.0"),)]
 
 
 def test_whole_values_are_not_spread_into_terms():
@@ -71,6 +115,24 @@ def test_fused_optimizers_update_parts():
         lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
     assert wanted == [CUT, CUT, CUT, CUT, ()] and given == [CUT] * 4
+    momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "is_first_step": False}
+    how = {"weight_decay": 0.0, "maximize": False}
+    assert ask(aten._fused_sgd.tensor_lr, [W], [W], [W], outs=3, lr=S, **momentum, **how) == (
+        [CUT] * 3 + [()],
+        [CUT] * 3,
+    )
+    assert ask(aten._fused_sgd.default, [W], [W], [], outs=2, lr=0.1, **momentum, **how) == ([CUT] * 2, [CUT] * 2)
+    adagrad = ask(aten._fused_adagrad.default, [W], [W], [W], [S], outs=3, lr=0.1, lr_decay=0.0, eps=1e-8, **how)
+    assert adagrad == ([CUT] * 3 + [()], [CUT] * 3)
+
+
+def test_fused_optimizers_bring_all_to_the_layout_of_one():
+    whole, other = var(12, 6), var(12, 6, layout=(Split("dp", 1),))
+    terms = var(12, 6, layout=TERMS)
+    how = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+    assert ask(aten._fused_adagrad.default, [whole], [terms], [W], [S], outs=3, **how) == ([CUT] * 3 + [()], [CUT] * 3)
+    assert ask(aten._fused_adagrad.default, [other], [W], [W], [S], outs=3, **how)[1] == [(Split("dp", 1),)] * 3
+    assert ask(aten._fused_adagrad.default, [whole], [terms], [whole], [S], outs=3, **how)[0] == [()] * 4
 
 
 def test_flattening_uneven_parts_makes_them_whole():

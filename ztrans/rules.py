@@ -71,6 +71,8 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         return have, [()] * len(eqn.outs)
     if eqn.op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
         return have, have  # what sum() starts from; terms stay terms
+    if eqn.op._schema.name.startswith("aten::_fused_"):
+        return _fused(eqn, have)
     wanted, given = _ask(eqn, ins, have, axis, size)
     if any(not h and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted)):
         # A whole value cannot be spread into terms without waste: reduce the terms instead.
@@ -86,21 +88,20 @@ def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
     return any(isinstance(p, Split) and part(v.shape[p.dim], size, size - 1)[1] == 0 for p in layout)
 
 
+def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
+    """The optimizer of one parameter works elementwise; its step and learning rate are whole. (DTensor knows Adam.)"""
+    cut = next((h for h in have if any(isinstance(p, Split) for p in h)), ())
+    lists = [(a.name, x) for a, x in zip(eqn.op._schema.arguments, eqn.args)] + list(eqn.kwargs.items())
+    alike = [isinstance(x, (list, tuple)) and name != "state_steps" for name, x in lists for _ in variables(x)]
+    return [cut if a else () for a in alike], [cut] * len(eqn.outs)
+
+
 def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
     if not any(have):
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
     literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    op, fused = eqn.op, eqn.op._schema.name.startswith("aten::_fused_")
-    if fused:  # DTensor's rule for these is that of the in-place form, whose results are its arguments
-        packet = getattr(aten, op._schema.name.removeprefix("aten::") + "_")
-        op = getattr(packet, op._schema.overload_name or "default")
-    wanted, given = _asked(_Question(op, types, literals, eqn.args, eqn.kwargs, axis, size))
-    if fused:
-        flat = iter(wanted)
-        lists = [[next(flat) for _ in variables(a)] for a in eqn.args]
-        given = [x for a, s in zip(lists, op._schema.arguments) if s.alias_info is not None for x in a]
-    return wanted, given
+    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
 
 
 class _Question:
