@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import pytest
 import torch
+from programs import CASES
+from worlds import batches, slices
 
-from ztrans.collectives import all_gather, reduce, wait
+import ztrans as zt
+from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, reduce, wait
 from ztrans.graph import Eqn, Graph, Order, Provenance, Split, Var
 from ztrans.schedule import schedule
 
@@ -91,3 +95,73 @@ def test_use_is_bounded_by_what_is_under_way():
     assert found.index("r0") == found.index("r2'") + 1
     assert found.index("r1") == found.index("r3'") + 1
     assert found.index("r3") == found.index("n3") - 1
+
+
+def test_the_update_of_a_bounded_reduction_follows_its_wait():
+    """Waits that come early by the bound do not pull their readers with them; all data flow is kept."""
+    found = order(backward(5, Order("use", 64), Order("birth")))
+    assert found.index("r0") < found.index("g3") < found.index("n0")
+    assert [x for x in found if x.startswith("n")] == ["n0", "n1", "n2", "n3", "n4"]
+
+
+def test_hints_of_one_kind_leave_the_others_in_place():
+    hinted, plain = order(backward(4, None, Order("birth"))), order(backward(4, None))
+    kept = [name for name in plain if name[0] in "gn" or name in ("r0", "r1", "r2", "r3")]
+    assert [name for name in hinted if name in kept] == kept
+
+
+def test_chains_of_births():
+    """A hint follows hints: the cast of a cast is born where the first one's input is."""
+    dy, late = var("dy"), Eqn(aten.neg.default, (var("dy2"),), (var("z"),))
+    g, a, b = (var(n) for n in "gab")
+    eqns = [
+        Eqn(aten.neg.default, (dy,), (g,)),
+        late,
+        Eqn(aten._to_copy.default, (g,), (a,), order=Order("birth")),
+        Eqn(aten._to_copy.default, (a,), (b,), order=Order("birth")),
+        Eqn(aten._to_copy.default, (dy,), (var("c"),), order=Order("birth")),
+    ]
+    graph = Graph("f", (dy, late.args[0]), tuple(eqns), (b,), 0)
+    assert order(graph) == ["c", "g", "a", "b", "z"]
+
+
+def test_a_bucket_is_early_for_its_first_member():
+    shards, x, y = [var(f"s{i}", layout=(Split("dp"),)) for i in range(3)], var("x"), var("y")
+    first = all_gather(shards[:1], ["a"], "dp", provenance=why("param"))
+    bucket = all_gather(shards[1:], ["b", "c"], "dp", provenance=why("param"), order=Order("early", 1000))
+    waits = [wait(f) for f in (*first.outs, *bucket.outs)]
+    work = Eqn(aten.neg.default, (x,), (y,))
+    graph = Graph("f", (*shards, x), (first, waits[0], work, bucket, *waits[1:]), (y,), 0, mesh=(("dp", 2),))
+    assert order(graph) == ["b'", "a'", "a", "y", "b", "c"]
+
+
+def under_way(graph: Graph, ops, roles):
+    """While each computation runs: the collectives under way, by bytes. And the largest."""
+    largest, now = 0, {}
+    moments = []
+    for e in graph.eqns:
+        if e.op in ops and e.provenance.role in roles:
+            whole = e.outs if e.op is ALL_GATHER else e.ins
+            now[e.outs[0]] = sum(v.numel * v.dtype.itemsize for v in whole)
+            largest = max(largest, now[e.outs[0]])
+        elif e.op is WAIT:
+            now.pop(e.args[0], None)
+        else:
+            moments.append(list(now.values()))
+    return largest, moments
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "cast_outside"])
+def test_bytes_in_flight_are_bounded_at_every_point(name):
+    case = CASES[name]
+    traced = zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], 4)[0])
+    for stage in (0, 2, 3):
+        for bound in (None, 0, 600, 5000):
+            schedules = (zt.overlap_grads(max_in_flight=bound), zt.prefetch(max_in_flight=bound))
+            transforms = (zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *schedules, zt.fuse_cast_gather())
+            graph = dataclasses.replace(traced, transforms=transforms).lower().graph.check()
+            for ops, roles in (((ALL_GATHER,), ("param",)), ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean"))):
+                largest, moments = under_way(graph, ops, roles)
+                cap = 2 * largest if bound is None else bound
+                assert all(sum(sizes) <= cap or len(sizes) <= 2 for sizes in moments)
+                assert (stage == 0 and ALL_GATHER in ops) or max(map(len, moments)) >= 2, "nothing runs ahead"
