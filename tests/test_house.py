@@ -22,8 +22,8 @@ FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars"], 0),
     **dict.fromkeys(["graph"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins"], 2),
-    **dict.fromkeys(["check", "varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals"], 2),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate"], 4),
     **dict.fromkeys(["functional", "cost", "execute"], 5),
     **dict.fromkeys(["trace"], 6),
@@ -40,7 +40,7 @@ TRANSFORM = 8  # every other module of transforms/
 DOORS = {"graph": {"check", "pretty", "execute"}, "transforms.base": {"step"}}
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "lift", "execute", "rules", "functional"}
+ROOMS = {"trace", "marks", "lift", "execute", "rules", "functional"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

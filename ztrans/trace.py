@@ -25,16 +25,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
-from torch.overrides import TorchFunctionMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import ops
 from .functional import import_fx
-from .graph import Graph, Var, dce, is_random
+from .graph import Graph, Var, dce
+from .marks import Marks
+from .refusals import draws, draws_again, reads_value, refuse_closure, seeds
 from .regions import label_regions
-from .scalars import with_tensor_scalar
 from .source import Source, user_source
 
 
@@ -109,7 +108,7 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
             full[i] = tensor.requires_grad_() if _wants_grad(leaves[i]) else tensor
-        with _Lines(_name(fn)), _Marks():
+        with _Lines(_name(fn)), Marks():
             result = fn(*pytree.tree_unflatten(full, in_tree))
         flat_result, out_tree = pytree.tree_flatten(result)
         outside.extend([_check_result(fn, result, state), out_tree])
@@ -125,7 +124,7 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
         gm = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
-        raise _seeds("torch.manual_seed", None, _name(fn))
+        raise seeds("torch.manual_seed", None, _name(fn))
     inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
     numbers = {i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and i not in numbers)
@@ -229,11 +228,11 @@ class _Lines(TorchDispatchMode):
         recorded, self.last = latest > self.last, max(self.last, latest)
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                _refuse_closure(func, arg, source or user_source(2), self.step)
+                refuse_closure(func, arg, source or user_source(2), self.step)
             if isinstance(arg, torch.Generator):
-                raise _seeds(f"a torch.Generator ({func})", source or user_source(2), self.step)
-        if node is not None and _draws(func, args, kwargs or {}):
-            raise _draws_again(func, source, self.step)
+                raise seeds(f"a torch.Generator ({func})", source or user_source(2), self.step)
+        if node is not None and draws(func, args, kwargs or {}):
+            raise draws_again(func, source, self.step)
         old = fx_traceback.current_meta.get("custom")
         fx_traceback.current_meta["custom"] = {
             "source": source,
@@ -243,126 +242,13 @@ class _Lines(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _reads_value(error, source or user_source(2), self.step) from None
+            shape = isinstance(error, DynamicOutputShapeException)
+            raise reads_value(func, shape, source or user_source(2), self.step) from None
         finally:
             if old is None:
                 fx_traceback.current_meta.pop("custom", None)
             else:
                 fx_traceback.current_meta["custom"] = old
-
-
-def _refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
-    if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
-        return  # torch.tensor(...) written inside the step: a literal
-    raise ValueError(
-        f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
-        f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch."
-    )
-
-
-def _reads_value(error: Exception, source: Source | None, step: str) -> ValueError:
-    op = getattr(error, "func", None)
-    what = (
-        "takes a shape from a tensor's values"
-        if isinstance(error, DynamicOutputShapeException)
-        else "reads a tensor's value"
-    )
-    return ValueError(
-        f"trace: {step} {what} while it is traced ({op}).\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
-        f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
-        f"torch.where, and boolean indexing by masks."
-    )
-
-
-def _seeds(what: str, source: Source | None, step: str) -> ValueError:
-    return ValueError(
-        f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
-        f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
-    )
-
-
-def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
-    if not is_random(func) or func._schema.name.endswith("_backward"):
-        return False
-    given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
-    given.update(zip(given, args))
-    return given.get("dropout_p", given.get("dropout")) != 0.0
-
-
-def _draws_again(func: Any, source: Source | None, step: str) -> ValueError:
-    return ValueError(
-        f"trace: {step} draws random numbers in its backward pass ({func}).\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
-        f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
-    )
-
-
-class _Marks(TorchFunctionMode):
-    """Mark what `torch.autograd.grad` returns, which `torch.func.grad` calls, and express `.backward()` by it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            grads = func(*args, **kwargs)
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return tuple(g if g is None else ops.gradient(g, p.detach()) for g, p in zip(grads, inputs))
-        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-            return _renamed(func, *args)
-        if func is torch.Tensor.backward or func is torch.autograd.backward:
-            return _backward(*args, **kwargs)
-        made = with_tensor_scalar(func, args, kwargs)
-        return func(*args, **kwargs) if made is NotImplemented else made
-
-
-def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
-    """Record `x.data = value`, which no dispatch mode sees: from here on `x` is another name of `value`."""
-    tracer = get_proxy_mode().tracer
-    for tensor in (x, value):
-        if get_proxy_slot(tensor, tracer, None) is None:
-            _refuse_closure(set_data, tensor, user_source(3), "the step")
-    set_data(x, value)
-    set_proxy_slot(x, tracer, get_proxy_slot(value, tracer))
-
-
-def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
-    """`loss.backward()` as gradients added to `.grad`."""
-    losses = [loss] if isinstance(loss, torch.Tensor) else list(loss)
-    leaves = list(inputs) if inputs is not None else _leaves(losses)
-    seeds = None if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
-    grads = torch.autograd.grad(
-        losses, leaves, seeds, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-    )
-    for leaf, g in zip(leaves, grads):
-        if g is not None:
-            g = ops.gradient(g, leaf.detach())
-            if leaf.grad is None or create_graph:
-                leaf.grad = g if leaf.grad is None else leaf.grad + g
-            else:
-                with torch.no_grad():
-                    leaf.grad.add_(g)
-            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
-                hook(leaf)
-
-
-def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward pass would reach, in the order in which it was built."""
-    found: dict[int, torch.Tensor] = {}
-    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return list(found.values())
 
 
 def global_leaf(leaf: Any) -> Any:

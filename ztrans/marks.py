@@ -1,0 +1,85 @@
+"""Marks: while a step is traced, gradients are marked as what they are.
+
+A torch-function mode sees every `torch.autograd.grad`, which `torch.func.grad` calls, and marks
+what it returns (see `ops.gradient`). `.backward()` is expressed by it, and scalars that are tensors
+by arithmetic.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from . import ops
+from .refusals import refuse_closure
+from .scalars import with_tensor_scalar
+from .source import user_source
+
+
+class Marks(TorchFunctionMode):
+    """Mark what `torch.autograd.grad` returns, which `torch.func.grad` calls, and express `.backward()` by it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            grads = func(*args, **kwargs)
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            return tuple(g if g is None else ops.gradient(g, p.detach()) for g, p in zip(grads, inputs))
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            return _renamed(func, *args)
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            return _backward(*args, **kwargs)
+        made = with_tensor_scalar(func, args, kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
+
+
+def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
+    """Record `x.data = value`, which no dispatch mode sees: from here on `x` is another name of `value`."""
+    tracer = get_proxy_mode().tracer
+    for tensor in (x, value):
+        if get_proxy_slot(tensor, tracer, None) is None:
+            refuse_closure(set_data, tensor, user_source(3), "the step")
+    set_data(x, value)
+    set_proxy_slot(x, tracer, get_proxy_slot(value, tracer))
+
+
+def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
+    """`loss.backward()` as gradients added to `.grad`."""
+    losses = [loss] if isinstance(loss, torch.Tensor) else list(loss)
+    leaves = list(inputs) if inputs is not None else _leaves(losses)
+    seeds = None if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+    grads = torch.autograd.grad(
+        losses, leaves, seeds, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+    )
+    for leaf, g in zip(leaves, grads):
+        if g is not None:
+            g = ops.gradient(g, leaf.detach())
+            if leaf.grad is None or create_graph:
+                leaf.grad = g if leaf.grad is None else leaf.grad + g
+            else:
+                with torch.no_grad():
+                    leaf.grad.add_(g)
+            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+                hook(leaf)
+
+
+def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward pass would reach, in the order in which it was built."""
+    found: dict[int, torch.Tensor] = {}
+    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(found.values())

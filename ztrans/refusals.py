@@ -1,0 +1,59 @@
+"""What a traced step may not do: each refusal says what was done, on which line, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .graph import is_random
+from .source import Source
+
+
+def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
+    """Raise for a tensor that was there before the step and was not passed in."""
+    if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
+        return  # torch.tensor(...) written inside the step: a literal
+    raise ValueError(
+        f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch."
+    )
+
+
+def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
+    """The step reads a value, or takes a shape from values."""
+    what = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
+    return ValueError(
+        f"trace: {step} {what} while it is traced ({op}).\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
+        f"torch.where, and boolean indexing by masks."
+    )
+
+
+def seeds(what: str, source: Source | None, step: str) -> ValueError:
+    """The step has random numbers of its own making."""
+    return ValueError(
+        f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
+    )
+
+
+def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
+    if not is_random(func) or func._schema.name.endswith("_backward"):
+        return False
+    given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
+    given.update(zip(given, args))
+    return given.get("dropout_p", given.get("dropout")) != 0.0
+
+
+def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
+    """A recomputed forward draws random numbers a second time."""
+    return ValueError(
+        f"trace: {step} draws random numbers in its backward pass ({func}).\n"
+        f"  at {source.where if source else 'an unknown line'}\n"
+        f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
+    )
