@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,8 @@ class Lowered:
         static = {i for i, _ in program.static}
         flat = [[_local(x) for i, x in enumerate(pytree.tree_leaves((state, *b))) if i not in static] for b in batches]
         n = graph.num_state
-        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, flat[0][:n]), flat, strict=True)]
+        whole = [x.contiguous() for x in flat[0][:n]]
+        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), flat, strict=True)]
         outs = lockstep(graph, ranks)
         full = join(graph, outs)
         results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
@@ -125,13 +127,17 @@ class Compiled:
         return self.as_text()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        if not self._agreed:
+        program, first = self.lowered.program, not self._agreed
+        if first:
             agree(self.lowered)
-            self._agreed.append(True)
-        program = self.lowered.program
         leaves, tree = pytree.tree_flatten((state, *batch))
         if tree != program.in_tree:
             raise TypeError(f"{self.lowered.graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
+        for i, value in program.static:
+            if leaves[i] != value:
+                raise TypeError(
+                    f"{self.lowered.graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}."
+                )
         static = {i for i, _ in program.static}
         flat = [x for i, x in enumerate(leaves) if i not in static]
         local = [_local(x) for x in flat]
@@ -139,6 +145,9 @@ class Compiled:
             if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
                 got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
                 raise TypeError(f"{self.lowered.graph.name}: compiled for {v}, called with {got}.")
+        if first:
+            _check_donation(self.lowered.graph, local)
+            self._agreed.append(True)
         outputs = self.run(local)
         n = self.lowered.graph.num_state
         for i, old in enumerate(flat[:n]):  # the same DTensor objects, whose storage now holds the new state
@@ -152,6 +161,28 @@ def _local(x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         return torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
     return x.detach()
+
+
+def _check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+    """State is written in place, so each leaf of it needs memory of its own, contiguous as it was traced."""
+    spans = []
+    for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
+        if i < graph.num_state and not x.is_contiguous():
+            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
+        if x.numel():
+            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+            spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
+    spans.sort()
+    for (_, end, i), (start, _, j) in itertools.pairwise(spans):
+        if start < end and min(i, j) < graph.num_state:
+            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+
+
+def _donated(graph: Graph, what: str) -> str:
+    return (
+        f"{graph.name}: {what}, and a step writes its state in place.\n"
+        f"Call `state = step.shard(state)` once, before the loop: it copies."
+    )
 
 
 def agree(lowered: Lowered) -> None:

@@ -139,7 +139,8 @@ class Step:
         """
         mesh = self.mesh
         if mesh is None:
-            return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), state)
+            copy = lambda x: x.detach().clone(memory_format=torch.contiguous_format)  # noqa: E731
+            return pytree.tree_map_only(torch.Tensor, copy, state)
         check_runs(mesh)
         leaves, tree = pytree.tree_flatten(state)
         device = torch.device(device) if device is not None else None
