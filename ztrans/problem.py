@@ -1,0 +1,77 @@
+"""problem: what a schedule of collectives decides, without the program it belongs to.
+
+Operations 0..n-1 run in a fixed order. A gather must have come before the operation that first uses
+it and occupies memory from its start to its last use; one that repeats an earlier gather may be
+dropped, and the earlier value kept. A gradient occupies memory from the operation that makes it
+until its reduction has been waited for. Place k is before operation k; place n is the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Wire(NamedTuple):
+    """How the messages of one key travel: their communicator, the link under it, and its costs."""
+
+    lane: str
+    link: str
+    latency: float  # seconds for a message
+    pace: float  # seconds for a byte, with the link to itself
+
+
+class Gather(NamedTuple):
+    key: Hashable  # members of a bucket share it; `Problem.wires` says how it travels
+    wire: int  # bytes that this rank receives
+    held: int  # bytes live from the place of its start until after operation `last`
+    use: int  # the operation that first uses it
+    last: int  # the last one that does
+    release: int = 0  # the earliest place at which it may start
+    again: int | None = None  # the gather whose value this one repeats, if any
+
+
+class Reduction(NamedTuple):
+    key: Hashable
+    wire: int
+    held: int  # bytes live from operation `born` on, until the wait
+    born: int  # the operation that makes the gradient
+    flight: int = 0  # further bytes live from the start until the wait
+    need: int | None = None  # the place that needs the result at the latest (default: the end)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`seconds[k]`, `live[k]` and `matmul[k]` of operation k: its duration, the bytes live while it runs
+    (gathered values and unreduced gradients aside), whether it is of the matmul class."""
+
+    seconds: tuple[float, ...]
+    live: tuple[int, ...]
+    matmul: tuple[bool, ...]
+    gathers: tuple[Gather, ...]  # in order of use
+    reductions: tuple[Reduction, ...]  # in order of birth
+    wires: Mapping[Hashable, Wire]
+    memory: float = float("inf")  # bytes that may be live
+    max_between: int | None = None  # matmuls between the starts of two reductions
+    reductions_in_flight: float | None = None  # bytes of gradients started and not waited for, at most
+    gathers_in_flight: float | None = None  # bytes of gathers started and not yet used, at most
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Members by index; a gather bucket starts at place `start`, a reduction bucket at the place after
+    its last member's birth, and is waited for at place `wait` (a gather: at its first use)."""
+
+    members: tuple[int, ...]
+    start: int
+    wait: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A solution: buckets in the order of their start, and the gathers that are dropped."""
+
+    gathers: tuple[Bucket, ...]
+    reductions: tuple[Bucket, ...]
+    dropped: frozenset[int] = frozenset()
