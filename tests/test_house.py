@@ -20,13 +20,13 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars"], 0),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster"], 0),
     **dict.fromkeys(["graph"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals"], 2),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate"], 4),
     **dict.fromkeys(["functional", "cost", "execute"], 5),
-    **dict.fromkeys(["trace"], 6),
+    **dict.fromkeys(["trace", "simulate"], 6),
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding"], 7),
     **dict.fromkeys(["mesh"], 8),
     **dict.fromkeys(["stages"], 9),

@@ -93,19 +93,20 @@ def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
 def cost(graph: Graph) -> Cost:
     """The cost of one step of a program on one rank."""
     size = local_bytes(graph)
-    at = dict.fromkeys(graph.axes, 0)
-    flops, traffic, wire = 0, 0, Counter()
+    operations, traffic, wire = 0, 0, Counter()
     for e in graph.eqns:
         if is_start(e):
             axis = e.kwargs["axis"]
             wire[axis, e.provenance.role] += wire_bytes(e, graph.axes)
         elif e.op not in (WAIT, SHARD) and not is_view(e):
             traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
-            flops += _flops(e, graph, at)
-    return Cost(flops, traffic, tuple(sorted(wire.items())))
+            operations += flops(e, graph)
+    return Cost(operations, traffic, tuple(sorted(wire.items())))
 
 
-def _flops(e: Eqn, graph: Graph, at: dict[str, int]) -> int:
+def flops(e: Eqn, graph: Graph) -> int:
+    """Floating-point operations of one equation on the first rank."""
+    at = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
     if formula is None:
         results = e.outs if isinstance(e.op, torch._ops.OpOverload) else ()

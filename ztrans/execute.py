@@ -69,7 +69,7 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
             results = _call(out, localize(eqn, graph.axes, at), over.get(eqn), env, module)
         env.update((v, r) for v, r in zip(eqn.outs, results) if v is not None)
         for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
-            node.meta.update(region=eqn.region, source=str(eqn.source) if eqn.source else "")
+            node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "")
     out.output([substitute(o, env.__getitem__) for o in graph.outputs])
     return fx.GraphModule(module, out, graph.name)
 

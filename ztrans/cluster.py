@@ -1,0 +1,143 @@
+"""Cluster: what the machines can do, as far as a schedule must know it.
+
+A `Device` has matmul rates by dtype, memory bandwidth and the time to launch an operation; a `Link`
+a latency and a bandwidth. A `Cluster` says which link each mesh axis crosses. What was measured of
+a program's own operations may be put beside them, and then counts instead of the roofline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds an operation, bytes of memory."""
+
+    name: str
+    flops: tuple[tuple[str, float], ...]
+    bandwidth: float
+    launch: float
+    memory: float = float("inf")
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of matmuls in `dtype`; that of f32 for a dtype without a figure.
+
+        >>> H100.rate("bf16") > H100.rate("f32")
+        True
+        """
+        rates = dict(self.flops)
+        return rates.get(dtype, rates["f32"])
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank sends and receives through: seconds a message, more for each further rank of the
+    ring (`hop`), and bytes/s. `efficiency` scales the bandwidth of single kinds of collective, and
+    `host` is the processor time, in seconds a byte, that moving takes from compute."""
+
+    name: str
+    latency: float
+    bandwidth: float
+    hop: float = 0.0
+    efficiency: tuple[tuple[str, float], ...] = ()
+    host: float = 0.0
+
+    def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
+        """Latency, and the time in which `received` bytes move, for a collective over `ranks`.
+
+        >>> Link("wire", latency=1e-3, bandwidth=1e6).seconds("all_gather", 5e5, 2)
+        (0.001, 0.5)
+        """
+        latency = self.latency + self.hop * (ranks - 1) * (2 if kind == "all_reduce" else 1)
+        return latency, received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
+
+
+# FLOP/s: what large matmuls reach, about 70% of the data sheet's dense figure. Bandwidth: what a copy reaches.
+H100 = Device(
+    "H100",
+    (("bf16", 690e12), ("f16", 690e12), ("f32", 350e12), ("f64", 47e12), ("f8e4m3", 1380e12)),
+    2.9e12,
+    4e-6,
+    80e9,
+)
+H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
+A100 = Device("A100", (("bf16", 220e12), ("f16", 220e12), ("f32", 110e12), ("f64", 14e12)), 1.7e12, 4e-6, 80e9)
+CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6)
+
+# Latency and hop: NCCL's ring with the simple protocol. Bandwidth: bytes a rank receives a second in a large ring.
+LINKS = {
+    "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
+    "nvlink3": Link("nvlink3", 10e-6, 230e9, 2e-6),
+    "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6),
+    "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6),  # eight NICs a host, used by a whole ring
+    "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, host=5e-10),
+    "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
+    "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
+}
+DEVICES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and the link of every mesh axis; `measured` seconds of operations by type count before the roofline.
+
+    >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
+    'infiniband'
+    """
+
+    device: Device
+    links: tuple[tuple[str, Link], ...]
+    measured: tuple[tuple[str, float], ...] = dataclasses.field(default=(), repr=False)
+
+    def link(self, axis: str) -> Link:
+        """The link that collectives over `axis` cross.
+
+        Raises: ValueError when the axis has none.
+        """
+        for name, link in self.links:
+            if name == axis:
+                return link
+        known = ", ".join(repr(name) for name, _ in self.links) or "none"
+        raise ValueError(
+            f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
+            f"Say what it crosses: zt.cluster({self.device.name.lower()!r}, {axis}='infiniband'), or measure it "
+            f"with zt.calibrate(mesh)."
+        )
+
+    def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
+        """This cluster with the measured durations of operations, by type."""
+        return dataclasses.replace(self, measured=tuple(sorted({**dict(self.measured), **seconds}.items())))
+
+
+def cluster(device: str | Device, **links: str | Link) -> Cluster:
+    """A cluster of shipped profiles: a device, and the link of every mesh axis.
+
+    Devices: h100, h200, a100, cpu. Links: nvlink4, nvlink3, infiniband (one NIC a GPU),
+    infiniband-rail, ethernet-1g, ethernet-10g, ethernet-100g; or a `Device` and `Link`s of your own.
+
+    Raises: ValueError for a name that is not among them, or a figure that is not positive.
+
+    >>> cluster("cpu", dp="ethernet-1g").device.name
+    'one CPU core'
+    """
+    if isinstance(device, str) and device.lower() not in DEVICES:
+        raise ValueError(f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}.")
+    chosen = DEVICES[device.lower()] if isinstance(device, str) else device
+    found = []
+    for axis, link in links.items():
+        if isinstance(link, str) and link not in LINKS:
+            raise ValueError(f"cluster: no profile of link {link!r} for axis {axis!r}; there are {', '.join(LINKS)}.")
+        link = LINKS[link] if isinstance(link, str) else link
+        if not link.bandwidth > 0 or link.latency < 0:
+            raise ValueError(f"cluster: {link} for axis {axis!r}: bandwidth must be positive, latency not negative.")
+        found.append((axis, link))
+    return Cluster(chosen, tuple(found))
+
+
+def assumed(device_type: str, axes: Mapping[str, int]) -> Cluster:
+    """The profile to plan with where nobody named one: H100s on InfiniBand, or CPUs on Ethernet."""
+    device, link = ("cpu", "ethernet-1g") if device_type == "cpu" else ("h100", "infiniband")
+    return cluster(device, **dict.fromkeys(axes, link))

@@ -1,0 +1,144 @@
+"""simulate: how long the program of one rank takes on a cluster, and what its collectives expose.
+
+Every equation is an operation of the compute queue, with the roofline's duration or a measured one;
+every started collective is a message of its communicator: one for gathers and one for reductions of
+each axis, and one for the step's own collectives. The play itself is `play`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .cluster import Cluster
+from .collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_start, sends_as_it_lies, wire_bytes
+from .cost import flops, local_bytes, memory
+from .graph import DTYPES, Eqn, Graph, Var, is_view, variables
+from .groups import is_users
+from .layout import local_shape
+from .play import Message, play
+from .pretty import op_name
+from .timeline import COMPUTE, Event, Timeline
+
+_WAIT_TENSOR = "wait_tensor"
+
+
+def lane(eqn: Eqn) -> str:
+    """The communicator of a started collective: gathers and reductions of an axis never queue behind each other."""
+    if is_users(eqn):
+        return f"{eqn.args[-1]} (step)"
+    return f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
+
+
+def seconds(graph: Graph, cluster: Cluster) -> list[float]:
+    """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
+    size, measured = local_bytes(graph), dict(cluster.measured)
+    made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
+    found = []
+    for e in graph.eqns:
+        if is_start(e):
+            known = measured.get(signature(e, graph))
+            found.append(_packing(e, graph, cluster) if known is None else known)
+        elif e.op is WAIT:
+            start = made[e.args[0]]
+            first = start.outs[0] is e.args[0]  # the first member's wait unpacks the bucket
+            known = measured.get(signature(start, graph) + " wait")
+            found.append((_unpacking(start, graph, cluster) if known is None else known) if first else 0.0)
+        elif e.op is SHARD or is_view(e):
+            found.append(0.0)
+        else:
+            known = measured.get(signature(e, graph))
+            found.append(_roofline(e, graph, cluster, size) if known is None else known)
+    return found
+
+
+def signature(eqn: Eqn, graph: Graph) -> str:
+    """What the duration of an operation depends on: its name, the local types of its values, its literals."""
+    at = dict.fromkeys(graph.axes, 0)
+
+    def show(x: Any) -> str:
+        if isinstance(x, Var):
+            return f"{DTYPES.get(x.dtype, x.dtype)}{list(local_shape(x, graph.axes, at))}"
+        if isinstance(x, torch.Tensor):
+            return f"constant{list(x.shape)}"
+        if isinstance(x, (list, tuple)):
+            return f"[{' '.join(map(show, x))}]"
+        return str(x)
+
+    parts = [show(a) for a in eqn.args] + [f"{k}={show(v)}" for k, v in eqn.kwargs.items() if v is not None]
+    return f"{op_name(eqn.op)}({', '.join(parts)})"
+
+
+def _roofline(e: Eqn, graph: Graph, cluster: Cluster, size: Any) -> float:
+    device = cluster.device
+    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
+    return device.launch + max(flops(e, graph) / device.rate(dtype), moved / device.bandwidth)
+
+
+def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """Copies into the send buffer, and the processor's share of moving it."""
+    host = cluster.link(e.kwargs["axis"]).host * wire_bytes(e, graph.axes)
+    size = local_bytes(graph)
+    copied = 0 if sends_as_it_lies(e, graph.axes) else 2 * sum(size(v) for v in e.ins)
+    return cluster.device.launch + copied / cluster.device.bandwidth + host
+
+
+def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """Copies out of what was received: a bucket's members made contiguous, the terms of a sum added up."""
+    size = local_bytes(graph)
+    copied = 2 * sum(size(o) for o in e.outs) if e.op is ALL_GATHER and len(e.outs) > 1 else 0
+    if e.op is REDUCE_SCATTER:
+        copied = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs)
+    return cluster.device.launch + copied / cluster.device.bandwidth
+
+
+def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
+    """Every started collective as a message, with the bytes that it moves; equation i is operation i."""
+    waits = {e.args[0]: i for i, e in reversed(list(enumerate(graph.eqns))) if e.op is WAIT or _waits(e)}
+    found = []
+    for i, e in enumerate(graph.eqns):
+        if is_start(e):
+            axis, kind, moved = e.kwargs["axis"], e.op.name, wire_bytes(e, graph.axes)
+            need = min(waits[f] for f in e.outs)
+        elif is_users(e) and not _waits(e):
+            axis = e.args[-1]
+            if axis not in graph.axes:
+                continue  # a group that is none of the mesh's axes: nothing is known of it
+            kind, moved = _users_bytes(e, graph.axes[axis], local_bytes(graph))
+            need = min((waits[o] for o in variables(e.outs) if o in waits), default=len(graph.eqns))
+        else:
+            continue
+        link = cluster.link(axis)
+        latency, moving = link.seconds(kind, moved, graph.axes[axis])
+        found.append((e, Message(i + 1, need, lane(e), link.name, latency, moving), moved))
+    return found
+
+
+def _waits(e: Eqn) -> bool:
+    return is_users(e) and op_name(e.op) == _WAIT_TENSOR
+
+
+def _users_bytes(e: Eqn, ranks: int, size: Any) -> tuple[str, int]:
+    """The kind of one of the step's own collectives, and the bytes that a rank receives."""
+    name, whole = op_name(e.op), max(sum(map(size, e.ins)), sum(size(o) for o in variables(e.outs)))
+    kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
+    return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
+
+
+def simulate(graph: Graph, cluster: Cluster) -> Timeline:
+    """Play a program on a cluster.
+
+    Raises: ValueError when the cluster has no link for an axis that the program communicates over.
+    """
+    cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
+    played = play(cost, [m for _, m, _ in sent])
+    events = [
+        Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0
+    ]  # fmt: skip
+    for k, (e, m, moved) in enumerate(sent):
+        begin, end = played.begin[k], played.end[k]
+        events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))
+    curve = tuple(zip(played.start, live.live))
+    return Timeline(f"{graph.name}, simulated", played.seconds, tuple(events), curve)

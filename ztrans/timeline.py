@@ -1,0 +1,67 @@
+"""Timeline: what ran when, on one rank, simulated or measured.
+
+One lane holds compute, one each communicator. Communication is exposed while compute stands still
+for it. Beneath the lanes lies the curve of live memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from .graph import Eqn
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One bar: an equation on a lane, from `start` for `seconds`; `stall` is how long compute stood still for it."""
+
+    lane: str
+    start: float
+    seconds: float
+    eqn: Eqn
+    stall: float = 0.0
+    bytes: int = 0
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as bars on lanes: `memory` holds (time, live bytes), `bound` the seconds that no order can beat
+    and what binds them, where that is known."""
+
+    name: str
+    seconds: float
+    events: tuple[Event, ...]
+    memory: tuple[tuple[float, int], ...]
+    bound: tuple[float, str] | None = None
+
+    @property
+    def lanes(self) -> list[str]:
+        """Compute first, then the communicators in order of first use."""
+        return list(dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))]))
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which compute is busy."""
+        return sum(e.seconds for e in self.events if e.lane == COMPUTE)
+
+    @property
+    def peak(self) -> int:
+        return max((b for _, b in self.memory), default=0)
+
+    @property
+    def exposed(self) -> dict[tuple[str, str], float]:
+        """Seconds that compute stands still, by (axis, role)."""
+        found: Counter = Counter()
+        for e in self.events:
+            if e.lane != COMPUTE and e.eqn.provenance is not None:
+                found[e.eqn.provenance.axis, e.eqn.provenance.role] += e.stall
+            elif e.stall:
+                found[e.lane, "user"] += e.stall
+        return dict(sorted(found.items()))
