@@ -101,7 +101,11 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
 
 def executable(graph: Graph, mesh: DeviceMesh | None) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
     """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs."""
-    program = to_fx(graph, mesh, donate=True)
+    return bind(graph, to_fx(graph, mesh, donate=True))
+
+
+def bind(graph: Graph, program: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+    """The FX module of a program as such a function."""
 
     def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.no_grad():
