@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ztrans"
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster"], 0),
-    **dict.fromkeys(["graph"], 1),
+    **dict.fromkeys(["graph", "outcome"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "schedule", "groups"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate"], 4),
