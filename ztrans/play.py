@@ -8,11 +8,14 @@ the same link at the same time share its bandwidth equally. All times are in sec
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+_NEVER = float("inf")
 
 
 class Message(NamedTuple):
@@ -44,73 +47,102 @@ class Played:
         return max((self.start[-1], *self.end))
 
 
-class _Network:
-    """The messages under way: the head of each lane first waits out its latency, then moves bytes."""
+class Network:
+    """The messages under way: the head of each lane first waits out its latency, then moves bytes.
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = messages
-        self.now = 0.0
-        self.begin, self.end = [0.0] * len(messages), [0.0] * len(messages)
-        self.done = [False] * len(messages)
+    `begin` and `end` of a message are infinite until it has."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.begin: list[float] = []
+        self.end: list[float] = []
         self.queued: dict[str, deque[int]] = {}
         self.starting: list[tuple[float, int]] = []  # (time at which bytes begin to move, message)
-        self.moving: dict[str, dict[int, float]] = {}  # by link: seconds left, with the link to itself
+        self.links: dict[str, _Link] = {}
+        self.next = _NEVER  # the time of the next event
 
-    def issue(self, i: int) -> None:
-        lane = self.queued.setdefault(self.messages[i].lane, deque())
+    def issue(self, message: Message, now: float) -> int:
+        """Send a message, at a time to which `run` has come; its number."""
+        i = len(self.messages)
+        self.messages.append(message)
+        self.begin.append(_NEVER)
+        self.end.append(_NEVER)
+        lane = self.queued.get(message.lane)
+        if lane is None:
+            lane = self.queued[message.lane] = deque()
+        if message.link not in self.links:
+            self.links[message.link] = _Link()
         lane.append(i)
         if len(lane) == 1:
-            self._head(i)
+            self._head(i, now)
+        return i
 
-    def _head(self, i: int) -> None:
-        self.begin[i] = self.now
-        heapq.heappush(self.starting, (self.now + self.messages[i].latency, i))
+    def run(self, until: float) -> None:
+        """Let time pass."""
+        while self.next <= until:
+            self._step()
 
-    def run(self, until: float, message: int | None = None) -> None:
-        """Let time pass, to `until` or, when that is later, to the end of `message`."""
-        while message is not None or self.now < until:
-            event, at, who = None, float("inf"), -1
-            if self.starting:
-                at, who = self.starting[0]
-                event = "move"
-            for active in self.moving.values():
-                if active:
-                    i = min(active, key=active.__getitem__)
-                    finish = self.now + active[i] * len(active)
-                    if finish < at:
-                        event, at, who = "finish", finish, i
-            if at > until and (message is None or self.done[message]):
-                self._pass(until)
-                return
-            assert event is not None, "waiting for a message that was never issued"
-            self._pass(at)
-            if event == "move":
-                heapq.heappop(self.starting)
-                m = self.messages[who]
-                self.moving.setdefault(m.link, {})[who] = m.seconds
-            else:
-                self._finish(who)
-            if message is not None and self.done[message]:
-                if self.now >= until:
-                    return
-                message = None
+    def come(self, i: int) -> float:
+        """Let time pass until message `i` has come, if it has not; when it did."""
+        while self.end[i] == _NEVER:
+            self._step()
+        return self.end[i]
 
-    def _pass(self, to: float) -> None:
-        passed, self.now = to - self.now, max(to, self.now)
-        for active in self.moving.values():
-            if active and passed > 0:
-                share = passed / len(active)
-                for i in active:
-                    active[i] -= share
+    def _head(self, i: int, now: float) -> None:
+        self.begin[i] = now
+        moves = now + self.messages[i].latency
+        heapq.heappush(self.starting, (moves, i))
+        if moves < self.next:
+            self.next = moves
 
-    def _finish(self, i: int) -> None:
-        m = self.messages[i]
-        del self.moving[m.link][i]
-        self.done[i], self.end[i] = True, self.now
-        lane = self.queued[m.lane]
-        lane.popleft()
-        if lane:
-            self._head(lane[0])
+    def _step(self) -> None:
+        now, starting = self.next, self.starting
+        if starting and starting[0][0] <= now:
+            i = heapq.heappop(starting)[1]
+            message = self.messages[i]
+            self.links[message.link].join(i, message.seconds, now)
+        else:
+            for link in self.links.values():
+                if link.next <= now:
+                    break
+            i = link.leave(now)
+            self.end[i] = now
+            lane = self.queued[self.messages[i].lane]
+            lane.popleft()
+            if lane:
+                self._head(lane[0], now)
+        soon = starting[0][0] if starting else _NEVER
+        for link in self.links.values():
+            if link.next < soon:
+                soon = link.next
+        self.next = soon
+
+
+class _Link:
+    """The messages that move bytes over one link, in equal shares: until `since`, each that is still
+    there had been `served` so many seconds of the link to itself, counted from when the link was new."""
+
+    __slots__ = ("active", "next", "served", "since")
+
+    def __init__(self) -> None:
+        self.active: list[tuple[float, int]] = []  # (what it will have been served when done, message), in order
+        self.served = self.since = 0.0
+        self.next = _NEVER  # when the first of them is done
+
+    def join(self, i: int, seconds: float, now: float) -> None:
+        active = self.active
+        if active:
+            self.served += (now - self.since) / len(active)
+        insort(active, (self.served + seconds, i))
+        self.since = now
+        self.next = now + (active[0][0] - self.served) * len(active)
+
+    def leave(self, now: float) -> int:
+        active = self.active
+        self.served, i = active.pop(0)
+        self.since = now
+        self.next = now + (active[0][0] - self.served) * len(active) if active else _NEVER
+        return i
 
 
 def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence[int] | None = None) -> Played:
@@ -132,25 +164,23 @@ def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence
     for i, m in enumerate(messages):
         issued.setdefault(m.issue, []).append(i)
         needed.setdefault(m.need, []).append(i)
-    network, stall = _Network(messages), [0.0] * len(messages)
+    network, number, stall = Network(), [0] * len(messages), [0.0] * len(messages)
     clock, at = 0.0, 0
     arrive, start = [], []
     for k in places:
         clock += before[k] - before[at]
         at = k
-        network.run(clock)
         arrive.append(clock)
-        for i in issued.get(k, ()):
-            network.issue(i)
-        for i in needed.get(k, ()):
-            if not network.done[i]:
-                network.run(clock, i)
-        for end, i in sorted((network.end[i], i) for i in needed.get(k, ())):
-            if end > clock:
-                stall[i] = end - clock
-                clock = end
+        if k in issued:
+            network.run(clock)
+            for i in issued[k]:
+                number[i] = network.issue(messages[i], clock)
+        if k in needed:
+            for end, i in sorted((network.come(number[i]), i) for i in needed[k]):
+                if end > clock:
+                    stall[i] = end - clock
+                    clock = end
         start.append(clock)
-    for i in range(len(messages)):
-        if not network.done[i]:
-            network.run(clock, i)
-    return Played(tuple(arrive), tuple(start), tuple(network.begin), tuple(network.end), tuple(stall))
+    end = tuple(network.come(i) for i in number)
+    begin = tuple(network.begin[i] for i in number)
+    return Played(tuple(arrive), tuple(start), begin, end, tuple(stall))
