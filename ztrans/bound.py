@@ -1,0 +1,172 @@
+"""bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
+
+One recursion over places finds the earliest time at which each operation can start: what is before
+it has run, and what it needs has come. The latter takes a link at least as long as
+
+    compute   any one of those messages, from where it may be sent
+    wire      all of those that may be sent from some place on only, one after the other and with one
+              latency (lanes that share a link overlap their latencies, and their bytes take turns)
+    memory    the same, from after an operation k on, with all gathers that k has no room for: beside
+              what k itself needs, only so many bytes can be live, sent early or kept
+
+Each line holds beside those above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`seconds` is the bound; `compute`, `wire` and `memory` are what it is with the terms up to each, so
+    they ascend; `binds` names the first that comes within a percent of it."""
+
+    seconds: float
+    compute: float
+    wire: float
+    memory: float
+    binds: Literal["compute", "wire", "memory"]
+
+
+def bound(problem: Problem) -> Bound:
+    """The bound of a problem.
+
+    >>> from ztrans.problem import Gather, Wire
+    >>> wires = {"w": Wire(lane="all", link="all", latency=1.0, pace=1.0)}
+    >>> bound(Problem((1.0, 1.0), (0, 0), (), (Gather("w", 2, 2, 0, 0), Gather("w", 6, 6, 1, 1)), (), wires))
+    Bound(seconds=10.0, compute=8.0, wire=10.0, memory=10.0, binds='wire')
+    """
+    jobs = _jobs(problem)
+    compute = _earliest(problem, jobs, wire=False)
+    wire = _earliest(problem, jobs)
+    memory = wire if problem.memory == float("inf") else _earliest(problem, jobs, room=_room(problem))
+    binds = "compute" if compute > 0.99 * memory else "wire" if wire > 0.99 * memory else "memory"
+    return Bound(memory, compute, wire, memory, binds)
+
+
+class _Job(NamedTuple):
+    """What must be sent from place `release` on and has come by place `need`; a gather that is not the
+    `first` of its value is spared when the value is live at each place in between."""
+
+    key: Hashable
+    seconds: float
+    release: int
+    need: int
+    first: bool = True
+    gathered: int = 0  # the bytes that a gather holds; a reduction has none
+
+
+def _jobs(problem: Problem) -> list[_Job]:
+    """In order of need."""
+    n, pace = len(problem.seconds), {key: wire.pace for key, wire in problem.wires.items()}
+    jobs = [
+        _Job(r.key, pace[r.key] * r.wire, r.born + 1, n if r.need is None else r.need) for r in problem.reductions
+    ] + [
+        _Job(g.key, pace[g.key] * g.wire, g.release if after is None else after, g.use, after is None, held)
+        for g, after, held in zip(problem.gathers, *_values(problem))
+    ]
+    return sorted(jobs, key=lambda job: job.need)
+
+
+def _values(problem: Problem) -> tuple[list[int | None], list[int]]:
+    """For each gather, the place after the last use of its value before, and the least that holding it takes."""
+    value: list[int] = []
+    after: dict[int, int] = {}
+    held: dict[int, int] = {}
+    afters, helds = [], []
+    for i, g in enumerate(problem.gathers):
+        v = i if g.again is None else value[g.again]
+        value.append(v)
+        held[v] = min(held.get(v, g.held), g.held)
+        afters.append(after.get(v))
+        helds.append(held[v])
+        after[v] = max(after.get(v, 0), g.last + 1)
+    return afters, helds
+
+
+def _room(problem: Problem) -> np.ndarray:
+    """By operation: the bytes that remain beside what every schedule has live there."""
+    n = len(problem.seconds)
+    change = np.zeros(n + 1)
+    for g, after, held in zip(problem.gathers, *_values(problem)):
+        begin = max(g.use, after or 0)
+        if begin <= g.last:
+            change[begin] += held
+            change[g.last + 1] -= held
+    used = np.array(problem.live, dtype=float) + change.cumsum()[:n]
+    for r in problem.reductions:
+        used[r.born] += r.held
+    return np.maximum(problem.memory - used, 0.0)
+
+
+def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None) -> float:
+    """The earliest end: by single messages, by all that a link carries, and by that and the room there is."""
+    before = np.array([*accumulate(problem.seconds, initial=0.0)])
+    arrive, delay, at = before.copy(), 0.0, 0
+    names = {w.link for w in problem.wires.values()} if wire else ()
+    links = [_Link(problem, name, jobs, arrive, room) for name in sorted(names)]
+    for need, group in groupby(jobs, key=lambda job: job.need):
+        arrive[at + 1 : need + 1] += delay
+        start = before[need] + delay
+        for job in group:
+            if job.first:
+                start = max(start, arrive[job.release] + problem.wires[job.key].latency + job.seconds)
+            for link in links:
+                link.add(job)
+        delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need
+    return float(before[-1] + delay)
+
+
+class _Link:
+    """One link, and the seconds that it must carry from each place on, as far as is needed by now."""
+
+    def __init__(
+        self, problem: Problem, name: str, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
+    ) -> None:
+        self.keys = {key for key, wire in problem.wires.items() if wire.link == name}
+        self.latency = min(problem.wires[key].latency for key in self.keys)
+        self.arrive, self.room = arrive, room
+        n = len(problem.seconds)
+        self.sent, self.reduced = np.zeros(n + 1), np.zeros(n + 1)
+        spares: dict[Hashable, float] = {}  # by key: the seconds that a byte of room spares, at most
+        for job in jobs:
+            if job.key in self.keys and job.gathered and job.seconds:
+                spares[job.key] = max(spares.get(job.key, 0.0), job.seconds / job.gathered)
+        self.spares = dict(sorted(spares.items(), key=lambda item: -item[1]))
+        self.later = {key: np.zeros(n) for key in spares}  # by operation: gathers after it, without any room
+
+    def add(self, job: _Job) -> None:
+        """Something else is needed by now."""
+        if job.key not in self.keys:
+            return
+        if job.first:
+            self.sent[: job.release + 1] += job.seconds
+        if not job.gathered:
+            self.reduced[: job.release + 1] += job.seconds
+        elif job.seconds:
+            self.later[job.key][0 if job.first else job.release : job.need] += job.seconds
+
+    def clear(self, place: int) -> float:
+        """When the link can have carried what is needed by now, which is when compute is at `place`."""
+        found = self._last(self.arrive[: place + 1], self.sent[: place + 1])
+        if self.room is not None:
+            seconds, room = self.reduced[1 : place + 1].copy(), self.room[:place].copy()
+            for key, spares in self.spares.items():
+                later = self.later[key][:place]
+                spared = np.minimum(later, room * spares)
+                seconds += later - spared
+                room -= spared / spares
+            found = max(found, self._last(self.arrive[1 : place + 1], seconds))
+        return found
+
+    def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
+        some = seconds > 0
+        return float((arrive + seconds)[some].max(initial=0.0)) + self.latency if some.any() else 0.0
