@@ -20,16 +20,17 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster"], 0),
-    **dict.fromkeys(["graph", "outcome"], 1),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units"], 0),
+    **dict.fromkeys(["graph", "outcome", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "bound", "buckets"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "planner", "coalesce"], 3),
+    **dict.fromkeys(["timetable"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule"], 4),
-    **dict.fromkeys(["functional", "cost", "execute"], 5),
+    **dict.fromkeys(["functional", "cost", "execute", "recording"], 5),
     **dict.fromkeys(["trace", "simulate"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose"], 7),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile"], 7),
     **dict.fromkeys(["mesh", "plan"], 8),
-    **dict.fromkeys(["stages"], 9),
+    **dict.fromkeys(["stages", "calibrate"], 9),
     **dict.fromkeys(["step"], 10),
     **dict.fromkeys(["lift"], 10),
     **dict.fromkeys(["__init__"], 11),
@@ -37,7 +38,11 @@ FLOORS = {
 TRANSFORM = 8  # every other module of transforms/
 
 # The imports that go up: from a method, to give a value its face.
-DOORS = {"graph": {"check", "pretty", "execute"}, "transforms.base": {"step"}}
+DOORS = {
+    "graph": {"check", "pretty", "execute"},
+    "timeline": {"timetable", "figure", "page", "perfetto"},
+    "transforms.base": {"step"},
+}
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
 ROOMS = {"trace", "marks", "lift", "execute", "rules", "functional"}

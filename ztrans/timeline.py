@@ -30,8 +30,16 @@ class Event:
         return self.start + self.seconds
 
 
-@dataclass(frozen=True)
-class Timeline:
+class _Shown:
+    """What prints, is drawn, and can be looked at in Perfetto: one timeline, or two side by side."""
+
+    @property
+    def _timelines(self) -> tuple[Timeline, ...]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(_Shown):
     """A step as bars on lanes: `memory` holds (time, live bytes), `bound` the seconds that no order can beat
     and what binds them, where that is known."""
 
@@ -46,10 +54,19 @@ class Timeline:
         """Compute first, then the communicators in order of first use."""
         return list(dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))]))
 
+    def busy(self, lane: str) -> float:
+        """Seconds in which a lane works."""
+        return sum(e.seconds for e in self.events if e.lane == lane)
+
     @property
     def compute(self) -> float:
         """Seconds in which compute is busy."""
-        return sum(e.seconds for e in self.events if e.lane == COMPUTE)
+        return self.busy(COMPUTE)
+
+    @property
+    def stalled(self) -> float:
+        """Seconds in which compute stands still for communication."""
+        return sum(e.stall for e in self.events)
 
     @property
     def peak(self) -> int:
@@ -65,3 +82,39 @@ class Timeline:
             elif e.stall:
                 found[e.lane, "user"] += e.stall
         return dict(sorted(found.items()))
+
+    def beside(self, other: Timeline) -> Beside:
+        """This timeline and another of the same program, one simulated and one measured."""
+        return Beside(self, other)
+
+    @property
+    def _timelines(self) -> tuple[Timeline, ...]:
+        return (self,)
+
+    def __str__(self) -> str:
+        from .timetable import table  # a door upwards: a timeline as text
+
+        return table(self)
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.name!r}, {self.seconds:.6f} s, {len(self.events)} events)"
+
+
+@dataclass(frozen=True, repr=False)
+class Beside(_Shown):
+    """Two timelines of one program: printed row by row with ratios, drawn one beneath the other."""
+
+    first: Timeline
+    second: Timeline
+
+    @property
+    def _timelines(self) -> tuple[Timeline, ...]:
+        return (self.first, self.second)
+
+    def __str__(self) -> str:
+        from .timetable import compared  # a door upwards
+
+        return compared(self.first, self.second)
+
+    def __repr__(self) -> str:
+        return f"Beside({self.first!r}, {self.second!r})"

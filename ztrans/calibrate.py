@@ -1,0 +1,190 @@
+"""calibrate: the machine at hand as a `Cluster`, measured in a few seconds through the mesh's own groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .cluster import Cluster, Device, Link
+from .communicate import all_gather
+from .fit import Sample, fit
+from .graph import DTYPES
+from .mesh import check_runs
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_SIZES = tuple(4096 * 4**k for k in range(7))  # bytes that a rank receives: 4 KiB to 16 MiB
+_ENOUGH = 0.1  # seconds that a message takes after which no larger one is tried
+_BURST = 0.25  # seconds for which one size is tried, and for which matmuls run beside a gather
+
+
+def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Cluster:
+    """Measure this machine: matmul rates, memory bandwidth, launch overhead, and the link of every mesh axis.
+
+    All ranks must call it, and all get the same `Cluster`: medians over ranks. From outside it cannot
+    be told which axes share a wire: those whose groups reach over hosts get one link named "network",
+    the others one named "local", and `links` says of single axes what to name theirs.
+
+    Raises: ValueError for a mesh on which nothing runs, or an axis in `links` that it does not have.
+
+    >>> from ztrans.mesh import make_mesh
+    >>> cluster = calibrate(make_mesh("cpu", dp=-1))  # a mesh of one: the device alone
+    >>> cluster.device.rate("f32") > 0, cluster.links
+    (True, ())
+    """
+    check_runs(mesh)
+    axes = mesh.mesh_dim_names or ()
+    for axis in links or {}:
+        if axis not in axes:
+            raise ValueError(f"calibrate: no mesh axis {axis!r}; there are {', '.join(map(repr, axes))}.")
+    on = torch.device(mesh.device_type)
+    device = _device(on)
+    if mesh.size() == 1:
+        return Cluster(device, ())
+    wires = [_wire(axis, mesh.get_group(axis), on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (device, _host_name(), wires))
+    answer = [_agreed(every, links or {})]
+    dist.broadcast_object_list(answer, src=0)  # a sum may differ in its last bit between machines
+    return answer[0]
+
+
+class _Wire(NamedTuple):
+    """What one rank measured of an axis: messages, and the processor's seconds a byte."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    samples: list[Sample]
+    host: float
+
+
+def _agreed(every: Sequence[tuple[Device, str, list[_Wire]]], names: Mapping[str, str]) -> Cluster:
+    """One cluster of what all ranks measured: medians."""
+    devices, hosts, wires = zip(*every)
+    rates = [(dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops]
+    bandwidth, launch = median(d.bandwidth for d in devices), median(d.launch for d in devices)
+    memory = min(d.memory / (hosts.count(host) if d.name.startswith("cpu") else 1) for d, host in zip(devices, hosts))
+    found = []
+    for same in zip(*wires):
+        axis, ranks = same[0].axis, len(same[0].ranks)
+        name = "network" if any(len({hosts[r] for r in wire.ranks}) > 1 for wire in same) else "local"
+        samples = [
+            row[0]._replace(seconds=median(s.seconds for s in row)) for row in zip(*(wire.samples for wire in same))
+        ]
+        guess = Link(names.get(axis, name), 1e-4, 1e9, host=median(wire.host for wire in same))
+        found.append((axis, fit(guess, samples, ranks)))
+    return Cluster(Device(devices[0].name, tuple(rates), bandwidth, launch, memory), tuple(found))
+
+
+def _host_name() -> str:
+    """A host is a machine, or a network namespace of one."""
+    namespace = "/proc/self/ns/net"
+    return socket.gethostname() + (os.readlink(namespace) if os.path.exists(namespace) else "")
+
+
+def _device(on: torch.device) -> Device:
+    """This rank's processor, while the other ranks measure theirs."""
+    flops = []
+    for dtype in (torch.float32, torch.bfloat16):
+        n, took = 256, 0.0
+        while took < 5e-3 and n < 8192:
+            n *= 2
+            took = _seconds(_matmul(n, dtype, on), on)
+        flops.append((DTYPES[dtype], 2 * n**3 / took))
+    big, one = torch.ones(1 << (24 if on.type == "cpu" else 28), device=on), torch.ones(1, device=on)
+    copy = torch.empty_like(big)
+    bandwidth = 2 * big.nbytes / _seconds(lambda: copy.copy_(big), on)
+    launch = _seconds(lambda: [torch.ops.aten.add.Tensor(one, one) for _ in range(1000)], on) / 1000
+    if on.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device(f"cpu, {torch.get_num_threads()} threads", tuple(flops), bandwidth, launch, memory)
+    module = torch.get_device_module(on)
+    return Device(module.get_device_name(), tuple(flops), bandwidth, launch, module.mem_get_info()[1])
+
+
+def _matmul(n: int, dtype: torch.dtype, on: torch.device) -> Callable[[], Any]:
+    a, b = (torch.ones(n, n, dtype=dtype, device=on) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _seconds(run: Callable[[], Any], on: torch.device, most: int = 7) -> float:
+    """The median time of a call that is warm, in about as long as a burst."""
+    taken = [_once(run, on) for _ in range(2)]
+    while len(taken) <= most and sum(taken) < _BURST:
+        taken.append(_once(run, on))
+    return median(taken[1:])
+
+
+def _once(run: Callable[[], Any], on: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if on.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _wire(axis: str, group: dist.ProcessGroup, on: torch.device) -> _Wire:
+    """Messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
+    samples, largest = [], {}
+    for kind in _KINDS:
+        for size in _SIZES:
+            start, received = _collective(kind, size, group, on)
+            once = lambda start=start: _once(lambda: start().wait(), on)  # noqa: E731
+            once()
+            slowest = _slowest(once(), on)
+            # Each collective waits for all ranks, so nothing else must keep them in step.
+            taken = [once() for _ in range(max(3, min(15, int(_BURST / slowest))))]
+            samples.append(Sample(kind, received, median(taken)))
+            largest[kind] = (size, slowest)
+            if slowest > _ENOUGH:
+                break
+    size, slowest = largest["all_gather"]
+    start, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), group, on)
+    host = median(_taken(start, on) for _ in range(3)) / received
+    return _Wire(axis, tuple(dist.get_process_group_ranks(group)), samples, host)
+
+
+def _slowest(seconds: float, on: torch.device) -> float:
+    """The greatest over all ranks, so that all decide alike."""
+    every = torch.tensor(seconds, dtype=torch.float32, device=on)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return every.item()
+
+
+def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:
+    """A function that starts a collective in which a rank receives about `size` bytes, and how many exactly."""
+    n = group.size()
+    part = max(1, size // 4 // (n - 1) // (2 if kind == "all_reduce" else 1))
+    one, whole, other = torch.zeros(part, device=on), torch.zeros(n * part, device=on), torch.zeros(n * part, device=on)
+    start = {
+        "all_gather": lambda: all_gather(whole, one, group=group, async_op=True),
+        "reduce_scatter": lambda: dist.all_to_all_single(whole, other, group=group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+    }[kind]
+    return start, 4 * part * (n - 1) * (2 if kind == "all_reduce" else 1)
+
+
+def _taken(start: Callable[[], Any], on: torch.device) -> float:
+    """The seconds of matmuls that a collective under way costs."""
+    run = _matmul(256, torch.float32, on)
+    began, alone = time.perf_counter(), 0
+    while time.perf_counter() - began < _BURST:
+        _once(run, on)
+        alone += 1
+    each = (time.perf_counter() - began) / alone
+    dist.barrier()
+    began, beside = time.perf_counter(), 0
+    work = start()
+    while not work.is_completed():
+        _once(run, on)
+        beside += 1
+    work.wait()
+    return max(0.0, time.perf_counter() - began - beside * each)

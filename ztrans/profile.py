@@ -1,0 +1,196 @@
+"""profile: a step measured, as a timeline; and what it says of the cluster that it ran on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from .cluster import Cluster, assumed
+from .collectives import WAIT, is_start
+from .cost import memory
+from .execute import bind
+from .fit import Sample, fit
+from .graph import Graph
+from .recording import Record, Times, mark, recorded
+from .simulate import messages, signature
+from .timeline import COMPUTE, Event, Timeline
+from .units import duration
+
+
+class Observed(NamedTuple):
+    """One message of a step: under way from `start` for `seconds`, and the bytes that this rank received."""
+
+    axis: str
+    ranks: int
+    kind: str
+    received: int
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False)
+class Profile:
+    """A measured step of this rank; `overhead` is the seconds that recording took.
+
+    `seconds_by_signature` has what `simulate` asks for (see `simulate.signature`): of a collective what
+    packing and starting takes, and with " wait" what is made of the bytes once they have come.
+    """
+
+    timeline: Timeline
+    seconds_by_signature: Mapping[str, float]
+    messages: tuple[Observed, ...]
+    overhead: float
+
+    def __str__(self) -> str:
+        return f"{self.timeline}\nrecording took {duration(self.overhead)}"
+
+    def __repr__(self) -> str:
+        return f"Profile({self.timeline!r})"
+
+    def cluster(self, base: Cluster) -> Cluster:
+        """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
+        alone = _alone(self.messages, {axis: link.name for axis, link in base.links})
+        found = []
+        for axis, link in base.links:
+            over = [(m, s) for m, s in zip(self.messages, alone) if m.axis == axis]
+            samples = [Sample(m.kind, m.received, s) for m, s in over]
+            found.append((axis, fit(link, samples, over[0][0].ranks) if over else link))
+        return dataclasses.replace(base, links=tuple(found)).with_measured(self.seconds_by_signature)
+
+    def agreed(self, mesh: DeviceMesh) -> Profile:
+        """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
+
+        Operations are the median over ranks; a message counts from when the last rank joined it. All
+        ranks must call it.
+        """
+        if mesh.size() == 1:
+            return self
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (dict(self.seconds_by_signature), self.messages))
+        known = sorted({key for seconds, _ in every for key in seconds})
+        seconds = {key: median(seconds[key] for seconds, _ in every if key in seconds) for key in known}
+        messages = tuple(max(same, key=lambda m: m.start) for same in zip(*(messages for _, messages in every)))
+        return dataclasses.replace(self, seconds_by_signature=seconds, messages=messages)
+
+
+def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor], steps: int = 3) -> Profile:
+    """Run `steps` steps and record them; the state among `inputs` is donated and advances.
+
+    `program` is the FX module of the lowered `graph` on this rank, `inputs` its flat local inputs. All
+    ranks must call it. Times are medians over the steps.
+
+    Raises: ValueError for no steps.
+
+    >>> from ztrans.execute import to_fx
+    >>> from ztrans.graph import Eqn, Var
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> graph = Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
+    >>> list(profile(graph, to_fx(graph), [torch.ones(4)]).seconds_by_signature)
+    ['relu(f32[4])']
+    """
+    if steps < 1:
+        raise ValueError(f"profile: {steps} steps; at least one is needed.")
+    device = inputs[0].device.type if inputs else "cpu"
+    module, every = recorded(program), []
+    run = bind(graph, module)
+    for _ in range(steps):
+        module.record = record = Record(device)
+        run(inputs)
+        every.append(record.times())
+    timeline, observed = _timeline(graph, _medians(every))
+    return Profile(timeline, _by_signature(graph, every), observed, _overhead(graph, every, device))
+
+
+def _medians(every: Sequence[Times]) -> Times:
+    """Reading by reading: medians keep the order of readings, so the bars of a lane never overlap."""
+    readings = (tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in every)))
+    return Times(*readings, end=median(t.end for t in every))
+
+
+def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
+    n = len(graph.eqns)
+    assert len(t.marks) == n + 1, "a lowered program has code for every equation"
+    begin, end = list(t.marks[:-1]), list(t.marks[1:])
+    sent = messages(graph, assumed("cpu", graph.axes))  # for lanes, places and bytes; not for how long they take
+    ours = [k for k, (e, _, _) in enumerate(sent) if is_start(e)]
+    started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
+    came = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.came))
+    bars, observed, free = [], [], dict[str, float]()
+    for k, (e, m, moved) in enumerate(sent):
+        wait = m.need if m.need < n else None
+        if k in done:
+            end[m.issue - 1] = issue = started[k]  # what follows is recording
+            finish, stall = done[k], max(came[k] - begin[wait], 0.0) if done[k] > begin[wait] else 0.0
+        else:  # the step's own collective: when it was done shows at its wait alone
+            issue = end[m.issue - 1]
+            finish, stall = (end[wait], end[wait] - begin[wait]) if wait is not None else (t.end, 0.0)
+        if stall:
+            begin[wait] = finish = begin[wait] + stall
+        start = min(max(issue, free.get(m.lane, 0.0)), finish)
+        free[m.lane] = finish
+        bars.append(Event(m.lane, start, finish - start, e, stall, moved))
+        if k in done:
+            axis, last = e.kwargs["axis"], min(start, done[k])
+            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, last, done[k] - last))
+    compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
+    curve = tuple(zip(t.marks, memory(graph).live))
+    return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve), tuple(observed)
+
+
+def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
+    """Medians over steps of each equation, and of these over the equations of one signature."""
+    made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
+    taken: dict[str, list[float]] = {}
+    started, came = (iter(zip(*(t[k] for t in every))) for k in (1, 3))
+    waited = set()
+    for i, e in enumerate(graph.eqns):
+        begin, end = ([t.marks[k] for t in every] for k in (i, i + 1))
+        key = signature(e, graph)
+        if is_start(e):
+            end = next(started)
+        elif e.op is WAIT:
+            start = made[e.args[0]]
+            if start in waited:
+                continue  # the first wait of a bucket unpacks it
+            waited.add(start)
+            key, begin = f"{signature(start, graph)} wait", next(came)
+        taken.setdefault(key, []).append(median(b - a for a, b in zip(begin, end)))
+    return {key: median(seconds) for key, seconds in sorted(taken.items())}
+
+
+def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
+    """The seconds a step spent on reading clocks: after each equation, and on each collective."""
+    record = Record(device)
+    for _ in range(1000):
+        mark(record)
+    reading = record.times().end / 1000
+    starts = [i for i, e in enumerate(graph.eqns) if is_start(e)]
+    watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in every)
+    return reading * (len(graph.eqns) + len(starts)) + watching
+
+
+def _alone(observed: Sequence[Observed], links: Mapping[str, str]) -> list[float]:
+    """The seconds each message would have taken with its link to itself, had it shared it equally."""
+    turns = sorted(
+        edge
+        for k, m in enumerate(observed)
+        for edge in ((m.start, 1, k), (m.start + m.seconds, 0, k))  # at one time ends come before starts
+    )
+    active: dict[str, set[int]] = {}
+    took, now = [0.0] * len(observed), 0.0
+    for at, begins, k in turns:
+        for sharing in active.values():
+            for other in sharing:
+                took[other] += (at - now) / len(sharing)
+        now = at
+        sharing = active.setdefault(links.get(observed[k].axis, observed[k].axis), set())
+        sharing.add(k) if begins else sharing.discard(k)
+    return took

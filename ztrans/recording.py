@@ -1,0 +1,100 @@
+"""recording: the generated code of a program, with the clock read after every equation.
+
+It is read too when a collective is started, when its bytes have come, and when the first wait for it
+no longer blocks. Values live and die as in the code that nobody watches.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .collectives import WAIT, is_start
+from .communicate import Member
+
+
+class Times(NamedTuple):
+    """One run, in seconds from its first equation."""
+
+    marks: tuple[float, ...]  # before the first equation and after each
+    started: tuple[float, ...]  # by collective, in order of their start
+    done: tuple[float, ...]
+    came: tuple[float, ...]  # by collective, in order of their first wait: when that no longer blocked
+    end: float
+
+
+class Record:
+    """The readings of one run: of the processor's clock on CPU, of events on the current stream elsewhere."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+        self.started: list[Any] = []
+        self.done: dict[int, Any] = {}
+        self.came: list[Any] = []
+
+    def read(self) -> Any:
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def times(self) -> Times:
+        """What was read, in seconds; called at the end of the run, which is now."""
+        end = self.read()
+        while len(self.done) < len(self.started):  # the last callbacks may still be on their way
+            time.sleep(1e-5)
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+        first = self.marks[0] if self.marks else end
+
+        def since(readings: list) -> tuple[float, ...]:
+            return tuple(r - first if self.device == "cpu" else first.elapsed_time(r) * 1e-3 for r in readings)
+
+        done = [self.done[k] for k in range(len(self.started))]
+        return Times(since(self.marks), since(self.started), since(done), since(self.came), *since([end]))
+
+
+def mark(record: Record) -> None:
+    """An equation ends here."""
+    record.marks.append(record.read())
+
+
+def watch(record: Record, members: tuple[Member, ...]) -> None:
+    """A collective has been started: note when, and when it will be done."""
+    k, work = len(record.started), members[0][0].work
+    record.started.append(record.read())
+    future = getattr(work, "work", work).get_future()
+    future.add_done_callback(lambda _: record.done.__setitem__(k, record.read()))
+
+
+def block(record: Record, member: Member) -> None:
+    """Wait until a collective is done, before anything is made of what came."""
+    work = member[0].work
+    if work is not None:  # else another member of its bucket has been waited for
+        work.wait()
+        record.came.append(record.read())
+
+
+def recorded(program: fx.GraphModule) -> fx.GraphModule:
+    """The same program, writing what it reads into its attribute `record`, which is to be set before each run."""
+    out, env, record = fx.Graph(), {}, None
+    nodes = list(program.graph.nodes)
+    for node, after in zip(nodes, [*nodes[1:], None]):
+        eqn = node.meta.get("eqn")
+        if record is None and node.op != "placeholder":
+            record = out.get_attr("record")
+            out.call_function(mark, (record,))
+        if eqn is not None and eqn.op is WAIT:
+            out.call_function(block, (record, env[node.args[0]]))
+        env[node] = out.node_copy(node, env.__getitem__)
+        if eqn is not None and is_start(eqn) and node.op == "call_module":
+            out.call_function(watch, (record, env[node]))
+        if eqn is not None and after.meta.get("eqn") is not eqn:
+            out.call_function(mark, (record,))
+    held = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
+    return fx.GraphModule(held, out, "Recorded")

@@ -1,0 +1,86 @@
+"""timetable: a timeline as text, and two of them side by side.
+
+What a step takes, what keeps each lane busy, what communication exposes and where, and what memory peaks at.
+"""
+
+from __future__ import annotations
+
+from .graph import Eqn
+from .pretty import op_name
+from .timeline import COMPUTE, Timeline
+from .units import duration, size
+
+_STALLS = 5
+
+
+def table(timeline: Timeline) -> str:
+    """One timeline as text."""
+    step, rows = timeline.seconds, []
+    for lane in timeline.lanes:
+        bars = [e for e in timeline.events if e.lane == lane]
+        busy, moved = timeline.busy(lane), sum(e.bytes for e in bars)
+        what = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {size(moved)}"
+        rows.append([lane, duration(busy), _share(busy, step), what])
+    rows.append(["exposed", duration(timeline.stalled), _share(timeline.stalled, step), ""])
+    for (axis, role), seconds in timeline.exposed.items():
+        rows.append([f"  {axis} {role}", duration(seconds), _share(seconds, step), ""])
+    if timeline.bound is not None:
+        least, what = timeline.bound
+        rows.append(["bound", duration(least), _share(least, step), f"{what} binds: {step / least:.2f}x"])
+    at = next((t for t, b in timeline.memory if b == timeline.peak), 0.0)
+    rows.append(["peak memory", size(timeline.peak), "", f"at {duration(at)}"])
+    text = f"{timeline.name}: {duration(step)}\n" + _columns(rows)
+    worst = sorted((e for e in timeline.events if e.stall > 0), key=lambda e: -e.stall)[:_STALLS]
+    stalls = [[f"  {title(e.eqn)}", duration(e.stall), _share(e.stall, step), line(e.eqn)] for e in worst]
+    return f"{text}\nworst stalls\n{_columns(stalls)}" if worst else text
+
+
+def compared(first: Timeline, second: Timeline) -> str:
+    """Two timelines as text, row by row, with the ratio of the second to the first."""
+    rows = [["", *map(label, (first, second)), "ratio"]]
+    for name, (a, b) in rows_of(first, second).items():
+        show = size if name == "peak memory" else duration
+        rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
+    return _columns(rows, words=(0,))
+
+
+def rows_of(first: Timeline, second: Timeline) -> dict[str, tuple[float | None, float | None]]:
+    """The figures of two timelines by name: seconds, and bytes of `peak memory`; None where one has no such row."""
+    one, two = _figures(first), _figures(second)
+    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
+    names = sorted({**one, **two}, key=lambda name: order.get(name, 4 if name.startswith(" ") else 2))
+    return {name: (one.get(name), two.get(name)) for name in names}
+
+
+def label(timeline: Timeline) -> str:
+    """What tells a timeline from another of the same step: `simulated` or `measured`."""
+    return timeline.name.rpartition(", ")[2]
+
+
+def title(eqn: Eqn) -> str:
+    """An equation in a few words: its first result, how many more there are, and its operation."""
+    names = [out.name.removesuffix("'") for out in eqn.outs if out is not None]
+    more = f" +{len(names) - 1}" if len(names) > 1 else ""
+    return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
+
+
+def line(eqn: Eqn) -> str:
+    """The user's line of code."""
+    return str(eqn.source) if eqn.source else ""
+
+
+def _figures(timeline: Timeline) -> dict[str, float]:
+    lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
+    exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
+    return {"step": timeline.seconds, **lanes, "exposed": timeline.stalled, **exposed, "peak memory": timeline.peak}
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _columns(rows: list[list[str]], words: tuple[int, ...] = (0, 3)) -> str:
+    """Rows as columns, those of `words` to the left and those of figures to the right."""
+    width = [max(map(len, column)) for column in zip(*rows)]
+    cells = lambda row: (c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(row, width)))  # noqa: E731
+    return "\n".join("  ".join(cells(row)).rstrip() for row in rows)
