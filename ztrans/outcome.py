@@ -123,22 +123,18 @@ def validate(problem: Problem, schedule: Schedule) -> None:
         if bucket.wait > min(n if m.need is None else m.need for m in members):
             raise ValueError(f"waited for after it is needed: {bucket}")
     limits = (
-        ("gathers", problem.gathers_in_flight, problem.gathers_in_bucket, schedule.gathers, problem.gathers),
-        ("reductions", problem.reductions_in_flight, problem.reductions_in_bucket, schedule.reductions, problem.reductions),
+        ("gathers", problem.gathers_in_flight, schedule.gathers, problem.gathers),
+        ("reductions", problem.reductions_in_flight, schedule.reductions, problem.reductions),
     )
-    for what, in_flight, in_bucket, buckets, things in limits:
-        flight, under_way = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
+    for what, limit, buckets, things in limits:
+        flight = np.zeros(n + 1, dtype=np.int64)
         for bucket in buckets:
             held = sum(things[i].held for i in bucket.members)
-            if in_bucket is not None and held > in_bucket and len(bucket.members) > 1:
-                raise ValueError(f"more than {in_bucket} bytes of {what} in {bucket}")
             flight[bucket.start] += held
             flight[bucket.wait] -= held
-            under_way[bucket.start] += 1
-            under_way[bucket.wait] -= 1
-        over = (flight.cumsum() > (np.inf if in_flight is None else in_flight)) & (under_way.cumsum() > 1)
-        if over.any():
-            raise ValueError(f"more than {in_flight} bytes of {what} are under way at operation {over.argmax()}")
+        flight = flight.cumsum()
+        if limit is not None and flight.max() > limit:
+            raise ValueError(f"more than {limit} bytes of {what} are under way at operation {flight.argmax()}")
     if problem.max_between is not None:
         matmuls = [0, *accumulate(problem.matmul)]
         births = sorted({reduction.born + 1 for reduction in problem.reductions})

@@ -54,12 +54,8 @@ class Problem:
     wires: Mapping[Hashable, Wire]
     memory: float = float("inf")  # bytes that may be live
     max_between: int | None = None  # matmuls between the starts of two reductions
-    # Bytes started and not yet waited for, at most; one bucket alone may be more.
-    gathers_in_flight: float | None = None
-    reductions_in_flight: float | None = None
-    # Bytes of a bucket, at most; one member alone may be more.
-    gathers_in_bucket: float | None = None
-    reductions_in_bucket: float | None = None
+    gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
+    reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
 
 
 @dataclass(frozen=True)
