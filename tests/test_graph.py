@@ -134,7 +134,7 @@ def test_dce_looks_into_lists_and_keywords():
     where = zt.Eqn(aten.clamp.Tensor, (X,), (d := var("d", 4, 2),), {"min": b})
     kept = [*eqns, cat, where]
     assert dce(graph([X], kept, [cat.outs[0], d])).eqns == tuple(kept)
-    assert cat.ins == [a, X] and where.ins == [X, b]
+    assert cat.ins == (a, X) and where.ins == (X, b)
 
 
 def test_substitute_and_variables():
@@ -149,7 +149,7 @@ def test_rename_follows_chains_in_arguments_keywords_and_outputs():
     a, b, c = (var(n, 4, 2) for n in "abc")
     clamp = zt.Eqn(aten.clamp.Tensor, ([a],), (OUT,), {"min": b})
     renamed = rename(graph([c], [clamp], [a, 1]), {a: b, b: c})
-    assert renamed.eqns[0].ins == [c, c]
+    assert renamed.eqns[0].ins == (c, c)
     assert renamed.outputs == (c, 1)
 
 

@@ -1,6 +1,7 @@
-"""Hints on graphs by hand: where each one puts an equation, and that nothing else moves."""
+"""Programs by hand: what is taken out, and where a schedule puts it back."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -8,147 +9,174 @@ from programs import CASES
 from worlds import batches, slices
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, reduce, wait
+from ztrans.coalesce import coalesce, key
+from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, is_start, reduce, wait
 from ztrans.graph import Eqn, Graph, Order, Provenance, Split, Var
-from ztrans.schedule import schedule
+from ztrans.problem import Bucket, Schedule
+from ztrans.schedule import hoist, realise, skeleton
 
 aten = torch.ops.aten
+GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")
 
 
-def why(role: str) -> Provenance:
-    return Provenance(role, ("w",), "dp")
+def why(role: str, again: bool = False) -> Provenance:
+    return Provenance(role, ("w",), "dp", again)
 
 
 def var(name: str, n: int = 8, **how) -> Var:
     return Var(name, torch.float32, (n,), **how)
 
 
-def program(early: Order | None = None, layers: int = 4):
-    """A gather, its wait and a use, for each layer; all inputs are there from the start."""
+def names(graph: Graph) -> list[str]:
+    return [e.outs[0].name for e in graph.check().eqns]
+
+
+def forward(layers: int = 3, twice: bool = False) -> Graph:
+    """A gather, its wait and a use, for each layer; then, if `twice`, the same again."""
     shards = [var(f"s{i}", layout=(Split("dp"),)) for i in range(layers)]
-    x, eqns = var("x"), []
-    h = x
-    for i, s in enumerate(shards):
-        start = dataclasses.replace(all_gather([s], [f"w{i}"], "dp", provenance=why("param")), order=early)
-        w = wait(start.outs[0])
-        out = var(f"h{i}")
-        eqns += [start, w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out,))]
-        h = out
+    h = x = var("x")
+    eqns = []
+    for again in (False, True)[: 1 + twice]:
+        for i, s in enumerate(shards):
+            suffix = ".again" if again else ""
+            start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", again))
+            w = wait(start.outs[0])
+            eqns += [start.replace(order=GATHER), w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),))]
+            h = out
     return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
 
 
-def order(graph: Graph) -> list[str]:
-    return [e.outs[0].name for e in schedule(graph).check().eqns]
+def backward(layers: int = 3) -> Graph:
+    """Gradients born one after the other, cast and reduced at the very end, as autograd does it; then an update each."""
+    state = [var(f"p{i}", layout=(Split("dp"),)) for i in range(layers)]
+    dy = var("dy")
+    born, casts, ends, uses = [], [], [], []
+    for i, p in enumerate(state):
+        g, c, new = var(f"g{i}"), var(f"c{i}"), var(f"n{i}", layout=(Split("dp"),))
+        born.append(Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward"))
+        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order=BIRTH))
+        start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
+        ends += [start.replace(order=REDUCE), wait(start.outs[0])]
+        uses.append(Eqn(aten.sub.Tensor, (p, ends[-1].outs[0]), (new,), region="update"))
+    eqns = [*born, *casts, *ends, *uses]
+    return Graph("f", (*state, dy), tuple(eqns), tuple(e.outs[0] for e in uses), layers, mesh=(("dp", 2),))
 
 
 def test_without_hints_nothing_moves():
-    for graph in (program(), backward(3, None)):
-        assert order(graph) == [e.outs[0].name for e in graph.eqns]
-
-
-def test_early_keeps_at_least_one_ahead():
-    assert order(program(Order("early", 0))) == [
-        "w0'", "w1'", "w0", "w2'", "h0", "w1", "w3'", "h1", "w2", "h2", "w3", "h3",
-    ]  # fmt: skip
-
-
-def test_early_uses_the_bytes_it_is_given():
-    assert order(program(Order("early", 3 * 32)))[:3] == ["w0'", "w1'", "w2'"]
-    assert order(program(Order("early", 1000)))[:4] == ["w0'", "w1'", "w2'", "w3'"]
-
-
-def test_early_does_not_precede_what_is_gathered():
-    """The second gather is of a value that the first one's use makes."""
-    s, x = var("s", layout=(Split("dp"),)), var("x")
-    first = all_gather([s], ["w"], "dp", provenance=why("param"), order=Order("early", 1000))
-    half = var("half", layout=(Split("dp"),))
-    second = all_gather([half], ["v"], "dp", provenance=why("param"), order=Order("early", 1000))
-    eqns = (first, wait(first.outs[0]), Eqn(aten.neg.default, (s,), (half,)), second, wait(second.outs[0]))
-    graph = Graph("f", (s, x), eqns, (), 0, mesh=(("dp", 2),))
-    assert order(graph) == ["w'", "w", "half", "v'", "v"]
-
-
-def backward(layers: int, late: Order | None, birth: Order | None = None) -> Graph:
-    """Gradients born one after the other, cast and reduced at the very end, as autograd does it."""
-    dy = var("dy")
-    born, casts, starts, waits, uses = [], [], [], [], []
-    for i in range(layers):
-        g, c, new = var(f"g{i}"), var(f"c{i}"), var(f"n{i}", layout=(Split("dp"),))
-        born.append(Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,)))
-        casts.append(Eqn(aten._to_copy.default, (g,), (c,), order=birth))
-        start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
-        starts.append(dataclasses.replace(start, order=birth))
-        waits.append(dataclasses.replace(wait(start.outs[0]), order=late))
-        uses.append(Eqn(aten.neg.default, (waits[-1].outs[0],), (new,)))
-    eqns = [*born, *casts, *(e for pair in zip(starts, waits) for e in pair), *uses]
-    return Graph("f", (dy,), tuple(eqns), tuple(e.outs[0] for e in uses), 0, mesh=(("dp", 2),))
+    for graph in (forward(), backward()):
+        plain = graph.replace(eqns=tuple(e.replace(order=None) for e in graph.eqns))
+        assert names(hoist(plain)) == names(graph)
+        assert skeleton(plain).gathers == skeleton(plain).reductions == ()
 
 
 def test_birth_brings_the_chain_with_it():
-    found = order(backward(3, Order("use", 1000), Order("birth")))
-    assert found == ["g0", "c0", "r0'", "g1", "c1", "r1'", "g2", "c2", "r2'", "r0", "n0", "r1", "n1", "r2", "n2"]
+    assert names(hoist(backward())) == [
+        "g0", "c0", "r0'", "g1", "c1", "r1'", "g2", "c2", "r2'", "r0", "r1", "r2", "n0", "n1", "n2",
+    ]  # fmt: skip
 
 
-def test_use_is_bounded_by_what_is_under_way():
-    """With no bytes allowed two reductions are under way, and the third makes the first be waited for."""
-    found = order(backward(4, Order("use", 0), Order("birth")))
-    assert found.index("r0") == found.index("r2'") + 1
-    assert found.index("r1") == found.index("r3'") + 1
-    assert found.index("r3") == found.index("n3") - 1
+def test_a_skeleton_knows_use_birth_and_need():
+    s = skeleton(forward())
+    assert [e.outs[0].name for e in s.ops] == ["h0", "h1", "h2"] and s.use == (0, 1, 2)
+    s = skeleton(backward())
+    assert [e.outs[0].name for e in s.ops] == ["g0", "c0", "g1", "c1", "g2", "c2", "n0", "n1", "n2"]
+    assert s.born == (1, 3, 5) and s.need == (6, 7, 8)
 
 
-def test_the_update_of_a_bounded_reduction_follows_its_wait():
-    """Waits that come early by the bound do not pull their readers with them; all data flow is kept."""
-    found = order(backward(5, Order("use", 64), Order("birth")))
-    assert found.index("r0") < found.index("g3") < found.index("n0")
-    assert [x for x in found if x.startswith("n")] == ["n0", "n1", "n2", "n3", "n4"]
+def test_a_bucket_starts_where_it_is_told_and_is_waited_for_by_member():
+    s = skeleton(forward())
+    found = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), "last", {})
+    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
+    (bucket,) = (e for e in found.eqns if len(e.outs) == 2)
+    assert str(bucket.op) == "all_gather" and [v.name for v in bucket.ins] == ["s1", "s2"]
 
 
-def test_hints_of_one_kind_leave_the_others_in_place():
-    hinted, plain = order(backward(4, None, Order("birth"))), order(backward(4, None))
-    kept = [name for name in plain if name[0] in "gn" or name in ("r0", "r1", "r2", "r3")]
-    assert [name for name in hinted if name in kept] == kept
+def test_what_is_dropped_reads_the_value_that_is_kept():
+    s = skeleton(forward(2, twice=True))
+    buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
+    found = realise(s, Schedule(buckets, (), frozenset({2})), "last", {2: 0})
+    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
+    (reader,) = (e for e in found.eqns if e.outs[0].name == "h0.again")
+    assert [v.name for v in reader.ins] == ["h1", "w0"]
 
 
-def test_chains_of_births():
-    """A hint follows hints: the cast of a cast is born where the first one's input is."""
-    dy, late = var("dy"), Eqn(aten.neg.default, (var("dy2"),), (var("z"),))
-    g, a, b = (var(n) for n in "gab")
-    eqns = [
-        Eqn(aten.neg.default, (dy,), (g,)),
-        late,
-        Eqn(aten._to_copy.default, (g,), (a,), order=Order("birth")),
-        Eqn(aten._to_copy.default, (a,), (b,), order=Order("birth")),
-        Eqn(aten._to_copy.default, (dy,), (var("c"),), order=Order("birth")),
-    ]
-    graph = Graph("f", (dy, late.args[0]), tuple(eqns), (b,), 0)
-    assert order(graph) == ["c", "g", "a", "b", "z"]
+def test_updates_follow_their_bucket_at_once_or_come_last():
+    s = skeleton(backward())
+    schedule = Schedule((), (Bucket((0, 1), 4, 5), Bucket((2,), 6, 8)))
+    assert names(realise(s, schedule, "eager", {})) == [
+        "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "n0", "n1", "c2", "r2'", "r2", "n2",
+    ]  # fmt: skip
+    assert names(realise(s, schedule, "last", {})) == [
+        "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "c2", "r2'", "n0", "n1", "r2", "n2",
+    ]  # fmt: skip
 
 
-def test_a_bucket_is_early_for_its_first_member():
-    shards, x, y = [var(f"s{i}", layout=(Split("dp"),)) for i in range(3)], var("x"), var("y")
-    first = all_gather(shards[:1], ["a"], "dp", provenance=why("param"))
-    bucket = all_gather(shards[1:], ["b", "c"], "dp", provenance=why("param"), order=Order("early", 1000))
-    waits = [wait(f) for f in (*first.outs, *bucket.outs)]
-    work = Eqn(aten.neg.default, (x,), (y,))
-    graph = Graph("f", (*shards, x), (first, waits[0], work, bucket, *waits[1:]), (y,), 0, mesh=(("dp", 2),))
-    assert order(graph) == ["b'", "a'", "a", "y", "b", "c"]
+def test_an_update_waits_for_the_last_reader_of_its_state():
+    """It may be done in place, so a later use of the parameter would otherwise cost a copy."""
+    graph = backward()
+    late = Eqn(aten.neg.default, (graph.inputs[0],), (var("late", layout=(Split("dp"),)),), region="backward")
+    eqns = list(graph.eqns)
+    eqns.insert(3, late)
+    graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
+    s = skeleton(graph)
+    early = Schedule((), tuple(Bucket((i,), b + 1, b + 1) for i, b in enumerate(s.born)))
+    found = names(realise(s, early, "eager", {}))
+    assert found.index("n1") < found.index("late") < found.index("n0")
+
+
+def test_a_second_reduction_follows_the_first_in_the_same_bucket():
+    """HSDP: reduce-scatter inside, all-reduce across, one bucket behind the other."""
+    case = CASES["gpt_adam"]
+    mesh = zt.AbstractMesh(host=2, dp=2)
+    step = zt.chain(zt.shard_params(mesh, replicate_axis="host"), zt.overlap_grads())(case.step)
+    graph = step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0]).graph.check()
+    members = {op: Counter() for op in (REDUCE_SCATTER, ALL_REDUCE)}
+    for e in graph.eqns:
+        if e.op in members and e.provenance.role == "grad":
+            members[e.op][e.provenance.paths] += 1
+    assert members[REDUCE_SCATTER] == members[ALL_REDUCE] and max(map(len, members[ALL_REDUCE])) > 1
+
+
+def test_members_of_a_bucket_have_one_key():
+    a, b = (all_gather([var(n, layout=(Split("dp"),))], [f"{n}.full"], "dp", provenance=why("param")) for n in "ab")
+    wide = dataclasses.replace(b, kwargs={**b.kwargs, "dtype": torch.bfloat16})
+    assert key(a) == key(b) != key(wide)
+    both = coalesce([a, b])
+    assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
+    with pytest.raises(AssertionError, match="one key"):
+        coalesce([a, wide])
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "weight_penalty"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_schedules_permute_bucketing_aside(name, stage):
+    """Every equation of the unscheduled program is there once; collectives member by member, but those dropped."""
+    case = CASES[name]
+    shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage)
+    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
+    plain = shard(case.step).lower(*args).graph
+    lowered = zt.chain(shard, zt.overlap_grads(), zt.prefetch())(case.step).lower(*args)
+
+    def members(graph):
+        found = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
+        found.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
+        return found
+
+    gone = members(plain) - members(lowered.graph.check())
+    assert not members(lowered.graph) - members(plain)
+    assert sum(gone.values()) == 2 * len(lowered.plan.dropped)
 
 
 def under_way(graph: Graph, ops, roles):
-    """While each computation runs: the collectives under way, by bytes. And the largest."""
-    largest, now = 0, {}
-    moments = []
+    """While each computation runs: the collectives under way, by bytes."""
+    now = {}
     for e in graph.eqns:
         if e.op in ops and e.provenance.role in roles:
-            whole = e.outs if e.op is ALL_GATHER else e.ins
-            now[e.outs[0]] = sum(v.numel * v.dtype.itemsize for v in whole)
-            largest = max(largest, now[e.outs[0]])
+            now[e.outs[0]] = sum(v.numel * v.dtype.itemsize for v in (e.outs if e.op is ALL_GATHER else e.ins))
         elif e.op is WAIT:
             now.pop(e.args[0], None)
-        else:
-            moments.append(list(now.values()))
-    return largest, moments
+        elif not is_start(e):
+            yield list(now.values())
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "cast_outside"])
@@ -156,12 +184,12 @@ def test_bytes_in_flight_are_bounded_at_every_point(name):
     case = CASES[name]
     traced = zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], 4)[0])
     for stage in (0, 2, 3):
-        for bound in (None, 0, 600, 5000):
+        for bound in (0, 600, 5000):
             schedules = (zt.overlap_grads(max_in_flight=bound), zt.prefetch(max_in_flight=bound))
             transforms = (zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *schedules, zt.fuse_cast_gather())
             graph = dataclasses.replace(traced, transforms=transforms).lower().graph.check()
             for ops, roles in (((ALL_GATHER,), ("param",)), ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean"))):
-                largest, moments = under_way(graph, ops, roles)
-                cap = 2 * largest if bound is None else bound
-                assert all(sum(sizes) <= cap or len(sizes) <= 2 for sizes in moments)
-                assert (stage == 0 and ALL_GATHER in ops) or max(map(len, moments)) >= 2, "nothing runs ahead"
+                sizes = [v.numel * v.dtype.itemsize for e in graph.eqns if e.op in ops and e.provenance.role in roles
+                         for v in e.ins]  # fmt: skip
+                cap = max(bound, max(sizes, default=0))
+                assert all(sum(moment) <= cap for moment in under_way(graph, ops, roles)), (stage, bound)

@@ -1,6 +1,9 @@
 """ztrans: composable function transforms for training steps, over PyTorch."""
 
+from .calibrate import calibrate as calibrate
 from .check import check as check
+from .cluster import Cluster as Cluster
+from .cluster import cluster as cluster
 from .cost import Cost as Cost
 from .cost import Memory as Memory
 from .evaluate import evaluate as evaluate
@@ -14,11 +17,14 @@ from .lift import restore as restore
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
+from .plan import Plan as Plan
 from .pretty import diff as diff
+from .profile import Profile as Profile
 from .stages import Compiled as Compiled
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced
 from .step import Step as Step
+from .timeline import Timeline as Timeline
 from .transforms.base import Transform as Transform
 from .transforms.base import chain as chain
 from .transforms.fuse_cast_gather import fuse_cast_gather as fuse_cast_gather

@@ -18,6 +18,7 @@ from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
 from .liveness import liveness
+from .pretty import size_text
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Cost:
         return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
 
     def __str__(self) -> str:
-        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{_size(self.bytes)}"]
-        lines += [f"{f'wire {axis} {role}':<24}{_size(n)}" for (axis, role), n in self.wire]
+        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{size_text(self.bytes)}"]
+        lines += [f"{f'wire {axis} {role}':<24}{size_text(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
 
 
@@ -56,17 +57,9 @@ class Memory:
         name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
-        lines = [f"peak {_size(self.peak)}{where}", f"state {_size(self.state)}"]
-        lines += [f"  {_size(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
+        lines = [f"peak {size_text(self.peak)}{where}", f"state {size_text(self.state)}"]
+        lines += [f"  {size_text(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
         return "\n".join(lines)
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    raise AssertionError
 
 
 def _si(n: float, unit: str) -> str:
@@ -111,12 +104,14 @@ def flops(e: Eqn, graph: Graph) -> int:
     if formula is None:
         results = e.outs if isinstance(e.op, torch._ops.OpOverload) else ()
         return sum(math.prod(local_shape(o, graph.axes, at)) for o in results if o is not None)
-    meta = [
-        torch.empty(local_shape(a, graph.axes, at), dtype=a.dtype, device="meta") if isinstance(a, Var) else a
-        for a in e.args
-    ]
-    outs = [torch.empty(local_shape(o, graph.axes, at), dtype=o.dtype, device="meta") for o in e.outs if o is not None]
-    return int(formula(*meta, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
+
+    def meta(v: Var) -> torch.Tensor:
+        return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
+
+    given = [meta(a) if isinstance(a, Var) else a for a in e.args]
+    # A gradient that is not asked for is None, and has the shape of what it would be the gradient of.
+    outs = [meta(o) if o is not None else given[k + 1] for k, o in enumerate(e.outs)]
+    return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
 def memory(graph: Graph) -> Memory:

@@ -12,6 +12,7 @@ Everything here is frozen; a pass is a function from a `Graph` to another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,20 +97,27 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Why a collective exists: its role, the state leaves it serves, its mesh axis."""
+    """Why a collective exists: its role, the state leaves it serves, its mesh axis; `again` says that
+    it gathers what an earlier one gathered, which may be kept instead."""
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
     paths: tuple[str, ...]
     axis: str
+    again: bool = False
 
 
 @dataclass(frozen=True)
 class Order:
-    """A scheduling hint, solved once by `schedule`: `birth` moves an equation to where its inputs
-    are born, `use` to where its results are used, `early` ahead of its use within `bytes` in flight."""
+    """A scheduling hint, solved by `schedule` and the plan: `birth` moves an equation to where its inputs
+    are born; `gather` lets a collective start early, `reduce` lets one be waited for late, in buckets
+    and within the limits given here, all in bytes but `between`, in matmuls."""
 
-    place: Literal["birth", "use", "early"]
-    bytes: int | None = None
+    place: Literal["birth", "gather", "reduce"]
+    in_flight: int | None = None
+    memory: int | None = None
+    bucket: int | None = None
+    between: int | None = None
+    update: Literal["eager", "last"] = "eager"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +133,10 @@ class Eqn:
     order: Order | None = None
     provenance: Provenance | None = None
 
-    @property
-    def ins(self) -> list[Var]:
+    @functools.cached_property
+    def ins(self) -> tuple[Var, ...]:
         """The variables read, in order, repeats included."""
-        found = list(variables(self.args))
-        return found + list(variables(self.kwargs)) if self.kwargs else found
+        return (*variables(self.args), *variables(self.kwargs))
 
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
@@ -241,7 +248,12 @@ def is_random(op: Any) -> bool:
 
 def is_view(eqn: Eqn) -> bool:
     """Whether the results share memory with the first argument."""
-    returns = getattr(getattr(eqn.op, "_schema", None), "returns", ())
+    return _shows(eqn.op)
+
+
+@functools.cache
+def _shows(op: Any) -> bool:
+    returns = getattr(getattr(op, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 

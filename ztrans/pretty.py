@@ -95,3 +95,16 @@ def diff(before: Any, after: Any, context: int = 1) -> str:
     """
     one, two = (str(x).splitlines() for x in (before, after))
     return "\n".join(list(difflib.unified_diff(one, two, lineterm="", n=context))[2:])
+
+
+def size_text(n: float) -> str:
+    """A number of bytes as text.
+
+    >>> size_text(3 << 19)
+    '1.50 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError

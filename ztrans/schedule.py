@@ -1,90 +1,51 @@
-"""schedule: order hints to one order.
+"""schedule: a program without its planned collectives, and with them put back where a plan wants them.
 
 Transforms that schedule only write hints on equations; this solves them all at once, so the order
-in which they were applied cannot matter. An equation without a hint keeps its place:
-
-    birth   right after the last of its inputs is made        (a gradient's views and casts, its reduction)
-    use     right before its result is read, or when `bytes` of reductions are under way, and at
-            least one other                                   (the wait of a reduction)
-    early   ahead of its wait, with at most `bytes` of gathers between start and wait, and at
-            least one                                         (a gather)
-
-One sort by (place, side, position) that respects data flow then gives the program; it is the same
-on every rank, and with it the order of the collectives.
+in which they were applied cannot matter. `hoist` moves what is marked `birth` to where its inputs
+are made. `skeleton` then takes the planned collectives out: what is left, the operations, keeps its
+order. A gather must come before the place of its first use, a reduction after the operation that
+makes its gradient. `realise` puts them back, as buckets, at the places of a `Schedule`; a gradient's
+update may follow its reduction at once. The result is the same on every rank, and with it the order
+of the collectives.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from .coalesce import coalesce
 from .collectives import WAIT, is_start
-from .graph import Eqn, Graph, Var, producers, users
+from .graph import Eqn, Graph, Var, is_random, producers, rename, users
+from .problem import Schedule
 
-Key = tuple[int, int, int]  # position of the equation it is placed at; before (-1), at (0), after (1, 2); own position
-
-
-def schedule(graph: Graph) -> Graph:
-    """Realise every order hint; the result has none."""
-    position = {e: i for i, e in enumerate(graph.eqns)}
-    made, used = producers(graph.eqns), users(graph)
-    keys: dict[Eqn, Key] = {e: (i, 0, i) for e, i in position.items()}
-    for e, i in position.items():
-        if e.order is not None and e.order.place == "birth":
-            keys[e] = (max((keys[made[v]][0] for v in e.ins if v in made), default=-1), 1, i)
-    keys.update(_early(graph, keys, used))
-    bounded = _late(graph, keys, made)
-    for e, i in reversed(position.items()):
-        if e.order is not None and e.order.place == "use":
-            readers = [keys[u][0] for out in e.outs for u in used.get(out, ())]
-            keys[e] = min((min(readers, default=len(position)), -1, i), bounded.get(e, (len(position), 0, i)))
-    eqns = _sorted(graph, keys, made, used)
-    return graph.replace(eqns=tuple(e.replace(order=None) for e in eqns))
+Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
 
 
-def _early(graph: Graph, keys: dict[Eqn, Key], used: dict[Var, list[Eqn]]) -> dict[Eqn, Key]:
-    """Starts of gathers, moved ahead of earlier gathers' waits as far as the bytes in flight allow."""
-    gathers = [e for e in graph.eqns if e.order is not None and e.order.place == "early" and is_start(e)]
-    waits = {e: min(keys[u] for out in e.outs for u in used[out] if u.op is WAIT) for e in gathers}
-    gathers.sort(key=waits.__getitem__)
-    sizes = [sum(out.numel * out.dtype.itemsize for out in e.outs) for e in gathers]
-    placed: dict[Eqn, Key] = {}
-    first, in_flight = 0, 0
-    for k, e in enumerate(gathers):
-        cap = e.order.bytes if e.order.bytes is not None else 2 * max(sizes)
-        in_flight += sizes[k]
-        while in_flight > cap and first < k - 1:
-            in_flight -= sizes[first]
-            first += 1
-        # While gather `first` has not been waited for, this one may already be under way.
-        at = (-1, 0) if first == 0 else (waits[gathers[first - 1]][0], 1)
-        placed[e] = min((*at, keys[e][2]), keys[e])
-    return placed
+def hoist(graph: Graph) -> Graph:
+    """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs is made."""
+    moved = {e for e in graph.eqns if e.order is not None and e.order.place in ("birth", "reduce")}
+    if not moved:
+        return graph
+    made = producers(graph.eqns)
+    keys: dict[Eqn, Key] = {}
+    for i, e in enumerate(graph.eqns):
+        born = max((keys[made[v]][0] for v in e.ins if v in made), default=-1)
+        keys[e] = (born, 1, i) if e in moved else (i, 0, i)
+    eqns = _sorted(graph, keys, made)
+    return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
 
 
-def _late(graph: Graph, keys: dict[Eqn, Key], made: dict[Var, Eqn]) -> dict[Eqn, Key]:
-    """Where the wait of a reduction must be at the latest for the bytes under way: a gradient in whole dies there."""
-    waits = [e for e in graph.eqns if e.op is WAIT and e.order is not None and e.order.place == "use"]
-    waits.sort(key=lambda w: keys[made[w.args[0]]])
-    sizes = [sum(v.numel * v.dtype.itemsize for v in made[w.args[0]].ins) for w in waits]
-    placed: dict[Eqn, Key] = {}
-    first, in_flight = 0, 0
-    for k, w in enumerate(waits):
-        cap = w.order.bytes if w.order.bytes is not None else 2 * max(sizes)
-        in_flight += sizes[k]
-        while in_flight > cap and first < k - 1:
-            at = keys[made[w.args[0]]][0]
-            placed[waits[first]] = (at, 2, keys[waits[first]][2])
-            in_flight -= sizes[first]
-            first += 1
-    return placed
-
-
-def _sorted(graph: Graph, keys: dict[Eqn, Key], made: dict[Var, Eqn], used: dict[Var, list[Eqn]]) -> list[Eqn]:
+def _sorted(graph: Graph, keys: Mapping[Eqn, Key], made: Mapping[Var, Eqn]) -> list[Eqn]:
     """The least order by key that respects data flow."""
+    used = users(graph)
     missing = {e: len({made[v] for v in e.ins if v in made}) for e in graph.eqns}
-    ready = [(keys[e], i, e) for i, e in enumerate(graph.eqns) if not missing[e]]
-    heapq.heapify(ready)
     rank = {e: i for i, e in enumerate(graph.eqns)}
+    ready = [(keys[e], i, e) for e, i in rank.items() if not missing[e]]
+    heapq.heapify(ready)
     order: list[Eqn] = []
     while ready:
         _, _, e = heapq.heappop(ready)
@@ -94,3 +55,202 @@ def _sorted(graph: Graph, keys: dict[Eqn, Key], made: dict[Var, Eqn], used: dict
             if not missing[reader]:
                 heapq.heappush(ready, (keys[reader], rank[reader], reader))
     return order
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A collective that a plan places: its start, the wait for it, and, where a second reduction follows
+    the first (over the replicated axis), that one's start and wait."""
+
+    start: Eqn
+    wait: Eqn
+    then: tuple[Eqn, Eqn] | None = None
+
+    @property
+    def value(self) -> Var:
+        """What it yields."""
+        return (self.then[1] if self.then else self.wait).outs[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A program without its planned collectives: `ops[k]` is operation k, and comes after place k."""
+
+    graph: Graph  # hoisted, collectives in it
+    ops: tuple[Eqn, ...]
+    gathers: tuple[Planned, ...]  # in order of first use
+    reductions: tuple[Planned, ...]  # in order of birth
+    use: tuple[int, ...]  # by gather: the first operation that reads it
+    born: tuple[int, ...]  # by reduction: the operation that makes the gradient
+    need: tuple[int, ...]  # by reduction: the first operation that reads it
+
+    @functools.cached_property
+    def places(self) -> dict[Eqn, int]:
+        return {e: k for k, e in enumerate(self.ops)}
+
+
+def skeleton(graph: Graph) -> Skeleton:
+    """Take the planned collectives out of a program."""
+    graph = hoist(graph)
+    used, made = users(graph), producers(graph.eqns)
+    hinted = [e for e in graph.eqns if is_start(e) and e.order is not None]
+    # What a reduction yields may be reduced again, over the replicated axis: that one follows it. A gather
+    # of it has nowhere to go, and stays where it is.
+    second = {e: made[e.ins[0]] for e in hinted if e.ins[0] in made and made[e.ins[0]].op is WAIT}
+    waited = {e: used[e.outs[0]][0] for e in hinted}
+    following = {first: e for e, first in second.items() if e.order.place == "reduce"}
+    planned = {}
+    for e in hinted:
+        if e not in second:
+            then = following.get(waited[e])
+            planned[e] = Planned(e, waited[e], (then, waited[then]) if then is not None else None)
+    out = {x for p in planned.values() for x in (p.start, p.wait, *(p.then or ()))}
+    ops = tuple(e for e in graph.eqns if e not in out)
+    place = {e: k for k, e in enumerate(ops)}
+    end = len(ops)
+
+    def first(v: Var) -> int:
+        return min((place.get(u, end) for u in used.get(v, ())), default=end)
+
+    def after(v: Var) -> int:
+        return place.get(made[v], -1) if v in made else -1
+
+    gathers = [p for p in planned.values() if p.start.order.place == "gather"]
+    reductions = [p for p in planned.values() if p.start.order.place == "reduce"]
+    gathers.sort(key=lambda p: first(p.value))  # stable: at one use, as they were
+    reductions.sort(key=lambda p: max(map(after, p.start.ins)))
+    return Skeleton(
+        graph,
+        ops,
+        tuple(gathers),
+        tuple(reductions),
+        tuple(first(p.value) for p in gathers),
+        tuple(max(map(after, p.start.ins)) for p in reductions),
+        tuple(first(p.value) for p in reductions),
+    )
+
+
+def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int]) -> Graph:
+    """The program with its collectives where `schedule` puts them.
+
+    `kept` says for each dropped gather which one's value is read instead. With update="eager" the
+    equations of the update run as soon as the reductions that they need have been waited for.
+    """
+    alias = {s.gathers[j].value: s.gathers[i].value for j, i in kept.items()}
+    emit = _Emission(s, alias, update == "eager")
+    starts: dict[int, list[Eqn]] = {}
+    ends: dict[int, list[list[Planned]]] = {}
+    for b in schedule.reductions:
+        members = [s.reductions[i] for i in b.members]
+        starts.setdefault(b.start, []).append(coalesce([p.start for p in members]))
+        ends.setdefault(b.wait, []).append(members)
+    for b in schedule.gathers:
+        starts.setdefault(b.start, []).append(coalesce([s.gathers[i].start for i in b.members]))
+    comes: dict[int, list[Eqn]] = {}
+    for b in schedule.gathers:
+        for i in b.members:
+            comes.setdefault(s.use[i], []).append(s.gathers[i].wait)
+    index = {p: i for i, p in enumerate(s.reductions)}
+    following: list[list[Planned]] = []  # buckets whose second reduction is under way
+    for k in range(len(s.ops) + 1):
+        emit.all(starts.get(k, ()))
+        for members in ends.get(k, ()):
+            emit.all(p.wait for p in members)
+            if members[0].then is not None:
+                emit(coalesce([p.then[0] for p in members]))
+                following.append(members)
+        while following and (len(following) > 1 or k >= min(s.need[index[p]] for p in following[0])):
+            emit.all(p.then[1] for p in following.pop(0))
+        if k in ends:
+            emit.updates()
+        emit.all(comes.get(k, ()))
+        if k < len(s.ops):
+            emit(s.ops[k])
+    return rename(s.graph.replace(eqns=tuple(emit.eqns)), alias)
+
+
+class _Emission:
+    """The program as it is written down, and the updates that what is there already allows.
+
+    An update waits for what it reads to be made and, as it may be done in place, for every other
+    reader of the state that it reads: a gather reads its shard until it has been waited for.
+    """
+
+    def __init__(self, s: Skeleton, alias: Mapping[Var, Var], eager: bool) -> None:
+        self.eqns: list[Eqn] = []
+        self.done: set[Eqn] = set()
+        self.bound: set[Var] = set(s.graph.inputs)
+        self.places = s.places
+        self.ready: list[tuple[int, int, Eqn]] = []
+        self.waiting: dict[Var, list[Eqn]] = {}
+        movable, self.free = _movable(s) if eager else ({}, {})
+        gathers = [p for p in s.gathers if p.value not in alias]
+        self.reads = {p.wait: p.start.ins for p in gathers}
+        self.reads.update((e, e.ins) for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
+        state = set(s.graph.inputs[: s.graph.num_state])
+        self.readers = Counter(v for ins in self.reads.values() for v in set(ins) & state)
+        self.missing: dict[Eqn, int] = {}
+        for e in movable:
+            need = {v for v in e.ins if (v not in self.bound and v not in self.free) or self.readers[v]}
+            self.missing[e] = len(need)
+            for v in need:
+                self.waiting.setdefault(v, []).append(e)
+
+    def all(self, eqns: Iterable[Eqn]) -> None:
+        for e in eqns:
+            self(e)
+
+    def __call__(self, e: Eqn) -> None:
+        if e in self.done:
+            return
+        self.done.add(e)
+        self.eqns.append(e)
+        for out in e.outs:
+            if out is not None:
+                self.bound.add(out)
+                self._met(out)
+        for v in set(self.reads.get(e, ())):
+            if self.readers[v]:
+                self.readers[v] -= 1
+                if not self.readers[v]:
+                    self._met(v)
+
+    def _met(self, v: Var) -> None:
+        for e in self.waiting.pop(v, ()):
+            self.missing[e] -= 1
+            if not self.missing[e]:
+                heapq.heappush(self.ready, (self.places[e], len(self.ready), e))
+
+    def updates(self) -> None:
+        """Write down every update that can run now."""
+        while self.ready:
+            *_, e = heapq.heappop(self.ready)
+            self._needed(e)
+            self(e)
+
+    def _needed(self, e: Eqn) -> None:
+        """What depends on no gradient is made when an update first asks for it."""
+        for v in e.ins:
+            if v not in self.bound:
+                self._needed(self.free[v])
+                self(self.free[v])
+
+
+def _movable(s: Skeleton) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
+    """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
+    that depend on state alone. Random draws stay, and what depends on them."""
+    reduced = {p.value for p in s.reductions}
+    state = set(s.graph.inputs)
+    movable: dict[Eqn, None] = {}
+    free: dict[Var, Eqn] = {}
+    after: set[Var] = set(reduced)
+    for e in s.ops:
+        if e.region != "update" or is_random(e.op) or is_start(e) or e.op is WAIT:
+            continue
+        outs = [o for o in e.outs if o is not None]
+        if any(v in after for v in e.ins):
+            movable[e] = None
+            after.update(outs)
+        elif all(v in state or v in free for v in e.ins):
+            free.update((o, e) for o in outs)
+    return movable, free

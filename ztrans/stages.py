@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from . import plan as plans
+from .cluster import Cluster, assumed
 from .collectives import erase_marks, erase_trivial
 from .communicate import all_gather
 from .cost import Cost, Memory, cost, memory
@@ -28,7 +30,9 @@ from .graph import Graph, Var, dce
 from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
-from .schedule import schedule
+from .plan import Plan
+from .simulate import simulate
+from .timeline import Timeline
 from .trace import Program, no_collection
 from .transforms.base import Transform
 
@@ -45,8 +49,14 @@ class Traced:
         return self.program.graph
 
     @no_collection()
-    def lower(self) -> Lowered:
-        """The per-rank program: transforms applied, collectives placed, order fixed."""
+    def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+        """The per-rank program: transforms applied, collectives placed, buckets and order planned.
+
+        The plan is made for `cluster`: that of `shard_params`, or else an assumed one (H100s on
+        InfiniBand; CPUs on gigabit Ethernet). A `plan` that was made before is applied as it is.
+
+        Raises: ValueError when a plan is for another program, or a memory budget cannot be met.
+        """
         mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -54,9 +64,15 @@ class Traced:
             graph = transform.rewrite(graph)
             graph = graph.replace(history=(*graph.history, repr(transform)))
             history.append((transform.name, graph))
-        graph = schedule(dce(erase_trivial(erase_marks(graph))))
+        hinted = dce(erase_trivial(erase_marks(graph)))
+        own = next((t.cluster for t in self.transforms if getattr(t, "cluster", None) is not None), None)
+        cluster = cluster or own or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        if plan is None:
+            plan, graph = plans.make(hinted, cluster)
+        else:
+            graph = plans.apply(hinted, plan)
         history.append(("lower", graph))
-        return Lowered(graph, tuple(history), self.program, mesh)
+        return Lowered(graph, tuple(history), self.program, mesh, plan, cluster, hinted)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -70,6 +86,9 @@ class Lowered:
     history: tuple[tuple[str, Graph], ...]
     program: Program
     mesh: DeviceMesh | AbstractMesh | None
+    plan: Plan
+    cluster: Cluster
+    hinted: Graph = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -84,6 +103,16 @@ class Lowered:
     def memory_analysis(self) -> Memory:
         """Live bytes over the program, its peak, and the values and lines that hold it."""
         return memory(self.graph)
+
+    def timeline(self, cluster: Cluster | None = None) -> Timeline:
+        """The step played on a cluster, by default the one that it was planned for: print it, or save it as a picture."""
+        return simulate(self.graph, cluster or self.cluster)
+
+    def planned(self, plan: Plan) -> Lowered:
+        """This program in the order of another plan."""
+        graph = plans.apply(self.hinted, plan)
+        history = (*self.history[:-1], ("lower", graph))
+        return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
         """Run one step of all ranks in this process, equation by equation, from the full state.

@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from .cluster import Cluster
 from .graph import Layout
 from .layout import AbstractMesh, placements, shard_leaf
 from .mesh import check_runs
+from .plan import Plan
 from .stages import Compiled, Lowered, Traced
 from .trace import Abstract, global_leaf, leaf_names, trace
 from .transforms.base import Chain, Transform
@@ -93,9 +95,9 @@ class Step:
         state, batch = pytree.tree_map(global_leaf, state), pytree.tree_map(global_leaf, batch)
         return Traced(trace(self.fn, state, *batch), self.transforms)
 
-    def lower(self, state: Any, *batch: Any) -> Lowered:
-        """`trace(state, *batch).lower()`."""
-        return self.trace(state, *batch).lower()
+    def lower(self, state: Any, *batch: Any, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+        """`trace(state, *batch).lower(cluster=..., plan=...)`."""
+        return self.trace(state, *batch).lower(cluster=cluster, plan=plan)
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         return self.compiled(state, *batch)(state, *batch)

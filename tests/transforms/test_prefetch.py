@@ -1,10 +1,12 @@
 """prefetch as text: gathers start ahead of their use."""
 
+import pytest
 from net import lower
 from programs import CASES
-from worlds import sharded
+from worlds import batches, slices
 
 import ztrans as zt
+from ztrans.cluster import Link
 from ztrans.collectives import ALL_GATHER, WAIT
 
 
@@ -28,12 +30,38 @@ def ahead(lowered) -> int:
     return most
 
 
-def test_more_bytes_more_ahead():
-    def lowered(*transforms):
-        return sharded(CASES["gpt_adam"], 4, steps=1, transforms=transforms)[2]
+def test_a_slower_wire_is_started_on_earlier():
+    """Starts are as late as hides the transfer: what is ahead depends on the link, and on the bytes allowed."""
+    case = CASES["gpt_adam"]
+    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
 
-    depths = [ahead(lowered(*t)) for t in ((), (zt.prefetch(max_in_flight=0),), (zt.prefetch(max_in_flight=4096),))]
-    assert depths[0] == 1 and depths[1] == 2 < depths[2]
-    everything = lowered(zt.prefetch(max_in_flight=1 << 40)).graph.eqns
-    gathers = [i for i, e in enumerate(everything) if e.op is ALL_GATHER]
-    assert gathers == list(range(len(gathers))), "with no bound every gather starts at once"
+    def depth(bandwidth, **options):
+        machine = zt.cluster("cpu", dp=Link("wire", 0.0, bandwidth))
+        step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(**options))(case.step)
+        return ahead(step.lower(*args, cluster=machine))
+
+    fast, slow, bounded = depth(1e12), depth(2e8), depth(2e8, max_in_flight=0)
+    assert fast <= bounded < slow or fast < slow
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"memory": "all"}, "prefetch: memory='all'; it is a number of bytes, or 'auto'."),
+    ({"memory": -1}, "prefetch: memory=-1; it is a number of bytes, or 'auto'."),
+    ({"memory": True}, "prefetch: memory=True; it is a number of bytes, or 'auto'."),
+    ({"max_in_flight": 1.5}, "prefetch: max_in_flight=1.5; it is a number of bytes, or None."),
+])  # fmt: skip
+def test_nonsense_sizes(options, message):
+    with pytest.raises(ValueError) as caught:
+        zt.prefetch(**options)
+    assert str(caught.value) == message
+
+
+def test_a_budget_below_what_the_step_needs_says_what_it_needs():
+    case = CASES["gpt_adam"]
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1000))(case.step)
+    with pytest.raises(ValueError, match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes") as caught:
+        step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0])
+    needs = int(str(caught.value).split("order: ")[1].split()[0])
+    assert "programs.py:" in str(caught.value), "the lines that hold it"
+    fits = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=needs))(case.step)
+    assert fits.lower(case.state(), *slices(batches(case, 1)[0], 4)[0]).memory_analysis().peak <= needs

@@ -3,45 +3,71 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from ..collectives import ALL_REDUCE, REDUCE_SCATTER
 from ..graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
 from .base import Transform
 
 
-def overlap_grads(*, max_in_flight: int | None = None) -> Transform:
-    """Start each gradient's reduction where the gradient is born, and wait for it as late as memory allows.
+def overlap_grads(
+    *,
+    bucket: int | Literal["auto"] = "auto",
+    max_compute_between: int | None = 8,
+    max_in_flight: int | None = None,
+    update: Literal["eager", "last"] = "eager",
+) -> Transform:
+    """Start each gradient's reduction where the gradient is born, in buckets, and update as they come in.
 
     The views and casts between a gradient's matmul and its reduction move with it: a program that
     casts all its parameters at the top of the loss makes every gradient's cast at the very end of
-    backward, and would start every reduction there.
+    backward, and would start every reduction there. A bucket starts when its last member is born;
+    its wait sinks until it has come, and the update of its parameters then runs while backward goes on.
 
-    Rewrites (order only):
-        g0 = mm(x, dy)                          g0 = mm(x, dy)
-        ...rest of backward...                  g1 = cast(t(g0)); f = reduce_scatter(g1)
-        g1 = cast(t(g0))                 -->    ...rest of backward...
-        f = reduce_scatter(g1)                  g = wait(f)
-        g = wait(f); w1 = update(w, g)          w1 = update(w, g)
+    Rewrites:
+        g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
+        ...rest of backward...                  h0 = mm(y, dz)
+        g1 = cast(t(g0))                 -->    f, e = reduce_scatter([g1, h0])
+        f = reduce_scatter([g1])                ...rest of backward...
+        g = wait(f); w1 = update(w, g)          g = wait(f); w1 = update(w, g)
+        e = reduce_scatter([h0]); h = wait(e)   h = wait(e)
 
     Args:
+        bucket: bytes of gradients that one reduction may hold; "auto" weighs the link's latency against
+            the time lost by waiting for the last member; 0 reduces each gradient alone.
+        max_compute_between: at most so many matmuls run between the starts of two reductions, where the
+            unscheduled program had a reduction there; None does not bound them.
         max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
-            twice the largest). Two reductions are always allowed; a gradient in whole dies with its wait.
+            twice the largest). One bucket is always allowed; a gradient in whole dies with its wait.
+        update: "eager" updates a bucket's parameters as soon as it is reduced, as far as no global norm
+            stands between; "last" leaves every update at the end.
 
     Raises: ValueError when the program has no gradient reductions: apply shard_params first.
 
-    Source: Li et al., PyTorch Distributed, 2020; XLA's latency-hiding scheduler.
+    Source: Li et al., PyTorch Distributed, 2020; XLA's latency-hiding scheduler; AutoParallel #481.
 
-    >>> overlap_grads()
-    overlap_grads()
+    >>> overlap_grads(bucket=25 << 20)
+    overlap_grads(bucket=26214400)
     """
-    if max_in_flight is not None and (not isinstance(max_in_flight, int) or max_in_flight < 0):
-        raise ValueError(f"overlap_grads: max_in_flight={max_in_flight!r}; it is a number of bytes, or None.")
-    return _OverlapGrads(max_in_flight)
+    for name, value in (("max_in_flight", max_in_flight), ("bucket", None if bucket == "auto" else bucket)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            other = "'auto'" if name == "bucket" else "None"
+            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {other}.")
+    if max_compute_between is not None and (not isinstance(max_compute_between, int) or max_compute_between < 1):
+        raise ValueError(
+            f"overlap_grads: max_compute_between={max_compute_between!r}; it is a number of matmuls, 1 or more, or None."
+        )
+    if update not in ("eager", "last"):
+        raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
+    return _OverlapGrads(bucket, max_compute_between, max_in_flight, update)
 
 
 @dataclass(frozen=True, repr=False)
 class _OverlapGrads(Transform):
+    bucket: int | str = "auto"
+    max_compute_between: int | None = 8
     max_in_flight: int | None = None
+    update: str = "eager"
 
     @property
     def name(self) -> str:
@@ -57,24 +83,15 @@ class _OverlapGrads(Transform):
                 "overlap_grads: the program has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
+        size = None if self.bucket == "auto" else self.bucket
+        hint = Order("reduce", self.max_in_flight, None, size, self.max_compute_between, self.update)
         outputs = set(variables(graph.outputs))
         hints: dict[Eqn, Order] = {}
         for start in starts:
-            waits = [u for out in start.outs for u in used[out]]
-            if any(made[v].op is WAIT for v in start.ins if v in made):
-                continue  # the second reduction of a hierarchy follows the first one's wait
-            hints[start] = Order("birth")
+            hints[start] = hint
             for v in start.ins:
                 hints.update((e, Order("birth")) for e in _chain(v, made, used, outputs))
-            hints.update((w, Order("use", self.max_in_flight)) for w in waits if not _feeds_start(w, used))
         return graph.replace(eqns=tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns))
-
-
-def _feeds_start(wait: Eqn, used: dict[Var, list[Eqn]]) -> bool:
-    return any(
-        u.op in (REDUCE_SCATTER, ALL_REDUCE) and u.provenance.role in ("grad", "pmean")
-        for u in used.get(wait.outs[0], ())
-    )
 
 
 def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> list[Eqn]:

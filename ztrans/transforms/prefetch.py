@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..collectives import ALL_GATHER
 from ..graph import Graph, Order
 from .base import Transform
 
 
-def prefetch(*, max_in_flight: int | None = None) -> Transform:
-    """Start each parameter's gather ahead of its use, with a bound on the bytes in flight.
+def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
+    """Start each parameter's gather as late as still hides the transfer, in buckets, within a memory budget.
 
-    Rewrites (order only):
-        w1 = wait(all_gather(s1)); y = f(w1)           a = all_gather(s1); b = all_gather(s2)
-        w2 = wait(all_gather(s2)); z = g(y, w2)  -->   w1 = wait(a); y = f(w1)
+    Where `shard_params(reshard="auto")` allows it, gathered parameters are also kept from forward to
+    backward as far as the budget goes and time is saved: the second gather is then dropped.
+
+    Rewrites:
+        w1 = wait(all_gather([s1])); y = f(w1)         a, b = all_gather([s1, s2])
+        w2 = wait(all_gather([s2])); z = g(y, w2) -->  w1 = wait(a); y = f(w1)
                                                        w2 = wait(b); z = g(y, w2)
 
     Args:
-        max_in_flight: bytes of gathers started and not yet waited for (default: twice the largest
-            gather). One gather ahead is always allowed.
+        memory: bytes that may be live on a rank, a hard limit on the whole step; "auto" allows 5% more
+            than the unscheduled program needs.
+        max_in_flight: bytes of gathers started and not yet waited for. One bucket is always allowed.
 
-    Source: FSDP2's forward and backward prefetch; DeepCompile, 2025.
+    Raises: ValueError, when the program is lowered, if it needs more memory than that in any order.
+
+    Source: FSDP2's forward and backward prefetch; DeepCompile's prefetch and selective gather, 2025.
 
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    if max_in_flight is not None and (not isinstance(max_in_flight, int) or max_in_flight < 0):
-        raise ValueError(f"prefetch: max_in_flight={max_in_flight!r}; it is a number of bytes, or None.")
-    return _Prefetch(max_in_flight)
+    for name, value, other in (("memory", memory, "'auto'"), ("max_in_flight", max_in_flight, "None")):
+        if value in ("auto", None) and (value is None) == (name == "max_in_flight"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < (name == "memory"):
+            raise ValueError(f"prefetch: {name}={value!r}; it is a number of bytes, or {other}.")
+    return _Prefetch(memory, max_in_flight)
 
 
 @dataclass(frozen=True, repr=False)
 class _Prefetch(Transform):
+    memory: int | str = "auto"
     max_in_flight: int | None = None
 
     @property
@@ -40,6 +51,6 @@ class _Prefetch(Transform):
         return "prefetch"
 
     def rewrite(self, graph: Graph) -> Graph:
-        hint = Order("early", self.max_in_flight)
+        hint = Order("gather", self.max_in_flight, None if self.memory == "auto" else self.memory)
         gathers = {e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"}
         return graph.replace(eqns=tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns))

@@ -29,6 +29,7 @@ def shard_params(
     *,
     axis: str = "dp",
     stage: Literal[0, 1, 2, 3] = 3,
+    reshard: Literal["auto", "always"] = "auto",
     where: Where | None = None,
     replicate_axis: str | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -47,6 +48,8 @@ def shard_params(
         stage: 3 gathers a parameter for forward and again for backward; 2 keeps it from forward to
             backward; 1 also accumulates micro-batches unsharded and reduces once; 0 replicates
             everything and all-reduces gradients (DDP).
+        reshard: at stage 3, whether a parameter must be dropped between forward and backward. "auto"
+            lets `prefetch` keep those whose second gather costs time, within its memory budget.
         where: `where(path, leaf)` says which state leaves to shard; the others are replicated.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: dtype of gradients on the wire (numerics-changing; default: their own).
@@ -70,9 +73,11 @@ def shard_params(
         raise ValueError(f"shard_params: replicate_axis is the sharded axis, {axis!r}; name another one.")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3.")
+    if reshard not in ("auto", "always"):
+        raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
-    return _ShardParams(mesh, axis, stage, where, replicate_axis, reduce_dtype, outputs)
+    return _ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,6 +85,7 @@ class _ShardParams(Transform):
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: str
     stage: int
+    reshard: str = "auto"
     where: Where | None = None
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None

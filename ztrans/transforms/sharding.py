@@ -38,6 +38,7 @@ class Options(Protocol):
 
     axis: str
     stage: int
+    reshard: str
     replicate_axis: str | None
     reduce_dtype: torch.dtype | None
     outputs: str
@@ -59,6 +60,7 @@ class Sharding:
         self.placed: dict[Var, Var] = {}
         self.lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, made where they are used
         self.made: dict[tuple[Var, Any], Var] = {}  # whole values by phase
+        self.gathered: set[Var] = set()
         self.phase: tuple[int, str] = (0, "forward")
 
     def run(self) -> Graph:
@@ -208,9 +210,9 @@ class Sharding:
             self.eqns.extend(more)
         (self.placed if value.layout else self.local)[out] = value
 
-    def site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None) -> Site:
+    def site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, again=False) -> Site:
         fresh = lambda name: name if name == keep else self.names.fresh(name)  # noqa: E731
-        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis))
+        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, again))
 
     # ---- values
 
@@ -237,9 +239,10 @@ class Sharding:
         if (v, phase) not in self.made and v in self.lazy:
             self.again(self.lazy[v], phase, eqn)
         elif (v, phase) not in self.made:
-            more, full = redistribute(
-                self.placed[v], None, self.axis, self.site(eqn, "param", v.name), f"{v.name}.full"
-            )
+            again = self.opt.reshard == "auto" and v in self.gathered
+            self.gathered.add(v)
+            site = self.site(eqn, "param", v.name, again=again)
+            more, full = redistribute(self.placed[v], None, self.axis, site, f"{v.name}.full")
             self.eqns.extend(more)
             self.made[v, phase] = full
         return self.made[v, phase]

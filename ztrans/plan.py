@@ -1,0 +1,209 @@
+"""plan: the decisions that make an order of a program, as a value that can be printed, saved and compared.
+
+A plan names the buckets of gathers and where each starts, the buckets of reductions and where each
+is waited for, the gathers that are dropped because an earlier value is kept, and when updates run.
+It is made from shapes and costs alone, so every rank makes the same one; where ranks measured
+different costs, rank 0's counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cluster import Cluster
+from .cost import memory
+from .graph import Graph
+from .planner import Infeasible, solve
+from .pose import pose
+from .pretty import size_text
+from .problem import Bucket, Problem, Schedule
+from .schedule import Skeleton, realise, skeleton
+
+Members = tuple[str, ...]
+SLACK = 0.05  # what "auto" lets the peak rise above that of the unscheduled program
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`gathers`: (members, the equation they start before); `reductions`: (members, the equation they are
+    waited for before); `dropped`: gathers whose value is kept from earlier. Members are named by their
+    futures, equations by their first result; "" is the end of the program. `notes` say what was not reached."""
+
+    program: str  # a hash of the program that it is for
+    gathers: tuple[tuple[Members, str], ...] = ()
+    reductions: tuple[tuple[Members, str], ...] = ()
+    dropped: Members = ()
+    update: str = "eager"
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the decisions."""
+        return hashlib.sha256(json.dumps(self._decisions()).encode()).hexdigest()[:16]
+
+    def _decisions(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises: ValueError when the file holds none.
+        """
+        try:
+            return Plan.of(json.loads(Path(path).read_text()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"plan: {path} does not hold a plan ({error}).\nMake one: lowered.plan.save(path)."
+            ) from None
+
+    @staticmethod
+    def of(found: dict[str, Any]) -> Plan:
+        """A plan from its JSON."""
+        buckets = {name: tuple((tuple(m), str(at)) for m, at in found[name]) for name in ("gathers", "reductions")}
+        return Plan(
+            found["program"], **buckets, dropped=tuple(found["dropped"]), update=found["update"], notes=tuple(found["notes"])
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"plan {self.digest} for program {self.program}, update {self.update}"]
+        for what, buckets, verb in (
+            ("gather", self.gathers, "starts before"),
+            ("reduce", self.reductions, "waited for before"),
+        ):
+            for members, at in buckets:
+                shown = ", ".join(m.removesuffix("'") for m in members)
+                lines.append(f"  {what} [{shown}]  {verb} {at or 'the end'}")
+        if self.dropped:
+            lines.append(
+                f"  kept from forward, not gathered again: {', '.join(m.removesuffix(chr(39)) for m in self.dropped)}"
+            )
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of a program as text, by which a plan knows what it is for."""
+    return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
+
+
+def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
+    """A plan for a program with hints, and the program that it makes.
+
+    Raises: ValueError when the memory budget is below what any order needs, or the cluster lacks a link.
+    """
+    s = skeleton(graph)
+    if not s.gathers and not s.reductions:
+        return Plan(fingerprint(graph)), s.graph
+    asked = [p.start.order.memory for p in s.gathers if p.start.order.memory is not None]
+    unscheduled = memory(graph).peak
+    budget = min(asked) if asked else int(unscheduled * (1 + SLACK))
+    update = s.reductions[0].start.order.update if s.reductions else "last"
+    problem, notes = pose(s, cluster, budget), []
+    attempts = [update] if update == "last" else ["eager", "eager", "last"]
+    best: tuple[int, Plan, Graph] | None = None
+    for how in attempts:
+        try:
+            schedule = solve(problem)
+        except Infeasible as error:
+            if best is not None:
+                break
+            if asked:
+                raise _too_little(s, problem, budget, error) from None
+            # What the analysis allows and the problem does not differ by buffers: the least that it can do.
+            problem = dataclasses.replace(problem, memory=error.needs)
+            schedule = solve(problem)
+        found = realise(s, schedule, how, _kept(problem, schedule))
+        peak = memory(found).peak
+        plan = _named(s, fingerprint(graph), schedule, how)
+        if best is None or peak < best[0]:
+            best = (peak, plan, found)
+        if peak <= budget:
+            break
+        problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
+    peak, plan, found = best
+    if peak > budget and asked:
+        notes.append(f"the peak is {size_text(peak)}, {size_text(peak - budget)} above the budget")
+    if plan.update != update:
+        notes.append("updates run at the end: in between they would not have fitted the memory budget")
+    return dataclasses.replace(plan, notes=tuple(notes)), found
+
+
+def apply(graph: Graph, plan: Plan) -> Graph:
+    """The program that a plan makes of the program it is for.
+
+    Raises: ValueError when it is for another program.
+    """
+    if plan.program != fingerprint(graph):
+        raise ValueError(
+            f"plan: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another model, batch "
+            f"shape, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+        )
+    s = skeleton(graph)
+    place = {_name(s, k): k for k in range(len(s.ops) + 1)}
+    gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
+    reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
+    by_member = lambda members, index: tuple(index[m] for m in members)  # noqa: E731
+    try:
+        schedule = Schedule(
+            tuple(
+                Bucket(m := by_member(members, gathers), place[at], min(s.use[i] for i in m))
+                for members, at in plan.gathers
+            ),
+            tuple(
+                Bucket(m := by_member(members, reductions), max(s.born[i] for i in m) + 1, place[at])
+                for members, at in plan.reductions
+            ),
+            frozenset(gathers[m] for m in plan.dropped),
+        )
+    except KeyError as error:
+        raise ValueError(f"plan: the program has no {error}.\nLower without the plan, and save it again.") from None
+    first: dict = {}
+    for i, p in enumerate(s.gathers):
+        first.setdefault((p.start.ins[0], p.value.dtype), i)
+    kept = {j: first[s.gathers[j].start.ins[0], s.gathers[j].value.dtype] for j in schedule.dropped}
+    return realise(s, schedule, plan.update, kept)
+
+
+def _kept(problem: Problem, schedule: Schedule) -> dict[int, int]:
+    """Which gather's value is read instead of each dropped one's."""
+    kept: dict[int, int] = {}
+    for j in sorted(schedule.dropped):
+        earlier = problem.gathers[j].again
+        kept[j] = kept.get(earlier, earlier)
+    return kept
+
+
+def _name(s: Skeleton, k: int) -> str:
+    return next((o.name for e in s.ops[k : k + 1] for o in e.outs if o is not None), "")
+
+
+def _named(s: Skeleton, program: str, schedule: Schedule, update: str) -> Plan:
+    name = lambda planned, members: tuple(planned[i].start.outs[0].name for i in members)  # noqa: E731
+    return Plan(
+        program,
+        tuple((name(s.gathers, b.members), _name(s, b.start)) for b in schedule.gathers),
+        tuple((name(s.reductions, b.members), _name(s, b.wait)) for b in schedule.reductions),
+        name(s.gathers, sorted(schedule.dropped)),
+        update,
+    )
+
+
+def _too_little(s: Skeleton, problem: Problem, budget: int, error: Infeasible) -> ValueError:
+    holders = memory(s.graph).holders[:5]
+    lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in holders)
+    at = s.ops[error.at]
+    where = f" at {at.source.where}" if at.source else ""
+    return ValueError(
+        f"prefetch: memory={budget} ({size_text(budget)}) is less than the step needs in any order: "
+        f"{error.needs} bytes ({size_text(error.needs)}){where}.\n{lines}"
+        f"Give it that much, a smaller batch, or more ranks."
+    )

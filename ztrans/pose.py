@@ -1,0 +1,127 @@
+"""pose: the scheduling problem that a program poses on a cluster.
+
+Durations come from the cluster, lifetimes from the program. What is live at an operation, apart
+from gathered values and gradients, is what the memory analysis finds there less what the problem
+itself accounts for, so that the problem's memory and the program's agree where nothing has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch.utils.flop_counter import flop_registry
+
+from . import coalesce
+from .cluster import Cluster
+from .collectives import REDUCE_SCATTER, buffer_bytes, wire_bytes
+from .cost import local_bytes, memory
+from .graph import Eqn, Graph, producers
+from .liveness import liveness
+from .problem import Gather, Problem, Reduction, Wire
+from .schedule import Skeleton
+from .simulate import lane, messages, seconds
+
+
+def is_matmul(eqn: Eqn) -> bool:
+    """Whether an equation is of the matmul class: products, convolutions, attention."""
+    return getattr(eqn.op, "overloadpacket", None) in flop_registry
+
+
+def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:
+    """The problem of placing a program's planned collectives within `budget` bytes.
+
+    Raises: ValueError when the cluster has no link for one of their axes.
+    """
+    graph = s.graph
+    where = {e: i for i, e in enumerate(graph.eqns)}
+    before = [0, *accumulate(e in s.places for e in graph.eqns)]  # operations before each equation
+    gathers, reductions = _gathers(s, before), _reductions(s)
+    held = [0] * (len(s.ops) + 1)  # what gathers and reductions account for where they stand now
+    for p, g in zip(s.gathers, gathers):
+        held[before[where[p.start]]] += g.held
+        held[g.last + 1] -= g.held
+    for p, r in zip(s.reductions, reductions):
+        held[r.born] += r.held
+        held[before[where[p.start]]] += r.flight
+        held[before[where[p.wait]]] -= r.held + r.flight
+    live = memory(graph).live
+    cost = _seconds(s, cluster)
+    order = s.reductions[0].start.order if s.reductions else None
+    return Problem(
+        seconds=tuple(cost[e] for e in s.ops),
+        live=tuple(max(live[where[e]] - h, 0) for e, h in zip(s.ops, accumulate(held))),
+        matmul=tuple(map(is_matmul, s.ops)),
+        gathers=gathers,
+        reductions=reductions,
+        wires={
+            m.key: _wire(p.start, graph, cluster) for m, p in zip((*gathers, *reductions), (*s.gathers, *s.reductions))
+        },
+        memory=budget,
+        max_between=order.between if order else None,
+        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
+        reductions_in_flight=_limit([p.start.order.in_flight for p in s.reductions], [r.held for r in reductions]),
+    )
+
+
+def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
+    graph, end = s.graph, len(s.ops) - 1
+    live, made = liveness(graph), producers(graph.eqns)
+    seen: dict[tuple, int] = {}
+    found: list[Gather] = []
+    for i, p in enumerate(s.gathers):
+        start, use = p.start, min(s.use[i], end)
+        last = max(min(before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
+        # What is gathered may be made by an operation, or be what another planned collective yields.
+        sources = [made[v] for v in start.ins if v in made]
+        release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
+        what = (start.ins[0], p.value.dtype, coalesce.key(start))
+        again = seen.get(what) if start.provenance.again else None
+        if again is not None:
+            release = min(max(release, found[again].last + 1), use)
+        seen.setdefault(what, i)
+        size = sum(buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        found.append(Gather(coalesce.key(start), wire_bytes(start, graph.axes), size, use, last, release, again))
+    return tuple(found)
+
+
+def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
+    graph, size = s.graph, local_bytes(s.graph)
+    filled: dict[tuple, int] = {}
+    found = []
+    for i, p in enumerate(s.reductions):
+        start, cap = p.start, p.start.order.bucket
+        held = sum(map(size, start.ins))
+        key = (*coalesce.key(start), p.then is not None)
+        if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
+            filled[key] = filled.get(key, 0) + held
+            group, _ = divmod(filled[key] - 1, cap) if cap else (i, 0)
+            key = (*key, group)
+        flight = sum(buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        flight *= start.op is REDUCE_SCATTER
+        found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))
+    return tuple(found)
+
+
+def _seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:
+    """The duration of every equation; collectives that are not planned stand still where they are waited for."""
+    graph = s.graph
+    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
+    planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
+    for e, message, _ in messages(graph, cluster):
+        if e not in planned:
+            cost[graph.eqns[min(message.need, len(graph.eqns) - 1)]] += message.latency + message.seconds
+    return cost
+
+
+def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
+    axis = start.kwargs["axis"]
+    link = cluster.link(axis)
+    latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
+    return Wire(lane(start), link.name, latency, pace)
+
+
+def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:
+    """Bytes in flight; one message is always allowed."""
+    limits = [a for a in asked if a is not None]
+    return max(min(limits), max(sizes)) if limits else None
