@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units"], 0),
     **dict.fromkeys(["graph", "outcome", "fit"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "bound", "buckets"], 2),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "bound", "buckets", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "planner", "coalesce"], 3),
     **dict.fromkeys(["timetable"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule"], 4),

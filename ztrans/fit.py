@@ -1,4 +1,4 @@
-"""fit: the latency and bandwidth of a link, from how long messages over it took.
+"""fit: figures of a link from how long messages took.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all
 kinds. What is made small is the error in the logarithm, so small and large messages count alike:
@@ -8,17 +8,16 @@ squared while it is noise, absolute beyond, so that the few that were held up co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from .cluster import Link
 
-Array = np.ndarray
-_PRIOR = 0.02  # how many messages the link as it was counts for
+_PRIOR = 0.02  # how many messages the figures to start from count for
 _NOISE = 0.25  # errors below this are squared
-_STEPS = 200
+_STEPS = 60
 _ALIKE = 0.05  # kinds whose bandwidths are nearer than this have one
 
 
@@ -41,30 +40,83 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     '0.0010 s, 1.0e+08 B/s'
     """
     samples = [s for s in samples if s.received > 0 and s.seconds > 0]
-    if not samples:
-        return link
-    reference, *others = sorted({s.kind for s in samples}, key=lambda kind: (kind != "all_gather", kind))
-    known = dict(link.efficiency)
-    hops = [link.seconds(s.kind, 0, ranks)[0] - link.latency for s in samples]
-    start = np.array([max(link.latency, 1e-6), 1 / link.bandwidth, *(1 / known.get(kind, 1.0) for kind in others)])
-    received = np.array([s.received / (known.get(reference, 1.0) if s.kind == reference else 1) for s in samples])
-    is_kind = np.array([[s.kind == kind for s in samples] for kind in others], float).reshape(len(others), len(samples))
-    latency, pace, *slow = _explain(np.array([s.seconds for s in samples]), received, is_kind, np.array(hops), start)
-    efficiency = {**known, **{kind: 1 / x for kind, x in zip(others, slow)}}
-    differ = tuple(sorted((kind, e) for kind, e in efficiency.items() if abs(e - 1) > _ALIKE))
-    return dataclasses.replace(link, latency=latency, bandwidth=1 / pace, efficiency=differ)
+    figures = Figures((link,), [(0, s.kind) for s in samples])
+
+    def predict(values: np.ndarray) -> list[float]:
+        (changed,) = figures.put(values)
+        return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
+
+    (found,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
+    alike = tuple((kind, e) for kind, e in found.efficiency if abs(e - 1) > _ALIKE)
+    return dataclasses.replace(found, efficiency=alike)
 
 
-def _explain(took: Array, received: Array, is_kind: Array, hops: Array, start: Array) -> list[float]:
-    """Latency, seconds a byte, and how much slower each further kind is: damped Newton steps in their logarithms."""
+class Figures:
+    """What messages tell of links, as one vector: latency, bandwidth, the efficiency of each kind but one."""
+
+    def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
+        self.links, self.kinds = links, []
+        for i in range(len(links)):
+            # Bandwidth is that of gathers, or of the first kind seen where there are none.
+            kinds = sorted({kind for k, kind in seen if k == i}, key=lambda kind: (kind != "all_gather", kind))
+            self.kinds.append(kinds)
+
+    @property
+    def start(self) -> list[float]:
+        values = []
+        for link, kinds in zip(self.links, self.kinds):
+            known = dict(link.efficiency)
+            values += [max(link.latency, 1e-6), link.bandwidth] if kinds else []
+            values += [known.get(kind, 1.0) for kind in kinds[1:]]
+        return values
+
+    def put(self, values: Sequence[float]) -> list[Link]:
+        """The links with other figures."""
+        left, found = iter(map(float, values)), []
+        for link, kinds in zip(self.links, self.kinds):
+            if kinds:
+                link = dataclasses.replace(link, latency=next(left), bandwidth=next(left))
+                efficiency = {**dict(link.efficiency), **{kind: next(left) for kind in kinds[1:]}}
+                link = dataclasses.replace(link, efficiency=tuple(sorted(efficiency.items())))
+            found.append(link)
+        return found
+
+
+def solve(
+    predict: Callable[[np.ndarray], Sequence[float]], took: Sequence[float], start: Sequence[float]
+) -> list[float]:
+    """The positive figures with which `predict` is nearest to `took`: damped Newton steps in their logarithms.
+
+    >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
+    [3.0, 2.0]
+    """
+    if not start:
+        return []
     prior = found = np.log(start)
+    wanted = np.log(took)
+
+    def error(at: np.ndarray) -> np.ndarray:
+        return np.log(predict(np.exp(at))) - wanted
+
+    def loss(error: np.ndarray, at: np.ndarray) -> float:
+        size = np.abs(error)
+        return np.where(size < _NOISE, size**2 / _NOISE, 2 * size - _NOISE).sum() + _PRIOR * ((at - prior) ** 2).sum()
+
+    now = error(found)
     for _ in range(_STEPS):
-        moving = received * np.exp(found[1] + found[2:] @ is_kind)
-        whole = np.exp(found[0]) + hops + moving
-        error = np.log(whole / took)
-        slope = np.stack([np.exp(found[0]) / whole, moving / whole, *(moving / whole * is_kind)])
-        weight = 1 / np.maximum(np.abs(error), _NOISE)
-        pull = slope @ (weight * error) + _PRIOR * (found - prior)
+        slope = np.stack([(error(found + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(found))])
+        weight = 1 / np.maximum(np.abs(now), _NOISE)
+        pull = slope @ (weight * now) + _PRIOR * (found - prior)
         bend = (slope * weight) @ slope.T + _PRIOR * np.eye(len(found))
-        found = found - np.clip(np.linalg.solve(bend, pull), -0.5, 0.5)
+        step = np.clip(np.linalg.solve(bend, pull), -1, 1)
+        for _ in range(8):
+            tried = error(found - step)
+            if loss(tried, found - step) < loss(now, found):
+                break
+            step = step / 2
+        else:
+            break
+        found, now = found - step, tried
+        if np.abs(step).max() < 1e-4:
+            break
     return np.exp(found).tolist()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple
+from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,23 +17,12 @@ from .cluster import Cluster, assumed
 from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
-from .fit import Sample, fit
 from .graph import Graph
 from .recording import Record, Times, mark, recorded
+from .replay import Observed, explain
 from .simulate import messages, signature
 from .timeline import COMPUTE, Event, Timeline
 from .units import duration
-
-
-class Observed(NamedTuple):
-    """One message of a step: under way from `start` for `seconds`, and the bytes that this rank received."""
-
-    axis: str
-    ranks: int
-    kind: str
-    received: int
-    start: float
-    seconds: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,18 +46,14 @@ class Profile:
 
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
-        alone = _alone(self.messages, {axis: link.name for axis, link in base.links})
-        found = []
-        for axis, link in base.links:
-            over = [(m, s) for m, s in zip(self.messages, alone) if m.axis == axis]
-            samples = [Sample(m.kind, m.received, s) for m, s in over]
-            found.append((axis, fit(link, samples, over[0][0].ranks) if over else link))
-        return dataclasses.replace(base, links=tuple(found)).with_measured(self.seconds_by_signature)
+        over = {axis for axis, _ in base.links}
+        links = explain(base.links, [m for m in self.messages if m.axis in over])
+        return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
 
-        Operations are the median over ranks; a message counts from when the last rank joined it. All
+        Operations are the median over ranks; a message is issued when the last rank has issued it. All
         ranks must call it.
         """
         if mesh.size() == 1:
@@ -77,8 +62,17 @@ class Profile:
         dist.all_gather_object(every, (dict(self.seconds_by_signature), self.messages))
         known = sorted({key for seconds, _ in every for key in seconds})
         seconds = {key: median(seconds[key] for seconds, _ in every if key in seconds) for key in known}
-        messages = tuple(max(same, key=lambda m: m.start) for same in zip(*(messages for _, messages in every)))
-        return dataclasses.replace(self, seconds_by_signature=seconds, messages=messages)
+        return dataclasses.replace(self, seconds_by_signature=seconds, messages=_together([m for _, m in every]))
+
+
+def _together(every: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
+    """The messages of all ranks as one, on the clock of the first: they are done at about the same time everywhere."""
+    late = [median(m.done - first.done for m, first in zip(each, every[0])) if each else 0.0 for each in every]
+    found = []
+    for same in zip(*every):
+        issued, done = ([at - by for at, by in zip(times, late)] for times in zip(*((m.issued, m.done) for m in same)))
+        found.append(same[0]._replace(issued=max(issued), done=median(done)))
+    return tuple(found)
 
 
 def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor], steps: int = 3) -> Profile:
@@ -138,15 +132,15 @@ def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
         free[m.lane] = finish
         bars.append(Event(m.lane, start, finish - start, e, stall, moved))
         if k in done:
-            axis, last = e.kwargs["axis"], min(start, done[k])
-            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, last, done[k] - last))
+            axis = e.kwargs["axis"]
+            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issue, done[k]))
     compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
     curve = tuple(zip(t.marks, memory(graph).live))
     return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve), tuple(observed)
 
 
 def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
-    """Medians over steps of each equation, and of these over the equations of one signature."""
+    """Medians over steps of each equation; over the equations of one signature their mean, so that sums come out."""
     made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
     taken: dict[str, list[float]] = {}
     started, came = (iter(zip(*(t[k] for t in every))) for k in (1, 3))
@@ -163,7 +157,7 @@ def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
             waited.add(start)
             key, begin = f"{signature(start, graph)} wait", next(came)
         taken.setdefault(key, []).append(median(b - a for a, b in zip(begin, end)))
-    return {key: median(seconds) for key, seconds in sorted(taken.items())}
+    return {key: fmean(seconds) for key, seconds in sorted(taken.items())}
 
 
 def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
@@ -175,22 +169,3 @@ def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
     starts = [i for i, e in enumerate(graph.eqns) if is_start(e)]
     watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in every)
     return reading * (len(graph.eqns) + len(starts)) + watching
-
-
-def _alone(observed: Sequence[Observed], links: Mapping[str, str]) -> list[float]:
-    """The seconds each message would have taken with its link to itself, had it shared it equally."""
-    turns = sorted(
-        edge
-        for k, m in enumerate(observed)
-        for edge in ((m.start, 1, k), (m.start + m.seconds, 0, k))  # at one time ends come before starts
-    )
-    active: dict[str, set[int]] = {}
-    took, now = [0.0] * len(observed), 0.0
-    for at, begins, k in turns:
-        for sharing in active.values():
-            for other in sharing:
-                took[other] += (at - now) / len(sharing)
-        now = at
-        sharing = active.setdefault(links.get(observed[k].axis, observed[k].axis), set())
-        sharing.add(k) if begins else sharing.discard(k)
-    return took

@@ -1,0 +1,60 @@
+"""replay: the links that explain when the messages of a step came.
+
+Messages queue behind each other and share wires, so how long one of them took says little of the
+link. All of them are played as they were issued, and the links are changed until they come when
+they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .cluster import Link
+from .fit import Figures, solve
+from .play import Message, play
+
+_MOST = 300  # messages played: the first of a step tell enough
+_NOISE = 50e-6  # seconds in which a message is issued, and noticed to be done
+
+
+class Observed(NamedTuple):
+    """One message: its mesh axis and the ranks of it, its kind of collective, the bytes that a rank
+    received, its communicator, and the times at which it was issued and done."""
+
+    axis: str
+    ranks: int
+    kind: str
+    received: int
+    lane: str
+    issued: float
+    done: float
+
+
+def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
+    """`links` with the latency, bandwidth and efficiencies with which `observed` come when they came.
+
+    What the messages do not tell stays as it was; `hop` and `host` always.
+
+    >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
+    >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
+    >>> f"{link.bandwidth:.0e} B/s"
+    '1e+07 B/s'
+    """
+    observed = sorted(observed, key=lambda m: m.issued)[:_MOST]
+    axes = [axis for axis, _ in links]
+    figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
+    took = [m.done - m.issued + _NOISE for m in observed]
+    found = solve(lambda values: _took(dict(zip(axes, figures.put(values))), observed), took, figures.start)
+    return tuple(zip(axes, figures.put(found)))
+
+
+def _took(links: Mapping[str, Link], observed: Sequence[Observed]) -> list[float]:
+    """The seconds from issue to end of every message, played."""
+    sent = []
+    for k, m in enumerate(observed):
+        link = links[m.axis]
+        sent.append(Message(k, len(observed), m.lane, link.name, *link.seconds(m.kind, m.received, m.ranks)))
+    played = play([*(b.issued - a.issued for a, b in pairwise(observed)), 0.0], sent)
+    return [end + observed[0].issued - m.issued + _NOISE for end, m in zip(played.end, observed)]
