@@ -1,0 +1,224 @@
+"""Llama-3-8B on 128 ranks: one step as it is written, after PyTorch's own passes, and as ztrans plans it.
+
+    python benchmarks/llama.py                                   # minutes, nearly all of them PyTorch's passes
+    python benchmarks/llama.py --layers 4 --sequence 8192        # a look
+
+The step (`llama_model.py`) has tensor parallelism over tp=8 written by hand and is sharded over dp=16 by
+`shard_params`; forward, backward, clipping and AdamW are one program. No GPU and no second process: ranks
+are fake, values have shapes only. Times are simulated, for all programs by the same cost model (`ztrans.simulate`,
+H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes benchmarks/results/llama.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from llama_model import Config, init, make_step
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import flop_registry
+from torch_passes import torch_passes
+
+import ztrans as zt
+from ztrans.cluster import Cluster, cluster
+from ztrans.collectives import ALL_GATHER, is_start
+from ztrans.cost import memory
+from ztrans.graph import Eqn, Graph, is_view_or_cast, producers, users
+from ztrans.groups import is_users
+from ztrans.simulate import simulate
+from ztrans.stages import Traced
+
+RESULTS = Path(__file__).parent / "results"
+DP, TP = 16, 8
+PREFETCH = (200, 50, 10)  # matmuls that PyTorch's scheduler may look ahead: its default, and smaller
+
+
+def fake_mesh() -> DeviceMesh:
+    """128 ranks of which only this one exists."""
+    dist.init_process_group("fake", rank=0, world_size=DP * TP, store=FakeStore())
+    return init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+
+
+def trace(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
+    tokens = torch.empty(1, sequence + 1, dtype=torch.int64, device="meta")
+    return zt.shard_params(mesh, axis="dp")(make_step(config, mesh)).trace(init(config, TP), tokens, 0)
+
+
+def lower(traced: Traced, cluster: Cluster, *transforms) -> Graph:
+    transforms = (*traced.transforms, *transforms, zt.fuse_cast_gather())
+    return dataclasses.replace(traced, transforms=transforms).lower(cluster=cluster).graph
+
+
+# ---- the program with no overlap at all
+
+
+def is_gradient(e: Eqn) -> bool:
+    return is_start(e) and e.provenance.role == "grad"
+
+
+def unscheduled(graph: Graph) -> Graph:
+    """Each gradient reduced where it is born, each parameter gathered where it is used, each waited for at once."""
+    made, used = producers(graph.eqns), users(graph)
+    after: dict[Eqn, list[Eqn]] = {}
+    for start in filter(is_gradient, graph.eqns):
+        (v,), chain = start.ins, [start, *used[start.outs[0]]]
+        while len(used[v]) == 1 and is_view_or_cast(made[v]):
+            chain.insert(0, made[v])
+            v = made[v].ins[0]
+        after.setdefault(made[v], []).extend(chain)
+    moved = {e for chain in after.values() for e in chain}
+    kept = (e for e in graph.eqns if e not in moved)
+    return graph.replace(eqns=tuple(x for e in kept for x in (e, *after.get(e, ()))))
+
+
+# ---- counts
+
+
+def members(e: Eqn) -> int:
+    """How many collectives a bucket stands for."""
+    return max(len(e.outs), len(e.provenance.paths))
+
+
+def is_matmul(e: Eqn) -> bool:
+    return getattr(e.op, "overloadpacket", None) in flop_registry
+
+
+def longest_run(graph: Graph, plain: Graph) -> int:
+    """The most matmuls between two starts of gradient reductions, of those that lie among reductions in `plain`."""
+    at = [i for i, e in enumerate(plain.eqns) if is_gradient(e)]
+    among = {e.outs for e in plain.eqns[at[0] : at[-1]] if is_matmul(e)}
+    longest = run = 0
+    for e in graph.eqns:
+        run = 0 if is_gradient(e) else run + (e.outs in among)
+        longest = max(longest, run)
+    return longest
+
+
+def across_norms(gathers: list[Eqn], plain: Graph) -> int:
+    """Buckets with matrices from both sides of a norm."""
+    part, stretch = {}, 0
+    for e in (e for e in plain.eqns if e.op is ALL_GATHER and e.provenance.role == "param"):
+        (path,) = e.provenance.paths
+        is_norm = len(e.ins[0].shape) == 1
+        stretch += is_norm
+        part.setdefault(path, -1 if is_norm else stretch)
+    return sum(len({part[p] for p in e.provenance.paths} - {-1}) > 1 for e in gathers)
+
+
+def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
+    """What the table shows of a program."""
+    starts = [e for e in graph.eqns if is_start(e)]
+    gathers = [e for e in starts if e.op is ALL_GATHER and e.provenance.role == "param"]
+    grads = [e for e in starts if is_gradient(e)]
+    line, peak = simulate(graph, cluster), memory(graph).peak
+    exposed: dict[str, float] = {}
+    for (lane, role), s in line.exposed.items():
+        kind = "tp" if lane.startswith("tp") else {"param": "gathers", "grad": "reductions"}.get(role, "other")
+        exposed[kind] = exposed.get(kind, 0.0) + 1e3 * s
+    return {
+        "gathers": len(gathers),
+        "gathered": sum(map(members, gathers)),
+        "buckets across a norm": across_norms(gathers, plain),
+        "reductions": len(grads),
+        "reduced": sum(map(members, grads)),
+        "reductions in a bucket": sum(members(e) for e in grads if members(e) > 1),
+        "tp all-reduces": sum(is_users(e) and "all_reduce" in str(e.op) for e in graph.eqns),
+        "matmuls between reductions": longest_run(graph, plain),
+        "peak GiB": peak / 2**30,
+        "step ms": 1e3 * line.seconds,
+        "compute ms": 1e3 * line.compute,
+        **{f"exposed {k} ms": exposed.get(k, 0.0) for k in ("gathers", "reductions", "tp", "other")},
+        "exposed ms": sum(exposed.values()),
+    }
+
+
+# ---- the three sides
+
+
+def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool) -> tuple[dict, str]:
+    """PyTorch's passes with the look-ahead that suits them best, and what is to be said of it."""
+    tried = []
+    for distance in PREFETCH:
+        result = torch_passes(plain, mesh, cluster, update, max_compute_pre_fetch=distance)
+        found = {**figures(result.graph, plain, cluster), "passes s": result.seconds}
+        tried.append((bool(result.error), found["step ms"], distance, found, result.error))
+    failed, _, distance, found, error = min(tried, key=lambda t: t[:2])
+    lost = [str(d) for bad, _, d, _, _ in tried if bad]
+    note = f"look-ahead {distance} matmuls" if not failed else f"bucketed only, as its scheduler ends in {error!r}"
+    return found, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
+
+
+def timed(make: Callable[[], Graph]) -> tuple[Graph, float]:
+    start = time.perf_counter()
+    return make(), time.perf_counter() - start
+
+
+def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
+    """All figures for one sequence length."""
+    machines = cluster("h100", dp="infiniband", tp="nvlink4")
+    traced, tracing = timed(lambda: trace(config, sequence, mesh))
+    plain = unscheduled(lower(traced, machines))
+    planned, planning = timed(lambda: lower(traced, machines, zt.overlap_grads(), zt.prefetch()))
+    rows = {"unscheduled": figures(plain, plain, machines)}
+    rows["ztrans"] = {**figures(planned, plain, machines), "passes s": planning}
+    notes = {}
+    for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
+        rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
+    return {"sequence": sequence, "trace s": tracing, "equations": len(plain.eqns), "rows": rows, "notes": notes}
+
+
+# ---- text
+
+
+def table(found: dict) -> str:
+    rows = found["rows"]
+    names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans"]
+    plain = rows["unscheduled"]
+
+    def cell(row: dict, key: str) -> str:
+        if key not in row:
+            return ""
+        if key == "peak GiB":
+            return f"{row[key]:.2f} ({100 * (row[key] / plain[key] - 1):+.1f}%)"
+        if key in ("gathers", "reductions"):
+            return f"{row[key]} of {row['gathered' if key == 'gathers' else 'reduced']}"
+        return f"{row[key]:.1f}" if isinstance(row[key], float) else str(row[key])
+
+    keys = [k for k in {**plain, "passes s": 0} if k not in ("gathered", "reduced")]
+    lines = [f"| | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
+    lines += [f"| {key} | {' | '.join(cell(rows[n], key) for n in names)} |" for key in keys]
+    notes = [f"{name}: {note}." for name, note in found["notes"].items()]
+    head = f"## Sequence {found['sequence']}\n\n{found['equations']} equations, traced in {found['trace s']:.1f} s.\n"
+    return "\n".join([head, *lines, "", *notes, ""])
+
+
+def main(layers: int, sequences: list[int]) -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    mesh = fake_mesh()
+    found = [measure(Config(layers=layers), s, mesh) for s in sequences]
+    where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    text = "\n".join([f"# Llama-3-8B, {layers} layers, dp={DP}, tp={TP}\n\n{where}.\n", *map(table, found)])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "llama.md").write_text(text)
+    (RESULTS / "llama.json").write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=Config.layers)
+    parser.add_argument("--sequence", type=int, nargs="+", default=[8192, 2048])
+    args = parser.parse_args()
+    main(args.layers, args.sequence)

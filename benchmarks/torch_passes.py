@@ -1,0 +1,304 @@
+"""PyTorch's own FSDP bucketing and overlap scheduling, run on a program of ours.
+
+    torch_passes(graph, mesh, cluster).graph                  # the whole step
+    torch_passes(graph, mesh, cluster, update=False).graph    # forward and backward; the update follows as it was
+
+The program of one rank is exported to FX with `_c10d_functional` operations, handed to
+`torch._inductor.fx_passes` and read back: the order that came out, and a bucket as the copies and the
+collective that PyTorch writes for it. Nothing here needs a GPU: the cost model is ours, for both sides.
+
+Private torch APIs; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from ztrans.cluster import Cluster
+from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
+from ztrans.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
+from ztrans.groups import by_group
+from ztrans.layout import local_shape, localize, part
+from ztrans.simulate import messages, seconds
+
+c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default)
+KINDS = {**dict.fromkeys(GATHERS, ALL_GATHER), c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
+         c10d.all_reduce.default: ALL_REDUCE}  # fmt: skip
+REDUCE = {"mean": "avg"}
+CAP = 100.0  # MiB: what their own table gives for 16 ranks of H100 machines
+
+
+@dataclass(frozen=True)
+class Result:
+    """The program that came out, the seconds that the passes took, and what they ended with if not well;
+    then the program is as far as they came, bucketed but in the order that it had."""
+
+    graph: Graph
+    seconds: float
+    error: str = ""
+
+
+def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool = True, **options: Any) -> Result:
+    """The program as PyTorch's passes bucket and order it; `options` go to `schedule_overlap_bucketing`."""
+    given, rest = cast_first(graph), ()
+    if not update:
+        rest = tuple(e for e in given.eqns if e.region == "update")
+        first = tuple(e for e in given.eqns if e.region != "update")
+        made = {o for e in first for o in e.outs}
+        wanted = dict.fromkeys(v for v in variables([*(e.ins for e in rest), *given.outputs]) if v in made)
+        given = dce(given.replace(eqns=first, outputs=tuple(wanted)))
+    gm, error, start = export(given, mesh), "", time.perf_counter()
+    bucket(gm)
+    bucketing, milliseconds = time.perf_counter() - start, estimate(gm, given, mesh, cluster)
+    start = time.perf_counter()
+    try:
+        schedule(gm, milliseconds, options)
+    except (RecursionError, RuntimeError) as failed:  # theirs: waits that wait for each other, cyclic orders
+        error = f"{type(failed).__name__}: {failed}".split("\n")[0]
+    taken = bucketing + time.perf_counter() - start
+    if error:
+        gm = export(given, mesh)
+        bucket(gm)
+    return Result(graph.replace(eqns=(*(eqn for _, eqn in back(gm, given, mesh)), *rest)), taken, error)
+
+
+def cast_first(graph: Graph) -> Graph:
+    """Casts in front of gathers as equations of their own."""
+    eqns = []
+    for e in graph.eqns:
+        if e.op is ALL_GATHER and e.kwargs["dtype"] not in (None, e.ins[0].dtype):
+            (member,), dtype = e.ins, e.kwargs["dtype"]
+            cast = dataclasses.replace(member, name=f"{e.outs[0].name.removesuffix(chr(39))}.cast", dtype=dtype)
+            eqns.append(Eqn(aten._to_copy.default, (member,), (cast,), {"dtype": dtype}, e.region, e.source))
+            e = e.replace(args=([cast],), kwargs={**e.kwargs, "dtype": None})
+        eqns.append(e)
+    return graph.replace(eqns=tuple(eqns))
+
+
+def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
+    """The program of rank 0 as FX, each node with the equation that it came from and a fake value on "meta",
+    whose memory these passes count, as they do not for "cpu"."""
+    sizes, at, out = graph.axes, dict.fromkeys(graph.axes, 0), fx.Graph()
+    env: dict[Var, fx.Node] = {}
+    mode = FakeTensorMode()
+
+    def call(target: Any, args: tuple, kwargs: dict | None = None, **meta: Any) -> fx.Node:
+        node = out.call_function(target, args, kwargs or {})
+        read = lambda tree: fx.node.map_arg(tree, lambda n: n.meta["val"])  # noqa: E731
+        node.meta.update(meta, val=target(*read(args), **read(kwargs or {})))
+        return node
+
+    with mode, torch.no_grad():
+        for v in graph.inputs:
+            node = env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
+            node.meta.update(var=v, val=torch.empty(local_shape(v, sizes, at), dtype=v.dtype, device="meta"))
+        for e, bound in zip(graph.eqns, by_group(graph, mesh).eqns):
+            if is_start(e) or e.op in (WAIT, SHARD):
+                args, kwargs = _collective(e, sizes, mesh, env), {}
+                target = args[0]
+                args = args[1:]
+            else:
+                bound = localize(bound, sizes, at)
+                args, kwargs = (substitute(x, env.__getitem__) for x in (bound.args, dict(bound.kwargs)))
+                target = e.op
+                kwargs.update({"device": torch.device("meta")} if kwargs.get("device") else {})
+            node = call(target, args, kwargs, eqn=e)
+            if isinstance(node.meta["val"], (tuple, list)):
+                for k, v in enumerate(e.outs):
+                    if v is not None:
+                        env[v] = call(operator.getitem, (node, k), var=v)
+            else:
+                env[e.outs[0]] = node
+    out.output([substitute(o, env.__getitem__) for o in graph.outputs])
+    out.output_node().meta["vars"] = list(variables(graph.outputs))
+    gm = fx.GraphModule(torch.nn.Module(), out)
+    gm.meta["origin"] = {node.name: node.meta["eqn"] for node in out.nodes if "eqn" in node.meta}
+    return gm
+
+
+def _collective(e: Eqn, sizes: dict[str, int], mesh: DeviceMesh, env: dict[Var, fx.Node]) -> tuple:
+    """The call that a collective equation is: target and arguments."""
+    x = env[e.ins[0]]
+    if e.op is WAIT:
+        return c10d.wait_tensor.default, x
+    axis = e.kwargs["axis"]
+    if e.op is SHARD:
+        start, rows = part(e.ins[0].shape[e.args[1]], sizes[axis], 0)
+        return aten.slice.Tensor, x, e.args[1], start, start + rows
+    (member,), group = e.ins, mesh.get_group(axis).group_name
+    cut = member.split or e.outs[0].split
+    assert cut is None or (cut.dim == 0 and member.shape[0] % sizes[axis] == 0), f"{member}: padded parts"
+    if e.op is ALL_GATHER:
+        return GATHERS[0], x, sizes[axis], group
+    op = REDUCE.get(e.kwargs["op"], e.kwargs["op"])
+    if e.op is ALL_REDUCE:
+        return c10d.all_reduce.default, x, op, group
+    return c10d.reduce_scatter_tensor.default, x, op, sizes[axis], group
+
+
+def bucket(gm: fx.GraphModule) -> None:
+    """Their first pass, in place: buckets of adjacent collectives, of up to CAP."""
+    from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+
+    with torch.no_grad():
+        pre_bucket_fsdp_collectives(gm, mode="default", bucket_cap_mb=CAP)
+
+
+def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: dict) -> None:
+    """Their second, in place: the order, then further buckets that preserve it."""
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    with _triton(), torch.no_grad():
+        schedule_overlap_bucketing(
+            gm,
+            collective_bucketing=True,
+            pre_bucketing_fsdp_collectives=False,
+            custom_runtime_estimation=lambda node, size: milliseconds.get(node, 0.0),
+            collective_estimator="analytical",
+            compute_estimator="analytical",
+            **options,
+        )
+
+
+def estimate(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh, cluster: Cluster) -> dict[fx.Node, float]:
+    """Milliseconds of every operation and of every collective on its wire."""
+    pairs = back(gm, graph, mesh)
+    given = graph.replace(eqns=tuple(eqn for _, eqn in pairs))
+    nodes = {eqn: node for node, eqn in pairs}
+    found = {node: 1e3 * s for (node, _), s in zip(pairs, seconds(given, cluster))}
+    found.update((nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster))
+    return found
+
+
+@contextlib.contextmanager
+def _triton() -> Iterator[None]:
+    """Their estimator asks triton for the bandwidth of a GPU even where its answer is not used."""
+    if "triton" in sys.modules or torch.cuda.is_available():
+        yield
+        return
+    sys.modules["triton"] = types.ModuleType("triton")
+    sys.modules["triton.testing"] = types.ModuleType("triton.testing")
+    sys.modules["triton.testing"].get_dram_gbps = lambda: 1.0
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.testing"]
+
+
+def back(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh) -> list[tuple[fx.Node, Eqn]]:
+    """The nodes as equations. Those that were there before are what they were: what a bucket makes takes the
+    name of what it replaces."""
+    return _Back(gm, graph, mesh).run()
+
+
+class _Back:
+    def __init__(self, gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh) -> None:
+        self.nodes, self.sizes = list(gm.graph.nodes), graph.axes
+        self.axis = {mesh.get_group(a).group_name: a for a in graph.axes}
+        self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
+        self.origin = gm.meta["origin"]  # name of a node that was there before -> its equation
+        self.found: list[tuple[fx.Node, Eqn]] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.called: dict[fx.Node, Var] = {}  # what the value of a new node is called
+
+    def run(self) -> list[tuple[fx.Node, Eqn]]:
+        for node in self.nodes:
+            self.expect(node)
+        for node in self.nodes:
+            if "var" in node.meta:
+                self.env[node] = node.meta["var"]
+            elif "eqn" in node.meta:
+                eqn = node.meta["eqn"]
+                self.found.append((node, eqn))
+                self.env[node] = eqn.outs[0]
+            elif node.op == "call_function":
+                self.new(node)
+        return self.found
+
+    def expect(self, node: fx.Node) -> None:
+        """Note what equations call the values that they read, and that what is sent is a part of a whole."""
+        read: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), read.append)
+        if "eqn" in node.meta:
+            self.called.update(zip(read, node.meta["eqn"].ins))
+        elif node.op == "output":
+            self.called.update(zip(read, node.meta["vars"]))
+        elif node.target is GATHERS[1]:
+            self.sent(node)
+
+    def sent(self, gather: fx.Node) -> None:
+        """A bucket is packed by a cat and a copy into the receive buffer, which a compiler writes as one."""
+        packed = gather.args[0]
+        while packed.target is aten.copy_.default:
+            packed = packed.args[1]
+        self.called[packed] = self.var(gather, gather.meta["val"], f"{gather.name}.sent", cut=True)
+
+    def var(self, node: fx.Node, value: torch.Tensor, name: str = "", cut: bool = False, future: bool = False) -> Var:
+        layout = (Split(self.axis_of(node)),) if cut else ()
+        return Var(self.names.fresh(name or node.name), value.dtype, tuple(value.shape), layout, future)
+
+    def axis_of(self, start: fx.Node) -> str:
+        return self.axis[next(a for a in start.args if a in self.axis)]
+
+    def new(self, node: fx.Node) -> None:
+        """What a bucket added."""
+        if node.target in KINDS:
+            self.start(node)
+        elif node.target is c10d.wait_tensor.default:
+            future = self.env[node.args[0]]
+            out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
+            self.add(node, WAIT, (future,), (out,), {})
+        elif node.target is operator.getitem:
+            self.env[node] = self.env[node.args[0]][node.args[1]]
+        elif node.target is aten.copy_.default:
+            self.env[node] = self.env[node.args[1]]
+        elif node.target not in (aten.empty.memory_format, aten.slice.Tensor):  # of the receive buffer
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+            value = node.meta["val"]
+            if isinstance(value, (tuple, list)):
+                outs = tuple(self.var(node, v) for v in value)
+            else:
+                outs = (self.called.get(node) or self.var(node, value),)
+            self.add(node, node.target, args, outs, kwargs)
+
+    def add(self, node: fx.Node, op: Any, args: tuple, outs: tuple[Var, ...], kwargs: dict, **more: Any) -> None:
+        self.found.append((node, Eqn(op, args, outs, kwargs, self.members(node)[0].region, **more)))
+        self.env[node] = outs if isinstance(node.meta["val"], (tuple, list)) else outs[0]
+
+    def start(self, node: fx.Node) -> None:
+        op, axis, sent, value = KINDS[node.target], self.axis_of(node), self.env[node.args[0]], node.meta["val"]
+        whole = sent.numel if op is not ALL_GATHER else value.numel()
+        layout = (Split(axis),) if op is REDUCE_SCATTER else ()
+        future = Var(self.names.fresh(node.name) + "'", value.dtype, (whole,), layout, True)
+        members = self.members(node)
+        paths = tuple(p for e in members for p in (e.provenance.paths if e.provenance else ("",)))
+        role = members[0].provenance.role if members[0].provenance else "user"
+        reduce = {} if op is ALL_GATHER else {"op": {"avg": "mean"}.get(node.args[1], node.args[1])}
+        kwargs = {**reduce, "dtype": None, "axis": axis}
+        self.add(node, op, ([sent],), (future,), kwargs, provenance=Provenance(role, paths, axis))
+
+    def members(self, node: fx.Node) -> list[Eqn]:
+        """The collectives that a bucket's node stands for."""
+
+        def leaves(source: Any) -> Iterator[Eqn]:
+            if source.name in self.origin:
+                yield self.origin[source.name]
+            else:
+                for s in source.from_node:
+                    yield from leaves(s)
+
+        return [e for s in node.meta["from_node"] for e in leaves(s)]
