@@ -110,7 +110,7 @@ def flops(e: Eqn, graph: Graph) -> int:
 
     given = [meta(a) if isinstance(a, Var) else a for a in e.args]
     # A gradient that is not asked for is None, and has the shape of what it would be the gradient of.
-    outs = [meta(o) if o is not None else given[k + 1] for k, o in enumerate(e.outs)]
+    outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
