@@ -32,6 +32,17 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
     return gather(received, send, **options)
 
 
+def communicator(group: dist.ProcessGroup, gathers: bool) -> dist.ProcessGroup:
+    """The communicator of a mesh axis for gathers, or for reductions: two, so that neither queues behind the other."""
+    return group if gathers else _second(group)
+
+
+@functools.cache
+def _second(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc="ztrans reductions")
+
+
 @dataclass(eq=False)
 class Future:
     """A value under way: `work` says when it has come, `finish` makes it from what came."""

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
-from .communicate import Start, wait
+from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
+from .communicate import Start, communicator, wait
 from .donation import donation
 from .graph import Eqn, Graph, Split, Var, substitute
 from .groups import by_group
@@ -53,7 +53,7 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
         before = len(out.nodes)
         if is_start(eqn):
             axis = eqn.kwargs["axis"]
-            group = mesh.get_group(axis) if mesh is not None else None
+            group = communicator(mesh.get_group(axis), eqn.op is ALL_GATHER) if mesh is not None else None
             module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes, at, group))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]

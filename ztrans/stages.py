@@ -7,7 +7,6 @@ fixed; `Compiled` that program bound to this rank's devices. Each prints as its 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .plan import Plan
+from .profile import Profile, profile
 from .simulate import simulate
 from .timeline import Timeline
 from .trace import Program, no_collection
@@ -105,8 +105,21 @@ class Lowered:
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """The step played on a cluster, by default the one that it was planned for: print it, or save it as a picture."""
+        """The step played on a cluster (default: that of its plan), to print or to save as a picture."""
         return simulate(self.graph, cluster or self.cluster)
+
+    def replan(self, profile: Profile | Cluster) -> Lowered:
+        """Plan again from what was measured; `plan.notes` say what that should gain.
+
+        Every rank may bring its own profile: when the program first runs, rank 0's plan counts. The
+        first steps are recorded and the rest replayed better, as in DeepSpeed's DeepCompile.
+        """
+        cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
+        plan, graph = plans.make(self.hinted, cluster)
+        before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
+        note = f"expected {after:.4g} s a step, where the plan before has {before:.4g} s ({after / before - 1:+.1%})"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+        return dataclasses.replace(self.planned(plan), cluster=cluster)
 
     def planned(self, plan: Plan) -> Lowered:
         """This program in the order of another plan."""
@@ -137,51 +150,68 @@ class Lowered:
             raise ValueError(f"compile: unknown backend {backend!r}; there is 'eager'.")
         if self.mesh is not None:
             check_runs(self.mesh)
-        return Compiled(self, executable(self.graph, self.mesh))
+        return Compiled(self, backend)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`."""
+    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
+
+    The first call compares programs over all ranks, and takes rank 0's plan where they differ.
+    """
 
     lowered: Lowered
-    run: Callable
-    _agreed: list = dataclasses.field(default_factory=list, compare=False, repr=False)
+    backend: str = "eager"
+    _bound: list[tuple[Lowered, Callable]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def as_text(self) -> str:
         """The program that runs."""
-        return str(self.lowered)
+        return str(self._bound[0][0] if self._bound else self.lowered)
 
     def __str__(self) -> str:
         return self.as_text()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        program, first = self.lowered.program, not self._agreed
-        if first:
-            agree(self.lowered)
+        flat, local = self._inputs(state, batch)
+        outputs = self._run(local)(local)
+        for i, old in enumerate(flat[: self.lowered.graph.num_state]):
+            # the same DTensor objects, whose storage now holds the new state
+            outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
+        return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+
+    def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
+        """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
+
+        The state is donated and advances. All ranks must call it. See `profile.Profile`.
+        """
+        _, local = self._inputs(state, batch)
+        run = self._run(local)
+        return profile(self._bound[0][0].graph, run.program, local, steps)
+
+    def _run(self, local: Sequence[torch.Tensor]) -> Callable:
+        if not self._bound:
+            lowered = agree(self.lowered)
+            _check_donation(lowered.graph, local)
+            self._bound.append((lowered, executable(lowered.graph, lowered.mesh)))
+        return self._bound[0][1]
+
+    def _inputs(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
+        """The flat arguments, and what they hold on this rank."""
+        program, graph = self.lowered.program, self.lowered.graph
         leaves, tree = pytree.tree_flatten((state, *batch))
         if tree != program.in_tree:
-            raise TypeError(f"{self.lowered.graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
+            raise TypeError(f"{graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
         for i, value in program.static:
             if leaves[i] != value:
-                raise TypeError(
-                    f"{self.lowered.graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}."
-                )
+                raise TypeError(f"{graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
         static = {i for i, _ in program.static}
         flat = [x for i, x in enumerate(leaves) if i not in static]
         local = [_local(x) for x in flat]
-        for v, x, y in zip(self.lowered.graph.inputs, flat, local, strict=True):
+        for v, x, y in zip(graph.inputs, flat, local, strict=True):
             if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
                 got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-                raise TypeError(f"{self.lowered.graph.name}: compiled for {v}, called with {got}.")
-        if first:
-            _check_donation(self.lowered.graph, local)
-            self._agreed.append(True)
-        outputs = self.run(local)
-        n = self.lowered.graph.num_state
-        for i, old in enumerate(flat[:n]):  # the same DTensor objects, whose storage now holds the new state
-            outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        return pytree.tree_unflatten(outputs, program.out_tree)
+                raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
+        return flat, local
 
 
 def _local(x: Any) -> torch.Tensor:
@@ -214,18 +244,22 @@ def _donated(graph: Graph, what: str) -> str:
     )
 
 
-def agree(lowered: Lowered) -> None:
-    """Compare a hash of the program over all ranks, so that a disagreement is an error and not a hang.
+def agree(lowered: Lowered) -> Lowered:
+    """Compare hashes of program and plan over all ranks, so that a disagreement is an error and not a hang.
+
+    Ranks that planned otherwise, having measured otherwise, take rank 0's plan.
 
     Raises: RuntimeError naming the ranks that differ.
     """
     if not isinstance(lowered.mesh, DeviceMesh) or lowered.mesh.size() == 1:
-        return
-    digest = hashlib.sha256(str(lowered).encode()).digest()[:8]
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(lowered.mesh.device_type)
-    every = mine.new_empty(dist.get_world_size())
+        return lowered
+    mine = torch.tensor(
+        [_number(plans.fingerprint(lowered.hinted)), _number(lowered.plan.digest)], device=lowered.mesh.device_type
+    )
+    every = mine.new_empty(2 * dist.get_world_size())
     all_gather(every, mine)
-    differ = [rank for rank, value in enumerate(every.tolist()) if value != every[0].item()]
+    programs, digests = every.view(-1, 2).T.tolist()
+    differ = [rank for rank, value in enumerate(programs) if value != programs[0]]
     if differ:
         inputs = ", ".join(repr(v) for v in lowered.graph.inputs[lowered.graph.num_state :])
         raise RuntimeError(
@@ -233,3 +267,12 @@ def agree(lowered: Lowered) -> None:
             f"On rank {dist.get_rank()} its batch is {inputs}; every rank must pass the same shapes and "
             f"take the same branches. Compare print(step.lower(state, batch)) of two ranks."
         )
+    if len(set(digests)) == 1:
+        return lowered
+    sent = [lowered.plan]
+    dist.broadcast_object_list(sent, src=0)
+    return lowered if digests[dist.get_rank()] == digests[0] else lowered.planned(sent[0])
+
+
+def _number(digest: str) -> int:
+    return int(digest[:15], 16)

@@ -23,6 +23,7 @@ from .graph import Layout
 from .layout import AbstractMesh, placements, shard_leaf
 from .mesh import check_runs
 from .plan import Plan
+from .profile import Profile
 from .stages import Compiled, Lowered, Traced
 from .trace import Abstract, global_leaf, leaf_names, trace
 from .transforms.base import Chain, Transform
@@ -40,6 +41,7 @@ class Step:
 
     fn: Callable
     transforms: tuple[Transform, ...] = ()
+    plan: Plan | None = dataclasses.field(default=None, repr=False)
     _cache: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -81,7 +83,7 @@ class Step:
                 f"shard_params: applied after {', '.join(t.name for t in self.transforms)}, which work on the program "
                 f"that it makes.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
             )
-        return Step(self.fn, (*self.transforms, transform))
+        return Step(self.fn, (*self.transforms, transform), self.plan)
 
     def __repr__(self) -> str:
         return f"Step({', '.join([self.__name__, *map(repr, self.transforms)])})"
@@ -97,7 +99,21 @@ class Step:
 
     def lower(self, state: Any, *batch: Any, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         """`trace(state, *batch).lower(cluster=..., plan=...)`."""
-        return self.trace(state, *batch).lower(cluster=cluster, plan=plan)
+        return self.trace(state, *batch).lower(cluster=cluster, plan=plan or self.plan)
+
+    def planned(self, plan: Plan) -> Step:
+        """This step with a plan made before, so that it starts without planning: `step.planned(zt.Plan.load(path))`."""
+        return Step(self.fn, self.transforms, plan)
+
+    def tune(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
+        """Record `steps` steps, plan again from what was measured, and go on with the better plan.
+
+        The state is donated and advances. All ranks must call it. See `Lowered.replan`.
+        """
+        compiled = self.compiled(state, *batch)
+        measured = compiled.profile(state, *batch, steps=steps)
+        self._cache[_signature(state, batch)] = compiled.lowered.replan(measured).compile(backend=compiled.backend)
+        return measured
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         return self.compiled(state, *batch)(state, *batch)
