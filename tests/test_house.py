@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units"], 0),
     **dict.fromkeys(["graph", "outcome", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "bound", "buckets", "replay"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "planner", "coalesce"], 3),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "planner", "coalesce"], 3),
     **dict.fromkeys(["timetable"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule"], 4),
     **dict.fromkeys(["functional", "cost", "execute", "recording"], 5),
