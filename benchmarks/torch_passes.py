@@ -153,16 +153,20 @@ def _collective(e: Eqn, sizes: dict[str, int], mesh: DeviceMesh, env: dict[Var, 
 def bucket(gm: fx.GraphModule) -> None:
     """Their first pass, in place: buckets of adjacent collectives, of up to CAP."""
     from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     with torch.no_grad():
         pre_bucket_fsdp_collectives(gm, mode="default", bucket_cap_mb=CAP)
+    stable_topological_sort(gm.graph)  # a bucket is written behind readers of its first members
 
 
 def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: dict) -> None:
     """Their second, in place: the order, then further buckets that preserve it."""
+    from torch._inductor import config
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
-    with _triton(), torch.no_grad():
+    autofix = config.patch({"aten_distributed_optimizations.overlap_scheduling_autofix_cycles": True})
+    with _triton(), autofix, torch.no_grad():
         schedule_overlap_bucketing(
             gm,
             collective_bucketing=True,
@@ -241,11 +245,14 @@ class _Back:
             self.sent(node)
 
     def sent(self, gather: fx.Node) -> None:
-        """A bucket is packed by a cat and a copy into the receive buffer, which a compiler writes as one."""
+        """A bucket is packed by a cat and a copy into the receive buffer; without a cast, the copy is spared."""
         packed = gather.args[0]
-        while packed.target is aten.copy_.default:
+        while packed.target is aten.copy_.default and not self.casts(packed):
             packed = packed.args[1]
         self.called[packed] = self.var(gather, gather.meta["val"], f"{gather.name}.sent", cut=True)
+
+    def casts(self, copy: fx.Node) -> bool:
+        return copy.args[0].meta["val"].dtype != copy.args[1].meta["val"].dtype
 
     def var(self, node: fx.Node, value: torch.Tensor, name: str = "", cut: bool = False, future: bool = False) -> Var:
         layout = (Split(self.axis_of(node)),) if cut else ()
@@ -264,13 +271,17 @@ class _Back:
             self.add(node, WAIT, (future,), (out,), {})
         elif node.target is operator.getitem:
             self.env[node] = self.env[node.args[0]][node.args[1]]
+        elif node.target is aten.copy_.default and self.casts(node):
+            out = self.called.get(node) or self.var(node, node.meta["val"])
+            self.add(node, aten._to_copy.default, (self.env[node.args[1]],), (out,), {"dtype": out.dtype})
         elif node.target is aten.copy_.default:
             self.env[node] = self.env[node.args[1]]
         elif node.target not in (aten.empty.memory_format, aten.slice.Tensor):  # of the receive buffer
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             value = node.meta["val"]
             if isinstance(value, (tuple, list)):
-                outs = tuple(self.var(node, v) for v in value)
+                item = {user.args[1]: user for user in node.users}
+                outs = tuple(self.called.get(item.get(k)) or self.var(node, v) for k, v in enumerate(value))
             else:
                 outs = (self.called.get(node) or self.var(node, value),)
             self.add(node, node.target, args, outs, kwargs)
