@@ -1,10 +1,10 @@
 """pack and unpack: many parts to one buffer for the wire, and back.
 
-    pack(parts, rows, dtype)  ->  [sum(sizes)]   each part cast to dtype, zero-padded to its size
+    pack(parts, sizes, dtype) ->  [sum(sizes)]   each part cast to dtype, zero-padded to its size
     unpack(buffer, ...)                          the inverse of a gather: rank-major to value-major
 
-The reference in plain torch. A single contiguous part of the right dtype and size is sent as it
-is, and a single gathered part is returned as a view: no copy that can be avoided.
+The reference in plain torch. Parts are written straight to where they are sent from, and a value
+gathered alone is a view of what was received: no copy that can be avoided.
 Bytes moved at least: one read and one write of each element that changes dtype or place.
 """
 
@@ -15,20 +15,21 @@ from collections.abc import Sequence
 import torch
 
 
-def pack(parts: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def pack(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """One send buffer for `parts`, each flattened, cast to `dtype` and zero-padded to its size in elements.
 
     >>> pack([torch.ones(2), torch.ones(1, 1)], [2, 2], torch.float32)
     tensor([1., 1., 1., 0.])
     """
-    if len(parts) == 1 and parts[0].numel() == sizes[0]:
-        return parts[0].to(dtype).reshape(-1).contiguous()
-    buffer = parts[0].new_empty(sum(sizes), dtype=dtype)
+    buffer = parts[0].new_empty(sum(sizes), dtype=dtype) if out is None else out
     offset = 0
     for part, size in zip(parts, sizes, strict=True):
         n = part.numel()
         buffer[offset : offset + n].view(part.shape).copy_(part)
-        buffer[offset + n : offset + size].zero_()
+        if n < size:
+            buffer[offset + n : offset + size].zero_()
         offset += size
     return buffer
 

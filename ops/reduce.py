@@ -22,7 +22,12 @@ def reduce(terms: Sequence[torch.Tensor], op: str, dtype: torch.dtype) -> torch.
     tensor([2., 3.])
     """
     first, *rest = terms
-    total = first.to(torch.float32, copy=True) if first.dtype in _HALF else first.clone()
+    if first.dtype in _HALF:
+        total = first.to(torch.float32)
+    elif op in ("sum", "mean") and rest:  # one pass instead of a copy and a sum
+        total, rest = first + rest[0], rest[1:]
+    else:
+        total = first.clone()
     for term in rest:
         if op in ("sum", "mean"):
             total.add_(term)

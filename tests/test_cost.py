@@ -98,10 +98,10 @@ def test_padding_crosses_the_wire():
         # Forward and backward work on 35 elements (two products, a sum, a one), the update on 10 (scale, subtract).
         assert cost.flops == 2 * 35 + 2 + 2 * 10
         assert memory.state == part
-        # While the gather is under way: state, batch, what is received, and rank 0's part, padded.
-        assert memory.live[0] == part + whole + 4 * part + part
-        scatter = memory.live[7]  # beside it the gradient and the loss, and a send and a receive buffer of padded parts
-        assert scatter == part + whole + whole + 4 + 2 * 4 * 2 * 5 * size
+        # While the gather is under way: state, batch, and what is received, in which rank 0's part lies, padded.
+        assert memory.live[0] == part + whole + 4 * part
+        scatter = memory.live[7]  # beside it gradient and loss, four padded parts to send and three to receive
+        assert scatter == part + whole + whole + 4 + (4 + 3) * 2 * 5 * size
 
 
 def test_state_is_the_greatest_part():

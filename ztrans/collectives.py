@@ -92,13 +92,37 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
     return total
 
 
-def sends_as_it_lies(eqn: Eqn, sizes: Mapping[str, int]) -> bool:
-    """Whether a started collective sends its member's own storage, which must then live until the wait:
-    a single member that needs neither a cast nor padding, and is not summed in place."""
-    (member, *rest), (future, *_) = eqn.ins, eqn.outs
-    split, axis = member.split or future.split, eqn.kwargs["axis"]
-    even = split is None or member.shape[split.dim] % sizes[axis] == 0
-    return eqn.op is not ALL_REDUCE and not rest and wire_dtype(eqn, member) == member.dtype and even
+ALONE = 1 << 16  # bytes of one rank's part from which on a member crosses in a message of its own
+
+
+def is_alone(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+    """Whether a member of a started collective crosses in a message of its own, and is not packed with others:
+    one large enough that a copy would cost more than a message, and the only one of its equation."""
+    return len(eqn.outs) == 1 or buffer_bytes(eqn, index, sizes) >= ALONE * sizes[eqn.kwargs["axis"]]
+
+
+def sends_as_it_lies(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+    """Whether a reduction sends a member's own storage, which must then live until the wait: one that crosses
+    alone and needs neither a cast nor padding. A gather's own part is copied to where the whole will be."""
+    member, axis = eqn.ins[index], eqn.kwargs["axis"]
+    split = eqn.outs[index].split
+    even = split is None or (split.dim == 0 and member.shape[0] % sizes[axis] == 0)
+    reduces = eqn.op is REDUCE_SCATTER or (eqn.op is ALL_REDUCE and sizes[axis] == 2)
+    return reduces and even and wire_dtype(eqn, member) == member.dtype and is_alone(eqn, index, sizes)
+
+
+def received_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
+    """Bytes of the buffer into which a member of a started collective is received: a gather's is the value."""
+    n = sizes[eqn.kwargs["axis"]]
+    return buffer_bytes(eqn, index, sizes) * (n - 1 if eqn.op is REDUCE_SCATTER else n) // n
+
+
+def sent_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    """Bytes of the buffers from which a reduction sends what it had to pack, cast or pad."""
+    if eqn.op is ALL_GATHER or (eqn.op is ALL_REDUCE and sizes[eqn.kwargs["axis"]] > 2):
+        return 0
+    packed = (k for k in range(len(eqn.outs)) if not sends_as_it_lies(eqn, k, sizes))
+    return sum(buffer_bytes(eqn, k, sizes) for k in packed)
 
 
 def erase_marks(graph: Graph) -> Graph:

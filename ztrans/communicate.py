@@ -1,8 +1,8 @@
 """The collectives of one rank, asynchronous, over torch.distributed.
 
 A started collective is a `Future`; `wait` gives its value. Gathers and scatters move bytes: a
-reduce_scatter on gloo is an all-to-all and a local sum in rank order, which sends half of what
-gloo's own (an all-reduce and a slice) does and gives every program order the same bits.
+reduce_scatter is an all-to-all and a local sum in rank order, which on gloo sends half of what its
+own (an all-reduce and a slice) does and gives every program order the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from . import ops
-from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, without
+from .collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
+from .exchange import Exchanges, exchange, is_direct
 from .graph import Eqn, Split, Var
 from .layout import chunk, local_shape, part
 from .redistribute import on_axis
@@ -60,6 +61,9 @@ class Future:
         return self.values[member]
 
 
+Started = tuple[list, Callable[[], list[torch.Tensor]]]  # what is under way, and what is made of it
+
+
 class Member(tuple):
     """One member's place in its bucket: (future, index)."""
 
@@ -77,7 +81,11 @@ def _end_gently() -> None:
 
 
 class Start(torch.nn.Module):
-    """Starts one collective equation: called with its members, returns a future of each."""
+    """Starts one collective equation: called with its members, returns a future of each.
+
+    Its members cross in groups, each a message: one that is large is alone in its group, and the rest
+    are packed together (see `collectives.is_alone`).
+    """
 
     def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -85,77 +93,114 @@ class Start(torch.nn.Module):
         axis = eqn.kwargs["axis"]
         self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
         self.size, self.rank, self.group = sizes[axis], at[axis], group
+        self.direct = group is not None and is_direct(group)
         self.outs: Sequence[Var] = eqn.outs
         splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs))
-        self.split = next((s for s in splits if isinstance(s, Split)), Split(axis, 0))
+        self.dim = next((s.dim for s in splits if isinstance(s, Split)), 0)
         self.wire = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
-        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
         # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
-        self.shapes = [_first(local_shape(v, sizes, at), self.split.dim) for v in whole]
+        self.shapes = [_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
+        members = range(len(eqn.outs))
+        alone = [is_alone(eqn, k, sizes) for k in members]
+        packed = [k for k in members if not alone[k]]
+        self.groups = [[k] for k in members if alone[k]] + ([packed] if packed else [])
+        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
 
     def extra_repr(self) -> str:
         return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
-        future = self.start(members)
-        return tuple(Member((future, i)) for i in range(len(members)))
-
-    def _gather(self, shards: Sequence[torch.Tensor]) -> Future:
-        dim = self.split.dim
-        send = ops.pack([s.movedim(dim, 0) for s in shards], self.parts, self.wire)
-        received = send.new_empty(send.numel() * self.size)
-        work = all_gather(_bytes(received), _bytes(send), group=self.group, async_op=True)
+        started = [self.start(ks, [members[k] for k in ks]) for ks in self.groups]
 
         def finish() -> list[torch.Tensor]:
-            whole = ops.unpack(received, self.parts, self.shapes, self.size)
+            values: dict[int, torch.Tensor] = {}
+            for ks, (_, make) in zip(self.groups, started):
+                values.update(zip(ks, make()))
+            started.clear()  # and with them the send and receive buffers
+            return [values[k] for k in range(len(members))]
+
+        future = Future(Exchanges([w for works, _ in started for w in works]), finish)
+        return tuple(Member((future, k)) for k in range(len(members)))
+
+    def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
+        dim, sizes = self.dim, [self.parts[k] for k in ks]
+        received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
+        mine = received[self.rank]
+        ops.pack([s.movedim(dim, 0) for s in shards], sizes, self.wire, out=mine)
+        if self.direct:
+            works = exchange([mine] * self.size, received, self.group)
+        else:
+            works = [all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)]
+
+        def finish() -> list[torch.Tensor]:
+            whole = ops.unpack(received, sizes, [self.shapes[k] for k in ks], self.size)
             # A value cut along another dim arrives with that dim first; its strides must be those of the trace.
             return [w if dim == 0 else w.movedim(0, dim).contiguous() for w in whole]
 
-        return Future(_Holding(work, send), finish)
+        return works, finish
 
-    def _scatter(self, terms: Sequence[torch.Tensor]) -> Future:
-        dim, n = self.split.dim, self.size
-        rows = [t.movedim(dim, 0) for t in terms]
-        send = torch.cat([self._by_rank(t, p) for t, p in zip(rows, self.parts)], 1) if len(rows) > 1 else None
-        send = send if send is not None else self._by_rank(rows[0], self.parts[0])
-        received = torch.empty_like(send)
-        work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
+    def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
+        dim, n = self.dim, self.size
+        rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
+        send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+        pieces, works = self._all_to_all(send)
 
         def finish() -> list[torch.Tensor]:
             values, offset = [], 0
-            for out, shape, size in zip(self.outs, self.shapes, self.parts):
-                mine = (part(shape[0], n, self.rank)[1], *shape[1:])
-                pieces = [received[r, offset : offset + math.prod(mine)] for r in range(n)]
-                value = ops.reduce(pieces, self.op, out.dtype).view(mine)
+            for k in ks:
+                mine = (part(self.shapes[k][0], n, self.rank)[1], *self.shapes[k][1:])
+                here = slice(offset, offset + math.prod(mine))
+                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype).view(mine)
                 values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
-                offset += size
+                offset += self.parts[k]
             return values
 
-        return Future(_Holding(work, send), finish)
+        return works, finish
+
+    def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], list]:
+        """What every rank sends to this one, in rank order: row r of `send` goes to rank r."""
+        if not self.direct:
+            received = torch.empty_like(send)
+            work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
+            return list(received), [_Holding(work, send)]
+        others = iter(send.new_empty(self.size - 1, *send.shape[1:]))
+        pieces = [send[r] if r == self.rank else next(others) for r in range(self.size)]
+        return pieces, exchange(list(send), pieces, self.group)
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row per rank, zero-padded."""
         term = term.to(self.wire).contiguous()
         if term.numel() == self.size * size:
             return term.view(self.size, size)
-        padded = term.new_zeros(self.size * size)
+        padded = term.new_empty(self.size * size)
         padded[: term.numel()] = term.view(-1)
+        padded[term.numel() :].zero_()
         return padded.view(self.size, size)
 
-    def _reduce(self, terms: Sequence[torch.Tensor]) -> Future:
-        kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        buffer = torch.cat([t.to(self.wire).reshape(-1) for t in terms])  # the sum is made in place
-        work = dist.all_reduce(buffer, kinds.get(self.op, dist.ReduceOp.SUM), group=self.group, async_op=True)
+    def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
+        flat = [t.to(self.wire).reshape(-1) for t in terms]
+        send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
+        few = self.size == 2 or send.numel() * send.itemsize <= ALONE
+        if self.direct and few:
+            # Every rank gets all terms and adds them up in rank order: no more bytes than a ring between two.
+            others = iter(send.new_empty(self.size - 1, send.numel()))
+            pieces = [send if r == self.rank else next(others) for r in range(self.size)]
+            works = exchange([send] * self.size, pieces, self.group)
+            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype)  # noqa: E731
+        else:
+            kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+            total = send.clone() if len(flat) == 1 else send  # the sum is made in place
+            works = [dist.all_reduce(total, kinds.get(self.op, dist.ReduceOp.SUM), group=self.group, async_op=True)]
+            reduced = lambda: (total.div_(self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)  # noqa: E731
 
         def finish() -> list[torch.Tensor]:
-            if self.op == "mean":
-                buffer.div_(self.size)
-            pieces = buffer.split([math.prod(s) for s in self.shapes])
-            return [p.to(out.dtype).view(s) for p, out, s in zip(pieces, self.outs, self.shapes)]
+            shapes = [self.shapes[k] for k in ks]
+            whole = reduced().split([math.prod(s) for s in shapes])
+            return [w.view(s) for w, s in zip(whole, shapes)]
 
-        return Future(work, finish)
+        return works, finish
 
 
 @dataclass(eq=False)

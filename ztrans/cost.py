@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import ALL_GATHER, ALL_REDUCE, SHARD, WAIT, buffer_bytes, is_start, sends_as_it_lies, wire_bytes
+from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, wire_bytes
 from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
@@ -117,8 +117,8 @@ def flops(e: Eqn, graph: Graph) -> int:
 def memory(graph: Graph) -> Memory:
     """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
 
-    Buffers count too: what a gather receives from its start on, what is sent in another dtype or
-    padded until its wait. Inputs are live throughout, being the caller's; state outputs replace them.
+    Buffers count too: what a collective receives from its start on, what a reduction packs, casts or
+    pads until its wait. Inputs are live throughout, being the caller's; state outputs replace them.
     """
     size, live, given = local_bytes(graph), liveness(graph), donation(graph)
     n = len(graph.eqns)
@@ -130,12 +130,10 @@ def memory(graph: Graph) -> Memory:
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and live.root[out] is out and out not in given.moved:
-                allocated = buffer_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
+                allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
                 held.append((i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
-        if is_start(e) and e.op is not ALL_REDUCE and not sends_as_it_lies(e, graph.axes):
-            sent = sum(buffer_bytes(e, k, graph.axes) for k in range(len(e.outs)))
-            sent //= graph.axes[e.kwargs["axis"]] if e.op is ALL_GATHER else 1
-            held.append((i, waits[e.outs[-1]], e.outs[0], sent, "send buffer"))
+        if is_start(e) and (sent := sent_bytes(e, graph.axes)):
+            held.append((i, min(waits[f] for f in e.outs), e.outs[0], sent, "send buffer"))
     change = [0] * (n + 1)
     for start, end, _, b, _ in held:
         change[start] += b

@@ -34,8 +34,11 @@ def liveness(graph: Graph) -> Liveness:
     for i, e in enumerate(graph.eqns):
         for v in e.ins:
             last[root[v]] = i
-        if e.op is WAIT and sends_as_it_lies(made[e.args[0]], graph.axes):
-            last[root[made[e.args[0]].ins[0]]] = i
+        if e.op is WAIT:
+            start = made[e.args[0]]
+            k = start.outs.index(e.args[0])
+            if sends_as_it_lies(start, k, graph.axes):
+                last[root[start.ins[k]]] = i
         for out in e.outs:
             if out is not None:
                 last.setdefault(root[out], i)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import coalesce
 from .cluster import Cluster
-from .collectives import REDUCE_SCATTER, buffer_bytes, wire_bytes
+from .collectives import received_bytes, wire_bytes
 from .cost import local_bytes, memory
 from .graph import Eqn, Graph, producers
 from .liveness import liveness
@@ -80,7 +80,7 @@ def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
         if again is not None:
             release = min(max(release, found[again].last + 1), use)
         seen.setdefault(what, i)
-        size = sum(buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         found.append(Gather(coalesce.key(start), wire_bytes(start, graph.axes), size, use, last, release, again))
     return tuple(found)
 
@@ -97,8 +97,7 @@ def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
             filled[key] = filled.get(key, 0) + held
             group, _ = divmod(filled[key] - 1, cap) if cap else (i, 0)
             key = (*key, group)
-        flight = sum(buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        flight *= start.op is REDUCE_SCATTER
+        flight = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))
     return tuple(found)
 

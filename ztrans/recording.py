@@ -6,7 +6,9 @@ no longer blocks. Values live and die as in the code that nobody watches.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +68,29 @@ def mark(record: Record) -> None:
 
 def watch(record: Record, members: tuple[Member, ...]) -> None:
     """A collective has been started: note when, and when it will be done."""
-    k, work = len(record.started), members[0][0].work
+    future, k = members[0][0], len(record.started)
+    note = lambda *_: record.done.__setitem__(k, record.read())  # noqa: E731
     record.started.append(record.read())
-    future = getattr(work, "work", work).get_future()
-    future.add_done_callback(lambda _: record.done.__setitem__(k, record.read()))
+    if record.device == "cpu":
+        future.work = _Watched(future.work, note)
+    else:
+        future.work.works[-1].get_future().add_done_callback(note)
+
+
+class _Watched(threading.Thread):
+    """Waits for work beside the program, and notes when it is done: sends and receives call nobody back."""
+
+    def __init__(self, work: Any, note: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self.work, self.note = work, note
+        self.start()
+
+    def run(self) -> None:
+        self.work.wait()
+        self.note()
+
+    def wait(self) -> None:
+        self.join()
 
 
 def block(record: Record, member: Member) -> None:

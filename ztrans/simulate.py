@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .cluster import Cluster
-from .collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_start, sends_as_it_lies, wire_bytes
+from .collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_alone, is_start, sends_as_it_lies, wire_bytes
 from .cost import flops, local_bytes, memory
 from .graph import DTYPES, Eqn, Graph, Var, is_view, variables
 from .groups import is_users
@@ -81,14 +81,16 @@ def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """Copies into the send buffer, and the processor's share of moving it."""
     host = cluster.link(e.kwargs["axis"]).host * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    copied = 0 if sends_as_it_lies(e, graph.axes) else 2 * sum(size(v) for v in e.ins)
+    lies = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    copied = 2 * sum(size(v) for v, k in zip(e.ins, lies) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """Copies out of what was received: a bucket's members made contiguous, the terms of a sum added up."""
     size = local_bytes(graph)
-    copied = 2 * sum(size(o) for o in e.outs) if e.op is ALL_GATHER and len(e.outs) > 1 else 0
+    packed = [o for k, o in enumerate(e.outs) if not is_alone(e, k, graph.axes)]
+    copied = 2 * sum(map(size, packed)) if e.op is ALL_GATHER else 0
     if e.op is REDUCE_SCATTER:
         copied = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs)
     return cluster.device.launch + copied / cluster.device.bandwidth
