@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from . import plan as plans
+from .bound import bound
 from .cluster import Cluster, assumed
 from .collectives import erase_marks, erase_trivial
 from .communicate import all_gather
@@ -30,7 +31,9 @@ from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .plan import Plan
+from .pose import pose
 from .profile import Profile, profile
+from .schedule import skeleton
 from .simulate import simulate
 from .timeline import Timeline
 from .trace import Program, no_collection
@@ -105,8 +108,16 @@ class Lowered:
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """The step played on a cluster (default: that of its plan), to print or to save as a picture."""
-        return simulate(self.graph, cluster or self.cluster)
+        """The step played on a cluster (default: that of its plan), to print or to save as a picture.
+
+        It carries the bound that no order of the same collectives can beat within the same memory.
+        """
+        cluster = cluster or self.cluster
+        played, s = simulate(self.graph, cluster), skeleton(self.hinted)
+        if not s.gathers and not s.reductions:
+            return played
+        least = bound(pose(s, cluster, played.peak))
+        return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:
         """Plan again from what was measured; `plan.notes` say what that should gain.
