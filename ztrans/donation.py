@@ -7,6 +7,7 @@ equation, and is not under way in a collective.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,7 @@ def _alike(v: Var, out: Var | None) -> bool:
     return out is not None and (v.shape, v.dtype, v.layout) == (out.shape, out.dtype, out.layout)
 
 
+@functools.cache
 def _twin(op: Any) -> Any:
     """The in-place twin of an elementwise operation or of a fused optimizer's."""
     if not isinstance(op, torch._ops.OpOverload):
@@ -78,11 +80,17 @@ def _twin(op: Any) -> Any:
 
 def _written(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
     """The arguments that the in-place twin writes, each with the result that this makes."""
-    fused = twin._schema.name.startswith("aten::_fused_")
-    declared = [s.alias_info is not None and s.alias_info.is_write for s in twin._schema.arguments]
+    fused, declared = _declared(twin)
     flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
     if len(flat) != len(e.outs) or not all(isinstance(v, Var) for v in flat):
         return []
     pairs = list(zip(flat, e.outs))
     # A fused optimizer writes its gradients only to unscale them, which is not asked of it here.
     return pairs[:1] + pairs[2:] if fused and e.kwargs.get("grad_scale") is None else pairs
+
+
+@functools.cache
+def _declared(twin: Any) -> tuple[bool, list[bool]]:
+    """Whether it is a fused optimizer's, and which arguments it writes."""
+    writes = [s.alias_info is not None and s.alias_info.is_write for s in twin._schema.arguments]
+    return twin._schema.name.startswith("aten::_fused_"), writes
