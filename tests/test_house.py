@@ -238,7 +238,8 @@ def test_wheel_holds_ztrans_alone(tmp_path):
         sizes = {name: held.getinfo(name).file_size for name in kernels & set(names)}
     assert {name.split("/")[0] for name in names} == {"ztrans"}
     assert sizes == {name: (ROOT / name).stat().st_size for name in kernels}
-    wanted = {f"ztrans/{path.relative_to(PACKAGE)}" for path in modules().values()} | kernels | {"ztrans/py.typed"}
+    data = {"ztrans/py.typed", "ztrans/page.html"}
+    wanted = {f"ztrans/{path.relative_to(PACKAGE)}" for path in modules().values()} | kernels | data
     assert set(names) == wanted
     with tarfile.open(sdist) as held:
         files = {member.name.split("/", 1)[1] for member in held if member.isfile()}

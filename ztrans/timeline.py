@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
 from .graph import Eqn
 
@@ -36,6 +38,24 @@ class _Shown:
     @property
     def _timelines(self) -> tuple[Timeline, ...]:
         raise NotImplementedError
+
+    def save(self, path: str | PathLike) -> None:
+        """Draw it: `.html` is a page to look around in, which needs nothing else; `.png`, `.svg`, `.pdf` are pictures.
+
+        Raises: ValueError for another ending; ImportError for a picture without matplotlib.
+        """
+        from . import figure, page  # doors upwards: the pictures of a timeline
+
+        draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(Path(path).suffix)
+        if draw is None:
+            raise ValueError(f"save: {str(path)!r} ends in none of .html, {', '.join(figure.ENDINGS)}.")
+        draw(self._timelines, path)
+
+    def to_perfetto(self, path: str | PathLike) -> None:
+        """Write it as a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
+        from .perfetto import save  # a door upwards
+
+        save(self._timelines, path)
 
 
 @dataclass(frozen=True, repr=False)

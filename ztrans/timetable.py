@@ -6,7 +6,7 @@ What a step takes, what keeps each lane busy, what communication exposes and whe
 from __future__ import annotations
 
 from .graph import Eqn
-from .pretty import op_name
+from .pretty import equation, op_name
 from .timeline import COMPUTE, Timeline
 from .units import duration, size
 
@@ -62,6 +62,11 @@ def title(eqn: Eqn) -> str:
     names = [out.name.removesuffix("'") for out in eqn.outs if out is not None]
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
+
+
+def text(eqn: Eqn) -> str:
+    """The whole of an equation, without its line of code."""
+    return equation(eqn.replace(source=None)).strip()
 
 
 def line(eqn: Eqn) -> str:

@@ -1,0 +1,101 @@
+"""figure: timelines as a picture, through matplotlib.
+
+As the page (see `page`): lanes with compute on top, stalls hatched where compute stands still, the
+curve of live memory beneath; two timelines one below the other, on one scale of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .palette import COLOURS, stands_for
+from .timeline import COMPUTE, Timeline
+from .units import duration, size
+
+ENDINGS = (".png", ".svg", ".pdf")
+_INK, _FAINT, _STALL, _GROUND = "#33363b", "#8b8f96", "#b5b8bd", "#fcfbf9"
+
+
+def save(timelines: Sequence[Timeline], path: Any) -> None:
+    """Draw timelines into a file that ends in one of `ENDINGS`."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("save: pictures need matplotlib: pip install matplotlib, or save a .html page.") from error
+    heights = [h for t in timelines for h in (0.34 * len(t.lanes) + 0.5, 0.95)]
+    with rc_context({"font.family": "sans-serif", "font.size": 8, "hatch.linewidth": 0.6, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(11, sum(heights) + 1.0), facecolor=_GROUND, layout="constrained")
+        axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+        scale, unit = _scale(max(t.seconds for t in timelines))
+        for k, timeline in enumerate(timelines):
+            _lanes(axes[2 * k], timeline, scale)
+            _memory(axes[2 * k + 1], timeline, scale)
+        axes[-1].set_xlim(0, max(t.seconds for t in timelines) * scale)
+        axes[-1].set_xlabel(unit, color=_FAINT)
+        axes[-1].tick_params(axis="x", bottom=True, labelbottom=True, length=3)
+        _legend(figure, timelines)
+        figure.savefig(path, dpi=160)
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 10 else (1.0, "s")
+
+
+def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
+    rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for e in timeline.events:
+        bars.setdefault((e.lane, stands_for(e)), []).append((e.start * scale, e.seconds * scale))
+    for (lane, what), spans in bars.items():
+        edge = {"edgecolor": _GROUND, "linewidth": 0.25} if lane != COMPUTE else {"linewidth": 0}
+        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[what][0], **edge)
+    stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
+    ax.broken_barh(stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0)
+    ax.set_yticks(list(rows.values()), list(rows), color=_INK)
+    ax.set_ylim(-len(rows) + 0.45, 0.55)
+    ax.set_title(timeline.name, loc="left", color=_INK, fontsize=10, fontweight="bold")
+    said = f"{duration(timeline.seconds)} a step, {duration(timeline.stalled)} exposed"
+    ax.set_title(said, loc="right", color=_FAINT, fontsize=9)
+    _calm(ax)
+
+
+def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
+    if timeline.memory:
+        last = (timeline.seconds, timeline.memory[-1][1])
+        times, live = zip(*((t * scale, b) for t, b in (*timeline.memory, last)))
+        ax.fill_between(times, live, step="post", color=_FAINT, alpha=0.25, linewidth=0)
+        ax.step(times, live, where="post", color=_FAINT, linewidth=0.8)
+    if timeline.peak:
+        at = next(t for t, b in timeline.memory if b == timeline.peak)
+        ax.plot([at * scale], [timeline.peak], "o", color=_INK, markersize=3, clip_on=False)
+        late = at > 0.8 * timeline.seconds
+        offset, side = ((-6, 2), "right") if late else ((6, 2), "left")
+        ax.annotate(
+            f"peak {size(timeline.peak)}", (at * scale, timeline.peak), offset, textcoords="offset points", ha=side,
+            color=_INK,
+        )  # fmt: skip
+    ax.set_ylim(0, 1.25 * (timeline.peak or 1))
+    ax.set_yticks([0.5 * (timeline.peak or 1)], ["memory"], color=_INK)
+    _calm(ax)
+
+
+def _calm(ax: Any) -> None:
+    ax.set_facecolor(_GROUND)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0, labelbottom=False, labelcolor=_INK)
+    ax.grid(axis="x", color="#e8e6e1", linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    seen = {stands_for(e) for t in timelines for e in t.events}
+    patches = [Patch(facecolor=light, label=what) for what, (light, _) in COLOURS.items() if what in seen]
+    patches.append(Patch(facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0, label="compute stands still"))
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, labelcolor=_INK,
+        handlelength=1.2, columnspacing=1.4,
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""palette: what colour a bar of a timeline has, and what it stands for.
+
+Compute is cool, by region; communication is warm, by the role of the collective.
+"""
+
+from __future__ import annotations
+
+from .timeline import COMPUTE, Event
+
+COLOURS = {  # what it stands for: on a light and on a dark ground
+    "forward": ("#86afd9", "#8db4de"),
+    "backward": ("#3f6ba6", "#4d7bb8"),
+    "update": ("#4ea399", "#52a89e"),
+    "param": ("#e5ab4e", "#dea64c"),
+    "grad": ("#c8593e", "#d2684d"),
+    "output": ("#a487ac", "#ab90b3"),
+    "pmean": ("#7d5f86", "#92739c"),
+    "state": ("#98a1ad", "#8d97a5"),
+    "update's": ("#b3a444", "#bbac4e"),
+    "user": ("#6f8f5a", "#7f9f69"),
+}
+
+
+def stands_for(event: Event) -> str:
+    """The region of an operation, the role of a message: a key of `COLOURS`.
+
+    >>> from ztrans.graph import Eqn
+    >>> stands_for(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))
+    'backward'
+    """
+    if event.lane == COMPUTE:
+        return event.eqn.region
+    role = event.eqn.provenance.role if event.eqn.provenance is not None else "user"
+    return "update's" if role == "update" else role

@@ -1,0 +1,53 @@
+"""perfetto: timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
+
+A process for each timeline, a thread for each lane, a counter of live bytes, and an arrow from where
+a collective is started to its message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .timeline import COMPUTE, Timeline
+from .timetable import line, text, title
+
+
+def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """The trace as JSON has it, times in microseconds."""
+    events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def save(timelines: Sequence[Timeline], path: Any) -> None:
+    with open(path, "w") as file:
+        json.dump(trace(timelines), file)
+
+
+def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    thread = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
+    for lane, k in thread.items():
+        yield {"ph": "M", "pid": process, "tid": k, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "pid": process, "tid": k, "name": "thread_sort_index", "args": {"sort_index": k}}
+
+    def bar(name: str, lane: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
+        place = {"ph": "X", "pid": process, "tid": thread[lane], "ts": start * 1e6, "dur": seconds * 1e6}
+        return {**place, "name": name, "cat": lane, "args": args}
+
+    begun = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
+    for number, e in enumerate(timeline.events):
+        name, what = title(e.eqn), {"equation": text(e.eqn), "source": line(e.eqn), "region": e.eqn.region}
+        if e.lane == COMPUTE:
+            yield bar(name, COMPUTE, e.start, e.seconds, **what)
+            continue
+        yield bar(name, e.lane, e.start, e.seconds, **what, bytes=e.bytes, stall_us=e.stall * 1e6)
+        if e.stall > 0:
+            yield bar("stall", COMPUTE, e.end - e.stall, e.stall, waits_for=name, source=line(e.eqn))
+        if e.eqn in begun:
+            arrow = {"cat": "message", "name": "message", "id": f"{process}.{number}", "pid": process}
+            yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": begun[e.eqn] * 1e6}
+            yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
+    for at, live in timeline.memory:
+        yield {"ph": "C", "pid": process, "name": "live bytes", "ts": at * 1e6, "args": {"bytes": live}}
