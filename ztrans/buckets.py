@@ -1,7 +1,7 @@
-"""buckets: which consecutive messages to send as one, exactly, for one lane with nothing else on its link.
+"""buckets: which consecutive messages of a key to send as one.
 
-Reductions: message j may go once its gradient is born, and the sooner the last has been sent the
-better. With f(j) the earliest time at which the first j have been,
+For a lane with nothing else on its link they are found exactly. Reductions: message j may go once
+its gradient is born. With f(j) the earliest time at which the first j have been sent,
 
     f(j) = min over i < j of  max(f(i), born(j)) + latency + seconds(i..j)
 
@@ -12,9 +12,15 @@ with the least f(i) - seconds(..i) after it; f ascends, so both only move on: O(
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from .loads import Members
+from .problem import Gather, Problem, Reduction
 
 
 def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:
@@ -50,3 +56,76 @@ def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float
         sizes.append(j - cut[j])
         j = cut[j]
     return sizes[::-1]
+
+
+def by_key(things: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[Hashable, list[int]]:
+    """Indices of the same key, in order."""
+    keys: dict[Hashable, list[int]] = {}
+    for i in among:
+        keys.setdefault(things[i].key, []).append(i)
+    return keys
+
+
+def gather_buckets(
+    problem: Problem, among: Iterable[int], room: np.ndarray, portion: float, share: float = 1.0
+) -> list[Members]:
+    """Buckets of gathers that take at most a `portion` of the room at their use; they have 1 / `share` of the link."""
+    tail = [*accumulate(reversed(problem.seconds), initial=0.0)][::-1]
+    most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
+    found: list[Members] = []
+    for key, indices in by_key(problem.gathers, among).items():
+        indices.reverse()
+        gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
+        earlier = [-g.use for g in gathers]
+        reach = [bisect_right(earlier, -g.release) for g in gathers]
+        first = _first([g.held for g in gathers], [min(portion * room[g.use], most) for g in gathers], reach)
+        seconds = [share * wire.pace * g.wire for g in gathers]
+        sizes = consecutive([tail[g.use] for g in gathers], seconds, wire.latency, first)
+        found += [members[::-1] for members in _split(indices, sizes)][::-1]
+    return found
+
+
+def reduction_buckets(problem: Problem, room: np.ndarray, portion: float, share: float = 1.0) -> list[Members]:
+    """Buckets of reductions, likewise, with the room at their birth; they start as often as they must."""
+    before, matmuls = [*accumulate(problem.seconds, initial=0.0)], [*accumulate(problem.matmul, initial=0)]
+    most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
+    often = float("inf") if problem.max_between is None else problem.max_between
+    starts = sorted({r.born + 1 for r in problem.reductions})
+    previous = dict(zip(starts[1:], starts))
+    found: list[Members] = []
+    for key, indices in by_key(problem.reductions, range(len(problem.reductions))).items():
+        reductions, wire = [problem.reductions[i] for i in indices], problem.wires[key]
+        start = [r.born + 1 for r in reductions]
+        since = [previous.get(start[0], start[0]), *start]  # at the latest, the start before the bucket of each
+        passed = [matmuls[k] for k in start]
+        reach = [
+            min(
+                len(start) if r.need is None else bisect_right(start, r.need),
+                max(bisect_right(passed, matmuls[k] + often), bisect_right(start, r.born + 1)),
+            )
+            for r, k in zip(reductions, since)
+        ]
+        first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
+        seconds = [share * wire.pace * r.wire for r in reductions]
+        found += _split(indices, consecutive([before[k] for k in start], seconds, wire.latency, first))
+    return found
+
+
+def _first(held: Sequence[int], caps: Sequence[float], reach: Sequence[int]) -> list[int]:
+    """For each member, the first that it may share a bucket with: all between fit below its cap, and none of
+    them, m, comes before `reach[m]` ends."""
+    until = [0] * (len(held) + 1)
+    for m, end in enumerate(reach):
+        until[end] = m + 1
+    first, i, total = [], 0, 0
+    for j, more in enumerate(held):
+        total += more
+        while i < j and (total > caps[j] or i < until[j]):
+            total -= held[i]
+            i += 1
+        first.append(i)
+    return first
+
+
+def _split(indices: Sequence[int], sizes: Sequence[int]) -> list[Members]:
+    return [tuple(indices[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]

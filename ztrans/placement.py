@@ -11,30 +11,17 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from .loads import Choice, Load, Loads
 from .play import Message, Network
-from .problem import Bucket, Problem, Schedule, Wire
+from .problem import Bucket, Problem, Schedule
 
-Members = tuple[int, ...]
 _COME, _GATHER, _REDUCE, _WAIT = range(4)  # what happens at one place, in this order
 _NEVER = float("inf")
-_ENDLESS = 2**52  # bytes: more than there are, and exact as a float
-
-
-class Choice(NamedTuple):
-    """Buckets, by index; what is dropped; when a gather is due: `lead` times its transfer before its use.
-    It starts then if, as long as there may be gradients, `reserve` bytes are left for them."""
-
-    gathers: tuple[Members, ...]
-    reductions: tuple[Members, ...]
-    dropped: frozenset[int]
-    lead: float = 1.0
-    reserve: float = 0.0
 
 
 class Placed(NamedTuple):
@@ -52,108 +39,22 @@ class Placed(NamedTuple):
         return Schedule(tuple(starts), self.reductions, self.choice.dropped)
 
 
-class _Load(NamedTuple):
-    """A bucket as a message: a gather's `place` is its use, and `bound` its release; a reduction's `place` is
-    its start, and `bound` its need. `change` is what it adds to the memory of its members alone."""
-
-    members: Members
-    place: int
-    bound: int
-    held: int
-    size: int  # with what is live in flight
-    wire: Wire
-    seconds: float
-    change: tuple[tuple[int, ...], tuple[int, ...]]
-
-
 class Placement:
     """Places buckets of one problem, many times."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.loads = problem, Loads(problem)
         self.before = [*accumulate(problem.seconds, initial=0.0)]
-        self.memory = min(problem.memory, _ENDLESS)
-        self.matmuls = [*accumulate(problem.matmul, initial=0)]
-        self.starts = sorted({r.born + 1 for r in problem.reductions})
-        self._gathers: dict[Members, _Load | None] = {}
-        self._reductions: dict[Members, _Load | None] = {}
-        self._alone: dict[frozenset[int], np.ndarray] = {}
-
-    def gather(self, members: Members) -> _Load | None:
-        """A bucket of gathers; None: one is released after another is used."""
-        if members not in self._gathers:
-            things = [self.problem.gathers[i] for i in members]
-            use, release = min(g.use for g in things), max(g.release for g in things)
-            held = sum(g.held for g in things)
-            wire = self.problem.wires[things[0].key]
-            change = ((use, *(g.use for g in things)), (held, *(-g.held for g in things)))
-            load = _Load(members, use, release, held, held, wire, wire.pace * sum(g.wire for g in things), change)
-            self._gathers[members] = load if release <= use else None
-        return self._gathers[members]
-
-    def reduction(self, members: Members) -> _Load | None:
-        """A bucket of reductions; None: one is needed before another is born."""
-        if members not in self._reductions:
-            things, n = [self.problem.reductions[i] for i in members], len(self.problem.seconds)
-            start, need = max(r.born for r in things) + 1, min(n if r.need is None else r.need for r in things)
-            held, flight = sum(r.held for r in things), sum(r.flight for r in things)
-            wire = self.problem.wires[things[0].key]
-            change = ((start, *(r.born + 1 for r in things)), (-held, *(r.held for r in things)))
-            load = _Load(
-                members, start, need, held, held + flight, wire, wire.pace * sum(r.wire for r in things), change
-            )
-            self._reductions[members] = load if start <= need else None
-        return self._reductions[members]
-
-    def alone(self, dropped: frozenset[int]) -> np.ndarray:
-        """By operation: what is live when every message is alone, and starts and is waited for at one place."""
-        if dropped not in self._alone:
-            p, change = self.problem, np.zeros(len(self.problem.seconds) + 1)
-            last, keeper = [g.last for g in p.gathers], {}
-            for i in sorted(dropped):
-                kept = keeper[i] = keeper.get(p.gathers[i].again, p.gathers[i].again)
-                last[kept] = max(last[kept], p.gathers[i].last)
-            for i, g in enumerate(p.gathers):
-                if i not in dropped:
-                    change[g.use] += g.held
-                    change[last[i] + 1] -= g.held
-            for r in p.reductions:
-                change[r.born] += r.held
-                change[r.born + 1] -= r.held
-            self._alone[dropped] = np.array(p.live, dtype=float) + change.cumsum()[:-1]
-        return self._alone[dropped]
 
     def __call__(self, choice: Choice, limit: float = _NEVER) -> Placed | None:
         """Play a choice; None if it does not fit, or is seen to take longer than `limit`."""
-        gathers = [self.gather(members) for members in choice.gathers]
-        reductions = [self.reduction(members) for members in choice.reductions]
-        if None in gathers or None in reductions:
+        loads = self.loads.of(choice)
+        if loads is None:
             return None
-        gathers.sort(key=lambda load: load.place)
-        reductions.sort(key=lambda load: load.place)
-        if not self._often(reductions):
+        try:
+            return _Play(self, choice, *loads, limit).placed()
+        except _TooLong:
             return None
-        changes = [load.change for load in (*gathers, *reductions) if len(load.members) > 1]
-        places = [k for where, _ in changes for k in where]
-        bytes_ = [b for _, what in changes for b in what]
-        n = len(self.problem.seconds)
-        used = self.alone(choice.dropped) + np.bincount(places, bytes_, n + 1).cumsum()[:n]
-        room = self.memory - used
-        if room.min(initial=0) < 0:
-            return None
-        seconds = _Play(self, choice, gathers, reductions, room, limit)
-        return seconds.placed()
-
-    def _often(self, reductions: Sequence[_Load]) -> bool:
-        """Whether reductions start as often as they must."""
-        most = self.problem.max_between
-        if most is None:
-            return True
-        begin = sorted({load.place for load in reductions})
-        return all(
-            self.matmuls[b] - self.matmuls[a] <= most or bisect_left(self.starts, b) - bisect_right(self.starts, a) == 0
-            for a, b in pairwise(begin)
-        )
 
 
 class _TooLong(Exception):
@@ -161,50 +62,50 @@ class _TooLong(Exception):
 
 
 class _Play:
-    """One choice, played."""
+    """One choice, played: what is on its way, what has been decided, and the room that is left."""
 
     def __init__(
         self,
         placement: Placement,
         choice: Choice,
-        gathers: list[_Load],
-        reductions: list[_Load],
+        gathers: list[Load],
+        reductions: list[Load],
         room: np.ndarray,
         limit: float,
     ) -> None:
-        self.before, self.limits = placement.before, placement.problem
+        self.problem, self.before, self.memory = placement.problem, placement.before, placement.loads.memory
         self.choice, self.gathers, self.reductions, self.room, self.limit = choice, gathers, reductions, room, limit
-        self.memory = placement.memory
-        self.gradients = placement.starts[0] if placement.starts else len(self.before)
+        self.gradients = min((r.born for r in self.problem.reductions), default=len(self.before))
+        self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
+        self.network, self.clock, self.at = Network(), 0.0, 0
+        self.sent: dict[int, int] = {}  # numbers of messages: of gather g, and of reduction r at ~r
+        self.ahead: list[int] = []  # gathers on their way
+        self.behind: list[int] = []  # reductions on their way
         self.start = [0] * len(gathers)
         self.wait = [-1] * len(reductions)  # its place, once that is sure
         self.until = [0] * len(reductions)  # the place up to which there is room for its gradients
-        self.sent: dict[int, int] = {}  # numbers of messages: of gather g, and of reduction r at ~r
         self.eta = [0.0] * len(reductions)
-        self.ahead: list[int] = []  # gathers on their way
-        self.behind: list[int] = []  # reductions on their way
-        self.lanes: dict[str, deque[int]] = {}  # gathers to come
-        for g, load in enumerate(gathers):
-            self.lanes.setdefault(load.wire.lane, deque()).append(g)
-        self.due = self._due()
-        self.tried = {lane: max(self.due[queue[0]], gathers[queue[0]].bound) for lane, queue in self.lanes.items()}
-        self.work: dict[str, float] = {}
+        self.last: dict[str, int] = {}  # by lane: the last message
+        self.clear: dict[str, float] = {}  # and when that has come, if no other lane is in its way
+        self.work: dict[str, float] = {}  # and the seconds of its messages, with those in which it was idle
         for load in (*gathers, *reductions):
             self.work[load.wire.lane] = self.work.get(load.wire.lane, 0.0) + load.wire.latency + load.seconds
-        self.clear: dict[str, float] = {}  # when a lane has sent what is queued, if others let it
-        self.last: dict[str, int] = {}
-        self.network, self.clock, self.at = Network(), 0.0, 0
+        self.queues: dict[str, deque[int]] = {}  # by lane: gathers to come
+        for g, load in enumerate(gathers):
+            self.queues.setdefault(load.wire.lane, deque()).append(g)
+        self.due = self._due()
+        self.next = {lane: max(self.due[queue[0]], gathers[queue[0]].bound) for lane, queue in self.queues.items()}
         self.agenda: list[tuple[int, int, int | str]] = [
             *((load.place, _WAIT, g) for g, load in enumerate(gathers)),
             *((load.place, _REDUCE, r) for r, load in enumerate(reductions)),
-            *((place, _GATHER, lane) for lane, place in self.tried.items()),
+            *((place, _GATHER, lane) for lane, place in self.next.items()),
         ]
         heapq.heapify(self.agenda)
 
     def _due(self) -> list[int]:
         """The last place at which each gather, and those of its lane after it, come in time if nothing else waits."""
         due = [0] * len(self.gathers)
-        for queue in self.lanes.values():
+        for queue in self.queues.values():
             latest = _NEVER
             for g in reversed(queue):
                 load = self.gathers[g]
@@ -212,35 +113,29 @@ class _Play:
                 due[g] = min(max(0, bisect_right(self.before, latest) - 1), load.place)
         return due
 
-    def placed(self) -> Placed | None:
+    def placed(self) -> Placed:
+        """Play it."""
+        if max(self.work.values(), default=0.0) > self.limit:
+            raise _TooLong
         happens = (self._come, self._gather, self._reduce, self._wait)
-        try:
-            if any(work > self.limit for work in self.work.values()):
-                return None
-            while self.agenda:
-                place, kind, which = heapq.heappop(self.agenda)
-                self.clock += self.before[place] - self.before[self.at]
-                self.at = place
-                self.network.run(self.clock)
-                happens[kind](which, place)
-        except _TooLong:
-            return None
-        end = self.clock + self.before[-1] - self.before[self.at]
+        while self.agenda:
+            place, kind, which = heapq.heappop(self.agenda)
+            self.clock += self.before[place] - self.before[self.at]
+            self.at = place
+            self.network.run(self.clock)
+            happens[kind](which, place)
         return Placed(
-            end,
+            self.clock + self.before[-1] - self.before[self.at],
             int(self.memory - self.room.min(initial=self.memory)),
             self.choice,
             tuple(Bucket(load.members, start, load.place) for load, start in zip(self.gathers, self.start)),
             tuple(Bucket(load.members, load.place, wait) for load, wait in zip(self.reductions, self.wait)),
         )
 
-    def _send(self, load: _Load, place: int) -> int:
+    def _send(self, load: Load, place: int) -> int:
         wire = load.wire
         lane = wire.lane
-        if lane in self.last:
-            idle = self.clock - self.network.end[self.last[lane]]
-        else:
-            idle = self.clock
+        idle = self.clock - (self.network.end[self.last[lane]] if lane in self.last else 0.0)
         if idle > 0:
             self.work[lane] += idle
             if self.work[lane] > self.limit:
@@ -252,13 +147,13 @@ class _Play:
 
     def _gather(self, lane: str, place: int) -> None:
         """Start the gathers of a lane whose time has come."""
-        queue = self.lanes[lane]
-        while queue and self.tried[lane] == place:
+        queue = self.queues[lane]
+        while queue and self.next[lane] == place:
             g = queue[0]
             load = self.gathers[g]
             start = self._earliest(g, place)
             if start > place:
-                self.tried[lane] = start
+                self.next[lane] = start
                 heapq.heappush(self.agenda, (start, _GATHER, lane))
                 return
             queue.popleft()
@@ -271,7 +166,7 @@ class _Play:
         load = self.gathers[g]
         use = load.place
         start = min(max(place, self.due[g], load.bound), use)
-        most = self.limits.gathers_in_flight
+        most = self.problem.gathers_in_flight
         if most is not None and start < use:
             if load.held > most:
                 return use
@@ -279,14 +174,14 @@ class _Play:
             if sum(self.gathers[other].held for other in others) + load.held > most:
                 return min(use, *(self.gathers[other].place for other in others))
         if start < use:
-            full = self.room[start:use] < load.held + (self.choice.reserve if use >= self.gradients else 0.0)
+            full = self.room[start:use] < load.held + (self.reserve if use >= self.gradients else 0)
             if full.any():
                 start = use - int(full[::-1].argmax())
         return start
 
     def _reduce(self, r: int, place: int) -> None:
         """Start a reduction; wait for others first, if too many bytes are on their way."""
-        load, most = self.reductions[r], self.limits.reductions_in_flight
+        load, most = self.reductions[r], self.problem.reductions_in_flight
         while most is not None and self.behind:
             if sum(self.reductions[other].held for other in self.behind) + load.held <= most:
                 break
@@ -320,10 +215,10 @@ class _Play:
         self.wait[r] = place
         if self.until[r] > place:
             self.room[place : self.until[r]] += self.reductions[r].size
-            for lane, queue in self.lanes.items():
-                if queue and self.tried[lane] > place:
-                    self.tried[lane] = place + stall
-                    heapq.heappush(self.agenda, (self.tried[lane], _GATHER, lane))
+            for lane, queue in self.queues.items():
+                if queue and self.next[lane] > place:
+                    self.next[lane] = place + stall
+                    heapq.heappush(self.agenda, (self.next[lane], _GATHER, lane))
         if stall:
             heapq.heappush(self.agenda, (place, _WAIT, ~r))
 

@@ -1,56 +1,85 @@
-"""planner: a schedule of collectives for a problem, as near to its bound as the effort allows."""
+"""planner: a schedule of collectives for a problem, as near to its bound as the effort brings it.
+
+Memory is a constraint: no schedule is returned that needs more than there is.
+"""
 
 from __future__ import annotations
 
-from .outcome import evaluate
+from bisect import bisect_right
+from dataclasses import replace
+
+from .bound import bound
+from .loads import Loads, kept
+from .outcome import evaluate, issue_order, validate
+from .play import play
 from .problem import Bucket, Problem, Schedule
+from .search import Search
+
+EFFORT = 30_000  # messages placed in search: about a second
+ENOUGH = 0.0025  # above the bound, and there is nothing to win
 
 
 class Infeasible(Exception):
-    """No schedule fits: at operation `at` the least of them needs `needs` bytes."""
+    """No schedule fits: at operation `at` every one of them has at least `needs` bytes live."""
 
     def __init__(self, needs: int, at: int) -> None:
         super().__init__(f"{needs} bytes are needed at operation {at}, whatever the schedule")
         self.needs, self.at = needs, at
 
 
-def solve(problem: Problem, effort: int = 400) -> Schedule:
-    """The best schedule found in `effort` evaluations; it never needs more than `problem.memory`."""
-    dropped = frozenset(
-        i
-        for i, gather in enumerate(problem.gathers)
-        if gather.again is not None and gather.use <= problem.gathers[gather.again].last + 1
-    )
-    gathers = sorted(
-        (Bucket((i,), gather.use, gather.use) for i, gather in enumerate(problem.gathers) if i not in dropped),
-        key=lambda bucket: bucket.start,
-    )
-    reductions = sorted(
-        (Bucket((i,), reduction.born + 1, reduction.born + 1) for i, reduction in enumerate(problem.reductions)),
-        key=lambda bucket: bucket.start,
-    )
-    least = Schedule(tuple(gathers), tuple(reductions), dropped)
-    outcome = evaluate(problem, least)
-    if outcome.peak > problem.memory:
-        raise Infeasible(outcome.peak, outcome.at)
-    best = least
-    if problem.gathers_in_flight is None:
-        ahead = [
-            Bucket(b.members, max(min(a.wait, b.wait), problem.gathers[b.members[0]].release), b.wait)
-            for a, b in zip([Bucket((), 0, 0), *gathers], gathers)
-        ]
-        early = Schedule(tuple(sorted(ahead, key=lambda bucket: bucket.start)), tuple(reductions), dropped)
-        if evaluate(problem, early).peak <= problem.memory:
-            best = early
-    if problem.reductions_in_flight is None:
-        ends = [
-            min([len(problem.seconds), *(x for i in b.members if (x := problem.reductions[i].need) is not None)])
-            for b in reductions
-        ]
-        waits = [min(b.start, end) for b, end in zip(reductions[1:], ends)] + ends[-1:]
-        late = Schedule(
-            best.gathers, tuple(Bucket(b.members, b.start, max(b.start, w)) for b, w in zip(reductions, waits)), dropped
-        )
-        if evaluate(problem, late).peak <= problem.memory:
-            best = late
-    return best
+def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
+    """The best schedule found. The same problem has the same one everywhere: effort is counted, not timed.
+
+    Raises: Infeasible when no schedule fits the memory.
+    """
+    least = Loads(problem).alone(kept(problem, ()))
+    if least.max(initial=0) > problem.memory:
+        raise Infeasible(int(least.max()), int(least.argmax()))
+    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
+    search.sow()
+    search.merge()
+    search.climb()
+    found = later(problem, search.best.schedule)
+    simple = one_ahead(problem, search.free)
+    if simple is not None and evaluate(problem, simple).seconds < evaluate(problem, found).seconds:
+        return simple
+    return found
+
+
+def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
+    """Every message alone, started or waited for one message ahead; None when that does not fit."""
+    order = sorted((i for i in range(len(problem.gathers)) if i not in dropped), key=lambda i: problem.gathers[i].use)
+    gathers = [
+        Bucket((i,), min(max(before, problem.gathers[i].release), problem.gathers[i].use), problem.gathers[i].use)
+        for before, i in zip([0, *(problem.gathers[i].use for i in order)], order)
+    ]
+    starts = [r.born + 1 for r in problem.reductions]
+    ends = [len(problem.seconds) if r.need is None else r.need for r in problem.reductions]
+    reductions = [
+        Bucket((i,), start, min(after, end))
+        for i, (start, after, end) in enumerate(zip(starts, [*starts[1:], len(problem.seconds)], ends))
+    ]
+    schedule = Schedule(tuple(sorted(gathers, key=lambda b: b.start)), tuple(reductions), dropped)
+    try:
+        validate(problem, schedule)
+    except ValueError:
+        return None
+    return schedule if evaluate(problem, schedule).peak <= problem.memory else None
+
+
+def later(problem: Problem, schedule: Schedule) -> Schedule:
+    """Every gather started at the last place before its transfer begins: nothing else changes, and less is live."""
+    messages = evaluate(problem, schedule).messages
+    played = play(problem.seconds, messages)
+    last: dict[str, int] = {}  # by lane, where the message after starts
+    ours = set(map(id, schedule.gathers))
+    gathers = []
+    for bucket, message, begin in reversed(list(zip(issue_order(schedule), messages, played.begin))):
+        start = bucket.start
+        if id(bucket) in ours:
+            start = max(
+                start, min(bisect_right(played.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
+            )
+            gathers.append(replace(bucket, start=start))
+        last[message.lane] = start
+    return replace(schedule, gathers=tuple(sorted(reversed(gathers), key=lambda bucket: bucket.start)))

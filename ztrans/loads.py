@@ -1,0 +1,140 @@
+"""loads: a choice of buckets, what each is as a message, and the memory that they leave at every operation."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .problem import Gather, Problem, Reduction, Wire
+
+Members = tuple[int, ...]
+_ENDLESS = 2**52  # bytes: more than there are, and exact as a float
+
+
+class Choice(NamedTuple):
+    """Buckets by index, in order of use and of birth within a key, and the gathers that are dropped. A gather is
+    due `lead` times its transfer before its use, and then starts if, while there may be gradients, room
+    for `reserve` times the largest reduction is left beside it."""
+
+    gathers: tuple[Members, ...]
+    reductions: tuple[Members, ...]
+    dropped: frozenset[int]
+    lead: float = 1.0
+    reserve: float = 0.0
+
+
+class Load(NamedTuple):
+    """A bucket as a message. A gather's `place` is that of its use, and `bound` its release; a reduction's
+    `place` is that of its start, and `bound` its need."""
+
+    members: Members
+    place: int
+    bound: int
+    held: int
+    size: int  # with what is live in flight
+    wire: Wire
+    seconds: float
+    places: tuple[int, ...]  # where it changes what is live, compared with its members alone,
+    change: tuple[int, ...]  # and by how many bytes
+
+
+def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
+    """What is dropped with `dropped` at no cost: values that are live anyway until they are used again."""
+    last, keeper = [g.last for g in problem.gathers], {}
+    for i in sorted(dropped):
+        earlier = problem.gathers[i].again
+        keep = keeper[i] = keeper.get(earlier, earlier)
+        last[keep] = max(last[keep], problem.gathers[i].last)
+    more = {
+        i
+        for i, g in enumerate(problem.gathers)
+        if i not in keeper and g.again is not None and g.use <= last[keeper.get(g.again, g.again)] + 1
+    }
+    return kept(problem, {*dropped, *more}) if more else frozenset(dropped)
+
+
+class Loads:
+    """The loads of one problem's buckets."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.end = problem, len(problem.seconds)
+        self.memory = min(problem.memory, _ENDLESS)
+        self.starts = sorted({r.born + 1 for r in problem.reductions})
+        self._matmuls = [*accumulate(problem.matmul, initial=0)]
+        self._gathers: dict[Members, Load | None] = {}
+        self._reductions: dict[Members, Load | None] = {}
+        self._alone: dict[frozenset[int], np.ndarray] = {}
+
+    def of(self, choice: Choice) -> tuple[list[Load], list[Load], np.ndarray] | None:
+        """Gathers by use, reductions by birth, and the bytes left by operation when each gather starts at its
+        use and each reduction is waited for at once; None when these buckets cannot be."""
+        gathers = [self._gather(members) for members in choice.gathers]
+        reductions = [self._reduction(members) for members in choice.reductions]
+        if None in gathers or None in reductions or not self._often(reductions):
+            return None
+        loads = [load for load in (*gathers, *reductions) if len(load.members) > 1]
+        places, change = [k for load in loads for k in load.places], [b for load in loads for b in load.change]
+        more = np.bincount(np.array(places, dtype=np.int64), change, self.end + 1)
+        room = self.memory - self.alone(choice.dropped) - more.cumsum()[: self.end]
+        if room.min(initial=0.0) < 0:
+            return None
+        return (*(sorted(part, key=lambda load: load.place) for part in (gathers, reductions)), room)
+
+    def alone(self, dropped: frozenset[int]) -> np.ndarray:
+        """The bytes live by operation when every message goes alone, and is waited for where it starts."""
+        if dropped not in self._alone:
+            change = self._held(dropped)
+            for r in self.problem.reductions:
+                change[r.born] += r.held
+                change[r.born + 1] -= r.held
+            self._alone[dropped] = np.array(self.problem.live, dtype=float) + change.cumsum()[: self.end]
+        return self._alone[dropped]
+
+    def _held(self, dropped: frozenset[int]) -> np.ndarray:
+        gathers, change = self.problem.gathers, np.zeros(self.end + 1)
+        last, keeper = [g.last for g in gathers], {}
+        for i in sorted(dropped):
+            keep = keeper[i] = keeper.get(gathers[i].again, gathers[i].again)
+            last[keep] = max(last[keep], gathers[i].last)
+        for i, g in enumerate(gathers):
+            if i not in dropped:
+                change[g.use] += g.held
+                change[last[i] + 1] -= g.held
+        return change
+
+    def _gather(self, members: Members) -> Load | None:
+        if members not in self._gathers:
+            things = [self.problem.gathers[i] for i in members]
+            use, release = min(g.use for g in things), max(g.release for g in things)
+            held = sum(g.held for g in things)
+            places, change = (use, *(g.use for g in things)), (held, *(-g.held for g in things))
+            load = Load(members, use, release, held, held, *self._sent(things), places, change)
+            self._gathers[members] = load if release <= use else None
+        return self._gathers[members]
+
+    def _reduction(self, members: Members) -> Load | None:
+        if members not in self._reductions:
+            things = [self.problem.reductions[i] for i in members]
+            start = max(r.born for r in things) + 1
+            need = min(self.end if r.need is None else r.need for r in things)
+            held, flight = sum(r.held for r in things), sum(r.flight for r in things)
+            places, change = (start, *(r.born + 1 for r in things)), (-held, *(r.held for r in things))
+            load = Load(members, start, need, held, held + flight, *self._sent(things), places, change)
+            self._reductions[members] = load if start <= need else None
+        return self._reductions[members]
+
+    def _sent(self, things: Sequence[Gather | Reduction]) -> tuple[Wire, float]:
+        wire = self.problem.wires[things[0].key]
+        return wire, wire.pace * sum(thing.wire for thing in things)
+
+    def _often(self, reductions: Sequence[Load]) -> bool:
+        """Whether reductions start as often as they must."""
+        most = self.problem.max_between
+        return most is None or all(
+            self._matmuls[b] - self._matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)
+            for a, b in pairwise(sorted({load.place for load in reductions}))
+        )

@@ -1,0 +1,217 @@
+"""search: choices of buckets, better and better.
+
+A choice is as good as the time that its placement takes; below `enough` times do not count, and
+fewer bytes live are better, then fewer buckets. Seeds cut exact buckets for a link of their own
+under several shares of the room, for more and more values kept. Then buckets are merged, many at
+once where that does no harm, and single ones changed at random. Chance has a fixed seed and the
+effort is counted in messages placed, so that the same problem has the same result everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from .buckets import by_key, gather_buckets, reduction_buckets
+from .loads import Choice, Members, kept
+from .placement import Placed, Placement
+from .problem import Problem
+
+_LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
+_LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
+_RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+
+
+class Search:
+    """The best choice so far, and the effort that is left."""
+
+    def __init__(self, problem: Problem, enough: float, effort: int) -> None:
+        self.problem, self.enough = problem, enough
+        self.place = Placement(problem)
+        self.loads = self.place.loads
+        self.chance = random.Random(0)
+        count = len(problem.gathers) + len(problem.reductions)
+        self.effort = min(effort, (4 * count + 8) * (count + 8))
+        self.seen: set[Choice] = set()
+        self.free = kept(problem, ())
+        again = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in self.free]
+        # Values whose next use is near take room for a short time, and all of them do around the turn.
+        self.order = sorted(
+            again, key=lambda i: problem.gathers[i].use - problem.gathers[problem.gathers[i].again].last
+        )
+        self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
+        self.best = self.place(self._alone())
+
+    def _alone(self) -> Choice:
+        """Every message alone, every gather at its use."""
+        gathers, reductions = self.problem.gathers, self.problem.reductions
+        among = [(i,) for i in range(len(gathers)) if i not in self.free]
+        return Choice(self._sorted(among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
+
+    def _sorted(self, buckets: list[Members]) -> tuple[Members, ...]:
+        groups = by_key(self.problem.gathers, (members[0] for members in sorted(buckets)))
+        rank = {key: k for k, key in enumerate(groups)}
+        return tuple(sorted(buckets, key=lambda members: (rank[self.problem.gathers[members[0]].key], members)))
+
+    @property
+    def done(self) -> bool:
+        """Whether the best is good enough, or the effort spent."""
+        return self.effort <= 0 or self.best.seconds <= self.enough
+
+    def rank(self, placed: Placed) -> tuple[float, int, int]:
+        """The less the better."""
+        buckets = len(placed.gathers) + len(placed.reductions)
+        return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
+
+    def try_(self, choice: Choice, slower: float = math.inf) -> Placed | None:
+        """Place a choice if it is new; None if it is not, does not fit, or takes longer than `slower`."""
+        self.effort -= 8
+        if choice in self.seen:
+            return None
+        self.seen.add(choice)
+        placed = self.place(choice, max(slower, self.enough))
+        if placed is not None:
+            self.effort -= len(choice.gathers) + len(choice.reductions)
+            if self.rank(placed) < self.rank(self.best):
+                self.best = placed
+        return placed
+
+    def sow(self) -> None:
+        """Try the seeds."""
+        found = []
+        for dropped in self._kept():
+            for lead, reserve in ((1.0, 0.0), (2.0, 1.0)):
+                placed = self._seed(dropped, (0.3, 0.12, 0.2), 1.0, lead, reserve)
+                if placed is not None:
+                    found.append((placed.seconds, dropped, lead, reserve))
+                if self.done:
+                    return
+        found.sort(key=lambda one: one[0])
+        for _, dropped, lead, reserve in found[:2]:
+            for first, again, reductions, share in product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35), (1.0, 2.0)):
+                self._seed(dropped, (first, again, reductions), share, lead, reserve)
+                if self.done:
+                    return
+
+    def _kept(self) -> Iterator[frozenset[int]]:
+        """Sets of gathers to drop, from none to all that fit."""
+        gathers = self.problem.gathers
+        room, fit, total = self.loads.memory - self.loads.alone(self.free), [], [0]
+        for i in self.order:
+            a, b = gathers[gathers[i].again].last + 1, gathers[i].use
+            if room[a:b].min() >= gathers[i].held:
+                room[a:b] -= gathers[i].held
+                fit.append(i)
+                total.append(total[-1] + gathers[i].held)
+        counts = sorted({int(np.searchsorted(total, level * total[-1], side="right")) - 1 for level in _LEVELS})
+        for count in counts:
+            yield kept(self.problem, {*self.free, *fit[:count]})
+
+    def _seed(
+        self, dropped: frozenset[int], portions: tuple[float, float, float], share: float, lead: float, reserve: float
+    ) -> Placed | None:
+        room = self.loads.memory - self.loads.alone(dropped)
+        first, again = (
+            [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
+            for is_first in (True, False)
+        )
+        buckets = [
+            *gather_buckets(self.problem, first, room, portions[0], share),
+            *gather_buckets(self.problem, again, room, portions[1], share),
+        ]
+        reductions = reduction_buckets(self.problem, room, portions[2], share)
+        return self.try_(
+            Choice(self._sorted(buckets), tuple(reductions), dropped, lead, reserve), self.best.seconds * 1.1
+        )
+
+    def merge(self) -> None:
+        """Merge neighbours, all pairs at once, or half of them where that is no better."""
+        for kind in (0, 1):
+            again = True
+            while again and self.effort > 0:
+                again, parts = False, [self._pairs(self.best.choice[kind], kind)]
+                while parts and self.effort > 0:
+                    part = parts.pop(0)
+                    if not part:
+                        continue
+                    before = self.best
+                    self.try_(self._merged(before.choice, kind, set(part)), before.seconds)
+                    if self.best is not before:
+                        again = True
+                    elif len(part) > 1:
+                        parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+
+    def _pairs(self, buckets: tuple[Members, ...], kind: int) -> list[int]:
+        """The first members of buckets that may swallow the next."""
+        things, pairs, i = (self.problem.gathers, self.problem.reductions)[kind], [], 0
+        while i + 1 < len(buckets):
+            if things[buckets[i][0]].key == things[buckets[i + 1][0]].key:
+                pairs.append(buckets[i][0])
+                i += 1
+            i += 1
+        return pairs
+
+    def _merged(self, choice: Choice, kind: int, swallow: set[int]) -> Choice:
+        buckets: list[Members] = []
+        for members in choice[kind]:
+            if buckets and buckets[-1][0] in swallow:
+                swallow.discard(buckets[-1][0])
+                buckets[-1] += members
+            else:
+                buckets.append(members)
+        return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
+
+    def climb(self) -> None:
+        """Change the best at random, for as long as there is effort."""
+        current = self.best
+        while not self.done:
+            placed = self.try_(self._neighbour(current.choice), current.seconds * (1 + 1e-9))
+            if placed is not None and placed.seconds <= current.seconds:
+                current = placed
+
+    def _neighbour(self, choice: Choice) -> Choice:
+        chance = self.chance
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            choice = self._regrouped(choice)
+        what = chance.random()
+        if what < 0.1:
+            return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice(_RESERVES))
+        if what < 0.25 and self.order:
+            return self._kept_otherwise(choice)
+        return choice
+
+    def _regrouped(self, choice: Choice) -> Choice:
+        """Split a bucket, merge two, or move the border between them."""
+        chance, counts = self.chance, (len(choice.gathers), len(choice.reductions))
+        kind = int(chance.random() * sum(counts) >= counts[0])
+        things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(choice[kind])
+        if not buckets:
+            return choice
+        i = chance.randrange(len(buckets))
+        members, what = buckets[i], chance.random()
+        if what < 0.2:
+            if len(members) > 1:
+                cut = chance.randrange(1, len(members))
+                buckets[i : i + 1] = [members[:cut], members[cut:]]
+        elif i + 1 < len(buckets) and things[members[0]].key == things[buckets[i + 1][0]].key:
+            both = members + buckets[i + 1]
+            cut = chance.randrange(1, len(both))
+            buckets[i : i + 2] = [both] if what < 0.5 else [both[:cut], both[cut:]]
+        return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
+
+    def _kept_otherwise(self, choice: Choice) -> Choice:
+        """Keep some more values, or some fewer."""
+        some = self.chance.choice((1, 1, 2, 4, 7))
+        if self.chance.random() < 0.5:
+            more = [i for i in self.order if i not in choice.dropped][:some]
+            dropped = kept(self.problem, choice.dropped.union(more))
+            left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
+            return choice._replace(gathers=tuple(members for members in left if members), dropped=dropped)
+        fewer = [i for i in self.order if i in choice.dropped][-some:]
+        dropped = kept(self.problem, choice.dropped.difference(fewer))
+        back = by_key(self.problem.gathers, sorted(choice.dropped - dropped))
+        return choice._replace(gathers=self._sorted([*choice.gathers, *map(tuple, back.values())]), dropped=dropped)
