@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import collectives
 from .cluster import Cluster, Device, Link
-from .communicate import all_gather
+from .communicate import Start
 from .fit import Sample, fit
-from .graph import DTYPES
+from .graph import DTYPES, Partial, Split, Var
 from .mesh import check_runs
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -161,30 +163,33 @@ def _slowest(seconds: float, on: torch.device) -> float:
 
 def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:
     """A function that starts a collective in which a rank receives about `size` bytes, and how many exactly."""
-    n = group.size()
-    part = max(1, size // 4 // (n - 1) // (2 if kind == "all_reduce" else 1))
-    one, whole, other = torch.zeros(part, device=on), torch.zeros(n * part, device=on), torch.zeros(n * part, device=on)
-    start = {
-        "all_gather": lambda: all_gather(whole, one, group=group, async_op=True),
-        "reduce_scatter": lambda: dist.all_to_all_single(whole, other, group=group, async_op=True),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
-    }[kind]
-    return start, 4 * part * (n - 1) * (2 if kind == "all_reduce" else 1)
+    ranks = {"axis": group.size()}
+    rows = ranks["axis"] * max(1, size // 4 // (group.size() - 1) // (2 if kind == "all_reduce" else 1))
+    split = Split("axis")
+    x = Var("x", torch.float32, (rows,), (split if kind == "all_gather" else Partial("axis", "sum"),))
+    if kind == "all_gather":
+        eqn = collectives.all_gather([x], ["y"], "axis")
+    else:
+        eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
+    start = Start(eqn, ranks, {"axis": group.rank()}, group)
+    member = torch.zeros(rows // (group.size() if kind == "all_gather" else 1), device=on)
+    return lambda: start(member)[0][0].work, collectives.wire_bytes(eqn, ranks)
 
 
 def _taken(start: Callable[[], Any], on: torch.device) -> float:
-    """The seconds of matmuls that a collective under way costs."""
+    """The seconds of matmuls that a collective under way costs: of the wall clock, less what other processes took."""
     run = _matmul(256, torch.float32, on)
-    began, alone = time.perf_counter(), 0
-    while time.perf_counter() - began < _BURST:
+    clocks = (time.perf_counter, time.process_time)
+    began, alone = [clock() for clock in clocks], 0
+    while time.perf_counter() - began[0] < _BURST:
         _once(run, on)
         alone += 1
-    each = (time.perf_counter() - began) / alone
+    each = [(clock() - at) / alone for clock, at in zip(clocks, began)]
     dist.barrier()
-    began, beside = time.perf_counter(), 0
-    work = start()
-    while not work.is_completed():
+    began, beside = [clock() for clock in clocks], 0
+    under_way = threading.Thread(target=start().wait)
+    under_way.start()
+    while under_way.is_alive():
         _once(run, on)
         beside += 1
-    work.wait()
-    return max(0.0, time.perf_counter() - began - beside * each)
+    return max(0.0, min(clock() - at - beside * one for clock, at, one in zip(clocks, began, each)))

@@ -14,6 +14,7 @@ from .timeline import COMPUTE, Timeline
 from .units import duration, size
 
 ENDINGS = (".png", ".svg", ".pdf")
+_MANY = 150  # bars of a lane beside which gaps would take too much of them
 _INK, _FAINT, _STALL, _GROUND = "#33363b", "#8b8f96", "#b5b8bd", "#fcfbf9"
 
 
@@ -49,8 +50,8 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     for e in timeline.events:
         bars.setdefault((e.lane, stands_for(e)), []).append((e.start * scale, e.seconds * scale))
     for (lane, what), spans in bars.items():
-        edge = {"edgecolor": _GROUND, "linewidth": 0.25} if lane != COMPUTE else {"linewidth": 0}
-        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[what][0], **edge)
+        gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
+        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[what][0], edgecolor=_GROUND, linewidth=gap)
     stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
     ax.broken_barh(stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0)
     ax.set_yticks(list(rows.values()), list(rows), color=_INK)
