@@ -71,7 +71,11 @@ class Plan:
         """A plan from its JSON."""
         buckets = {name: tuple((tuple(m), str(at)) for m, at in found[name]) for name in ("gathers", "reductions")}
         return Plan(
-            found["program"], **buckets, dropped=tuple(found["dropped"]), update=found["update"], notes=tuple(found["notes"])
+            found["program"],
+            **buckets,
+            dropped=tuple(found["dropped"]),
+            update=found["update"],
+            notes=tuple(found["notes"]),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -108,29 +112,31 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     budget = min(asked) if asked else int(unscheduled * (1 + SLACK))
     update = s.reductions[0].start.order.update if s.reductions else "last"
     problem, notes = pose(s, cluster, budget), []
-    attempts = [update] if update == "last" else ["eager", "eager", "last"]
+    # What packing needs for a moment is in the analysis and not in the problem: where that does not fit, the
+    # problem gets less; then updates come last; then nothing is packed.
+    attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
     best: tuple[int, Plan, Graph] | None = None
-    for how in attempts:
+    for how, packed in attempts:
+        if not packed and how == update:
+            problem = dataclasses.replace(_alone(problem), memory=budget)
         try:
             schedule = solve(problem)
         except Infeasible as error:
-            if best is not None:
-                break
-            if asked:
-                raise _too_little(s, problem, budget, error) from None
-            # What the analysis allows and the problem does not differ by buffers: the least that it can do.
+            if asked and best is None:
+                raise _too_little(s, budget, error) from None
             problem = dataclasses.replace(problem, memory=error.needs)
             schedule = solve(problem)
         found = realise(s, schedule, how, _kept(problem, schedule))
         peak = memory(found).peak
-        plan = _named(s, fingerprint(graph), schedule, how)
         if best is None or peak < best[0]:
-            best = (peak, plan, found)
+            best = (peak, _named(s, fingerprint(graph), schedule, how), found)
         if peak <= budget:
             break
         problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
     peak, plan, found = best
     if peak > budget and asked:
+        raise _too_little(s, budget, Infeasible(peak, 0))
+    if peak > budget:
         notes.append(f"the peak is {size_text(peak)}, {size_text(peak - budget)} above the budget")
     if plan.update != update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
@@ -197,7 +203,15 @@ def _named(s: Skeleton, program: str, schedule: Schedule, update: str) -> Plan:
     )
 
 
-def _too_little(s: Skeleton, problem: Problem, budget: int, error: Infeasible) -> ValueError:
+def _alone(problem: Problem) -> Problem:
+    """The same, with nothing that could share a bucket."""
+    gathers = tuple(g._replace(key=(g.key, i)) for i, g in enumerate(problem.gathers))
+    reductions = tuple(r._replace(key=(r.key, i)) for i, r in enumerate(problem.reductions))
+    wires = {new.key: problem.wires[new.key[0]] for new in (*gathers, *reductions)}
+    return dataclasses.replace(problem, gathers=gathers, reductions=reductions, wires=wires)
+
+
+def _too_little(s: Skeleton, budget: int, error: Infeasible) -> ValueError:
     holders = memory(s.graph).holders[:5]
     lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in holders)
     at = s.ops[error.at]

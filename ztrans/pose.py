@@ -87,15 +87,17 @@ def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
 
 def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
     graph, size = s.graph, local_bytes(s.graph)
-    filled: dict[tuple, int] = {}
+    open_: dict[tuple, tuple[int, int]] = {}
     found = []
     for i, p in enumerate(s.reductions):
         start, cap = p.start, p.start.order.bucket
         held = sum(map(size, start.ins))
         key = (*coalesce.key(start), p.then is not None)
         if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
-            filled[key] = filled.get(key, 0) + held
-            group, _ = divmod(filled[key] - 1, cap) if cap else (i, 0)
+            group, filled = open_.get(key, (0, 0))
+            if filled and filled + held > cap:
+                group, filled = group + 1, 0
+            open_[key] = group, filled + held
             key = (*key, group)
         flight = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))

@@ -51,7 +51,7 @@ def test_stage_3_gathers_again_in_backward():
 def test_tied_weights_are_gathered_and_reduced_once(stage):
     _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
     for op, role, most in ((ALL_GATHER, "param", 2 if stage == 3 else 1), (REDUCE_SCATTER, "grad", 1)):
-        found = [e for e in starts(lowered.graph, op, role) if e.provenance.paths == ("params.tokens.weight",)]
+        found = [e for e in starts(lowered.graph, op, role) if "params.tokens.weight" in e.provenance.paths]
         assert 1 <= len(found) <= most
 
 
