@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: install lint test golden demo clean
+.PHONY: install lint test golden demo peers bench clean
 
 install: $(STAMP)
 
@@ -26,6 +26,12 @@ golden: install
 
 demo: install
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
+
+peers: install
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints.txt deepspeed jax
+
+bench: install
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,63 @@
+"""PyTorch's own: the plain loop, DDP and FSDP2, each also under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from .model import Task, adamw, loss_of
+from .wire import AllGather, ReduceScatter
+
+
+def loop(task: Task, model: nn.Module, compile: bool = False) -> Callable[[], Tensor]:
+    """A step of the ordinary loop, on one batch again and again."""
+    optimizer, (x, y) = adamw(model.parameters()), task.batch()
+    model = torch.compile(model) if compile else model
+
+    def step() -> Tensor:
+        with task.autocast():
+            logits = model(x)
+        loss = loss_of(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def plain(task: Task, compile: bool = False) -> Callable[[], Tensor]:
+    return loop(task, task.model(), compile)
+
+
+def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], Tensor]:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket)
+    if task.bf16:
+        model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))  # itself it asks for NCCL
+    return loop(task, model, compile)
+
+
+def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[], Tensor]:
+    """`tuned` is what its options can do about gloo: gathers started ahead, and whole duplex links."""
+    dist.init_process_group("gloo")
+    model = task.model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy if task.bf16 else MixedPrecisionPolicy())
+    if tuned:
+        assert isinstance(model, FSDPModule)
+        model._set_unshard_async_op(True)  # without streams, a gather is asynchronous only if it is told so
+        for module in (model, *model.blocks):
+            module.set_custom_all_gather(AllGather())
+            module.set_custom_reduce_scatter(ReduceScatter())
+        for before, after in zip([model, *model.blocks], model.blocks):
+            before.set_modules_to_forward_prefetch([after])
+    return loop(replace(task, bf16=False), model, compile)  # its own policy casts, not autocast

@@ -1,0 +1,123 @@
+"""What the runs measured, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from datetime import date
+
+from matplotlib.figure import Figure
+
+from .model import Config
+from .subjects import SUBJECTS
+
+MIB = 2**20
+# How far a loss may be from that of plain fp32 training on the whole batch, as a part of it.
+TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
+REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
+HEAD = (
+    "| | seconds a step, median | least | of compute | sent, MiB | malloc, MiB | resident, MiB | loss | |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+)
+LEGEND = """\
+- *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
+- *sent*: what one host sends in a step, headers included.
+- *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
+  before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
+  includes a compiler's modules.
+- *loss*: mean over ranks after the last step. An exclamation mark: not that of plain training on the whole batch.
+- AdamW(fused=True) in all but JAX. Every batch is the same one; rank 0's clock.
+"""
+
+
+def line(run: dict) -> str:
+    """One run in a few words."""
+    if "seconds" not in run:
+        return " ".join(f"{key}: {value}" for key, value in run.items())
+    return f"{statistics.median(run['seconds']):.3f} s   loss {run['losses'][0]:.4f} -> {run['losses'][1]:.4f}"
+
+
+def pooled(runs: list[dict]) -> dict:
+    """The rounds of one subject as one run: all their steps, the last round's other figures."""
+    good = [run for run in runs if "seconds" in run]
+    if len(good) < len(runs) or not runs:
+        return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
+    return good[-1] | {"seconds": [s for run in good for s in run["seconds"]]}
+
+
+def agrees(losses: list[float], truth: list[float], precision: str) -> bool:
+    return all(abs(a - b) <= TOLERANCE[precision] * b for a, b in zip(losses, truth))
+
+
+def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str]:
+    subjects = {s.name: s for s in SUBJECTS}
+    base = statistics.median(runs.get("compute alone", {}).get("seconds", [float("nan")]))
+    rows = list(HEAD)
+    for name, run in runs.items():
+        if "seconds" not in run:
+            rows.append(f"| {name} | | | | | | | | {line(run)} |")
+            continue
+        median, least = statistics.median(run["seconds"]), min(run["seconds"])
+        memory = f"{run['lent'] / MIB:.0f} | {run['resident'] / MIB:.0f}"
+        loss = f"{run['losses'][1]:.4f}"
+        if subjects[name].alone:
+            loss = ""
+        elif not agrees(run["losses"], truth, precision):
+            loss += " !"
+        figures = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
+        rows.append(f"| {name} | {figures} | {subjects[name].remark} |")
+    return rows
+
+
+def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
+    """Writes the three files, and returns the text of the first."""
+    by_precision = {p: {n: pooled(r) for (n, q), r in runs.items() if q == p} for p in args.precision}
+    names = ("torch", "deepspeed", "jax")
+    versions = {n: importlib.metadata.version(n) for n in names if importlib.util.find_spec(n)}
+    where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+    where += ", ".join(f"{n} {v}" for n, v in versions.items())
+    network = f"{args.hosts} hosts, {args.rate} links"
+    steps = f"{args.steps * args.rounds} steps timed, {args.rounds} round{'s' * (args.rounds > 1)}"
+    text = [f"# Training steps: {network}", "", f"{date.today()}; {where}. {steps}.", ""]
+    text += [f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.", ""]
+    text += [f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.", ""]
+    for precision, results in by_precision.items():
+        text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), ""]
+    text += [LEGEND]
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"peers_{args.hosts}hosts_{args.rate}"
+    stem.with_suffix(".md").write_text("\n".join(text))
+    about = {"date": str(date.today()), "where": where, "hosts": args.hosts, "rate": args.rate, "truth": truth}
+    data = about | {"config": dataclasses.asdict(config), "results": by_precision}
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1))
+    picture(by_precision, network).savefig(stem.with_suffix(".png"), dpi=130)
+    return "\n".join(text)
+
+
+def picture(by_precision: dict[str, dict], network: str) -> Figure:
+    """A bar a subject, its median; a tick at its least; a line at compute alone."""
+    timed = {p: {n: r["seconds"] for n, r in results.items() if "seconds" in r} for p, results in by_precision.items()}
+    timed = {p: seconds for p, seconds in timed.items() if seconds}
+    rows = max(map(len, timed.values()), default=1)
+    figure = Figure(figsize=(7 * len(timed) or 7, 1.4 + 0.3 * rows), layout="constrained")
+    figure.suptitle(f"Seconds a training step: {network}")
+    for axes, (precision, seconds) in zip(figure.subplots(1, len(timed) or 1, squeeze=False)[0], timed.items()):
+        medians = {name: statistics.median(s) for name, s in seconds.items()}
+        colours = ["tab:blue" if "ztrans" in n else "0.35" if "alone" in n else "0.7" for n in medians]
+        bars = axes.barh(list(medians), list(medians.values()), color=colours, height=0.7)
+        axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
+        for i, s in enumerate(seconds.values()):
+            axes.plot([min(s)] * 2, [i - 0.35, i + 0.35], color="black", linewidth=1)
+        if "compute alone" in medians:
+            axes.axvline(medians["compute alone"], color="black", linewidth=0.8, linestyle=":")
+        axes.set(title=precision, xlabel="median; black tick: the fastest step", xlim=(0, 1.12 * max(medians.values())))
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,53 @@
+"""The subjects, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from .model import Task
+
+
+class Skip(Exception):
+    """Why a subject cannot run here."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`build`, "module:function" beside this one, makes of a Task its step, to be called again and again."""
+
+    name: str
+    build: str
+    options: dict = field(default_factory=dict)
+    needs: str = "torch"
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    alone: bool = False  # no communication: it does not learn from the others' batches
+    remark: str = ""
+
+    def make(self, task: Task) -> Callable:
+        module, function = self.build.split(":")
+        return getattr(import_module(f".{module}", __package__), function)(task, **self.options)
+
+
+COMPILED = {"compile": True}
+TUNED = "gathers started ahead; its collectives as messages both ways"
+
+SUBJECTS = (
+    Subject("compute alone", "native:plain", alone=True),
+    Subject("compute alone, torch.compile", "native:plain", COMPILED, alone=True),
+    Subject("DDP", "native:ddp"),
+    Subject("DDP, torch.compile", "native:ddp", COMPILED),
+    Subject("FSDP2", "native:fsdp", remark="as documented"),
+    Subject("FSDP2, torch.compile", "native:fsdp", COMPILED, remark="as documented"),
+    Subject("FSDP2, tuned", "native:fsdp", {"tuned": True}, remark=TUNED),
+    Subject("FSDP2, tuned, torch.compile", "native:fsdp", {"tuned": True, "compile": True}, remark=TUNED),
+    *(
+        Subject(f"DeepSpeed ZeRO-{stage}", "zero:deepspeed", {"stage": stage}, "deepspeed", remark=remark)
+        for stage, remark in {1: "", 2: "", 3: "keeps small parameters gathered"}.items()
+    ),
+    Subject("JAX, jit", "jax:fsdp", needs="jax", precisions=("fp32",), remark="sharded as in FSDP"),
+    Subject("ZeRO-3 by hand", "by_hand:zero3", remark="one layer ahead, messages both ways"),
+    *(Subject(f"ztrans stage {stage}", "ztrans:lifted", {"stage": stage}) for stage in (0, 1, 2, 3)),
+    Subject("ztrans stage 3, inductor", "ztrans:lifted", {"stage": 3, "backend": "inductor"}),
+)
