@@ -81,7 +81,7 @@ def wire_bytes(mesh) -> None:
     for stage in (1, 2, 3):
         measured, said = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
-            step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(case.step)
+            step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(case.step)
             state = step.shard(case.state())
             part = slices(batches(case, 1)[0], WORLD)[RANK]
             state, _ = step(state, *part)  # the ranks agree on the program in the first call

@@ -87,7 +87,7 @@ def llama(
     problem = Problem(
         tuple(seconds),
         tuple(live),
-        tuple(bool(units) for _, units, _ in [*forward, *reversed(forward)]) + (False,),
+        (*tuple(bool(units) for _, units, _ in [*forward, *reversed(forward)]), False),
         tuple(gathers),
         tuple(reductions),
         {"gather": Wire(lanes[0], "link", latency, pace), "reduce": Wire(lanes[1], "link", latency, pace)},

@@ -18,7 +18,7 @@ from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
 from .graph import Graph
-from .recording import Record, Times, mark, recorded
+from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain
 from .simulate import messages, signature
 from .timeline import COMPUTE, Event, Timeline
@@ -95,10 +95,11 @@ def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor
     device = inputs[0].device.type if inputs else "cpu"
     module, every = recorded(program), []
     run = bind(graph, module)
-    for _ in range(steps):
-        module.record = record = Record(device)
-        run(inputs)
-        every.append(record.times())
+    with watching() as watchers:
+        for _ in range(steps):
+            module.record = record = Record(device, watchers)
+            run(inputs)
+            every.append(record.times())
     timeline, observed = _timeline(graph, _medians(every))
     return Profile(timeline, _by_signature(graph, every), observed, _overhead(graph, every, device))
 
@@ -162,7 +163,7 @@ def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
 
 def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
     """The seconds a step spent on reading clocks: after each equation, and on each collective."""
-    record = Record(device)
+    record = Record(device, {})
     for _ in range(1000):
         mark(record)
     reading = record.times().end / 1000

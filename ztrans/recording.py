@@ -6,15 +6,18 @@ no longer blocks. Values live and die as in the code that nobody watches.
 
 from __future__ import annotations
 
-import threading
+import concurrent.futures
+import contextlib
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from .collectives import WAIT, is_start
+from .collectives import ALL_GATHER, WAIT, is_start
 from .communicate import Member
 
 
@@ -31,8 +34,8 @@ class Times(NamedTuple):
 class Record:
     """The readings of one run: of the processor's clock on CPU, of events on the current stream elsewhere."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
+        self.device, self.watchers = device, watchers
         self.marks: list[Any] = []
         self.started: list[Any] = []
         self.done: dict[int, Any] = {}
@@ -61,36 +64,46 @@ class Record:
         return Times(since(self.marks), since(self.started), since(done), since(self.came), *since([end]))
 
 
+@contextlib.contextmanager
+def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
+    """A thread for each lane, which waits for its collectives one after the other."""
+    watchers: defaultdict[str, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1, "ztrans-watcher"))
+    try:
+        yield watchers
+    finally:
+        for watcher in watchers.values():
+            watcher.shutdown()
+
+
 def mark(record: Record) -> None:
     """An equation ends here."""
     record.marks.append(record.read())
 
 
-def watch(record: Record, members: tuple[Member, ...]) -> None:
+def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
     """A collective has been started: note when, and when it will be done."""
     future, k = members[0][0], len(record.started)
-    note = lambda *_: record.done.__setitem__(k, record.read())  # noqa: E731
     record.started.append(record.read())
     if record.device == "cpu":
-        future.work = _Watched(future.work, note)
+        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
     else:
-        future.work.works[-1].get_future().add_done_callback(note)
+        future.work.works[-1].get_future().add_done_callback(lambda _: record.done.__setitem__(k, record.read()))
 
 
-class _Watched(threading.Thread):
-    """Waits for work beside the program, and notes when it is done: sends and receives call nobody back."""
+def _wait(record: Record, work: Any, k: int) -> None:
+    """Wait beside the program, since sends and receives call nobody back."""
+    work.wait()
+    record.done[k] = record.read()
 
-    def __init__(self, work: Any, note: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
-        self.work, self.note = work, note
-        self.start()
 
-    def run(self) -> None:
-        self.work.wait()
-        self.note()
+class _Watched:
+    """Work for which a watcher waits: it must not be waited for twice."""
+
+    def __init__(self, watching: concurrent.futures.Future) -> None:
+        self.watching = watching
 
     def wait(self) -> None:
-        self.join()
+        self.watching.result()
 
 
 def block(record: Record, member: Member) -> None:
@@ -114,7 +127,8 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             out.call_function(block, (record, env[node.args[0]]))
         env[node] = out.node_copy(node, env.__getitem__)
         if eqn is not None and is_start(eqn) and node.op == "call_module":
-            out.call_function(watch, (record, env[node]))
+            lane = f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
+            out.call_function(watch, (record, env[node], lane))
         if eqn is not None and after.meta.get("eqn") is not eqn:
             out.call_function(mark, (record,))
     held = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}

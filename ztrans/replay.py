@@ -45,7 +45,7 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
     observed = sorted(observed, key=lambda m: m.issued)[:_MOST]
     axes = [axis for axis, _ in links]
     figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
-    took = [m.done - m.issued + _NOISE for m in observed]
+    took = [max(m.done - m.issued, 0.0) + _NOISE for m in observed]
     found = solve(lambda values: _took(dict(zip(axes, figures.put(values))), observed), took, figures.start)
     return tuple(zip(axes, figures.put(found)))
 

@@ -24,6 +24,7 @@ from .problem import Problem
 _LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
 _RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+_WORSE = 0.0003  # of the time, what a change may cost while much effort is left
 
 
 class Search:
@@ -37,6 +38,7 @@ class Search:
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = min(effort, (4 * count + 8) * (count + 8))
         self.seen: set[Choice] = set()
+        self.at = [g.use for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
         again = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in self.free]
         # Values whose next use is near take room for a short time, and all of them do around the turn.
@@ -166,11 +168,12 @@ class Search:
         return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
 
     def climb(self) -> None:
-        """Change the best at random, for as long as there is effort."""
-        current = self.best
+        """Change the best at random, for as long as there is effort; at first, slightly worse is as good."""
+        current, total = self.best, max(self.effort, 1)
         while not self.done:
-            placed = self.try_(self._neighbour(current.choice), current.seconds * (1 + 1e-9))
-            if placed is not None and placed.seconds <= current.seconds:
+            worse = 1 + _WORSE * max(0.0, self.effort / total - 0.1)
+            placed = self.try_(self._neighbour(current.choice), current.seconds * worse)
+            if placed is not None and placed.seconds <= current.seconds * worse:
                 current = placed
 
     def _neighbour(self, choice: Choice) -> Choice:
@@ -191,17 +194,25 @@ class Search:
         things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(choice[kind])
         if not buckets:
             return choice
-        i = chance.randrange(len(buckets))
-        members, what = buckets[i], chance.random()
+        i, what = chance.randrange(len(buckets)), chance.random()
+        members = buckets[i]
         if what < 0.2:
-            if len(members) > 1:
-                cut = chance.randrange(1, len(members))
+            if cuts := self._cuts(members, kind):
+                cut = chance.choice(cuts)
                 buckets[i : i + 1] = [members[:cut], members[cut:]]
         elif i + 1 < len(buckets) and things[members[0]].key == things[buckets[i + 1][0]].key:
-            both = members + buckets[i + 1]
-            cut = chance.randrange(1, len(both))
-            buckets[i : i + 2] = [both] if what < 0.5 else [both[:cut], both[cut:]]
+            both, border = members + buckets[i + 1], len(members)
+            if what < 0.5:
+                buckets[i : i + 2] = [both]
+            elif cuts := [cut for cut in self._cuts(both, kind) if cut != border]:
+                cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if what < 0.75 else cuts)
+                buckets[i : i + 2] = [both[:cut], both[cut:]]
         return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
+
+    def _cuts(self, members: Members, kind: int) -> list[int]:
+        """Where a bucket may be cut: what one operation uses or makes stays together."""
+        at = self.at[kind]
+        return [k for k in range(1, len(members)) if at[members[k]] != at[members[k - 1]]]
 
     def _kept_otherwise(self, choice: Choice) -> Choice:
         """Keep some more values, or some fewer."""

@@ -42,6 +42,7 @@ SUBJECTS = (
     Subject("FSDP2, torch.compile", "native:fsdp", COMPILED, remark="as documented"),
     Subject("FSDP2, tuned", "native:fsdp", {"tuned": True}, remark=TUNED),
     Subject("FSDP2, tuned, torch.compile", "native:fsdp", {"tuned": True, "compile": True}, remark=TUNED),
+    Subject("SimpleFSDP, torch.compile", "simple_fsdp:compiled", remark="Inductor's bucketing and overlap"),
     *(
         Subject(f"DeepSpeed ZeRO-{stage}", "zero:deepspeed", {"stage": stage}, "deepspeed", remark=remark)
         for stage, remark in {1: "", 2: "", 3: "keeps small parameters gathered"}.items()

@@ -55,7 +55,8 @@ def overlap_grads(
             raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {other}.")
     if max_compute_between is not None and (not isinstance(max_compute_between, int) or max_compute_between < 1):
         raise ValueError(
-            f"overlap_grads: max_compute_between={max_compute_between!r}; it is a number of matmuls, at least 1, or None."
+            f"overlap_grads: max_compute_between={max_compute_between!r}; "
+            "it is a number of matmuls, at least 1, or None."
         )
     if update not in ("eager", "last"):
         raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
