@@ -210,7 +210,7 @@ def memory(mesh) -> None:
     whole = adam_state(model)()
     batch = regression(1024, 1024)(8)
     for stage in (0, 1, 2, 3):
-        stepped = zt.chain(zt.shard_params(mesh, stage=stage), *ALL)(step)
+        stepped = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *ALL)(step)
         base = resident()
         state = stepped.shard(whole)
         held = resident() - base

@@ -147,26 +147,6 @@ def test_members_of_a_bucket_have_one_key():
         coalesce([a, wide])
 
 
-@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "weight_penalty"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_schedules_permute_bucketing_aside(name, stage):
-    """Every equation of the unscheduled program is there once; collectives member by member, but those dropped."""
-    case = CASES[name]
-    shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage)
-    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
-    plain = shard(case.step).lower(*args).graph
-    lowered = zt.chain(shard, zt.overlap_grads(), zt.prefetch())(case.step).lower(*args)
-
-    def members(graph):
-        found = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
-        found.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
-        return found
-
-    gone = members(plain) - members(lowered.graph.check())
-    assert not members(lowered.graph) - members(plain)
-    assert sum(gone.values()) == 2 * len(lowered.plan.dropped)
-
-
 def under_way(graph: Graph, ops, roles):
     """While each computation runs: the collectives under way, by bytes."""
     now = {}

@@ -146,13 +146,15 @@ class Start(torch.nn.Module):
         rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
+        over = self._over(pieces)
 
         def finish() -> list[torch.Tensor]:
             values, offset = [], 0
             for k in ks:
                 mine = (part(self.shapes[k][0], n, self.rank)[1], *self.shapes[k][1:])
                 here = slice(offset, offset + math.prod(mine))
-                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype).view(mine)
+                result = None if over is None else over[here]
+                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result).view(mine)
                 values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
                 offset += self.parts[k]
             return values
@@ -165,9 +167,12 @@ class Start(torch.nn.Module):
             received = torch.empty_like(send)
             work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
             return list(received), [_Holding(work, send)]
-        others = iter(send.new_empty(self.size - 1, *send.shape[1:]))
-        pieces = [send[r] if r == self.rank else next(others) for r in range(self.size)]
+        pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
         return pieces, exchange(list(send), pieces, self.group)
+
+    def _over(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The received piece in which the sum is made; None where pieces lie in one buffer, which it would keep."""
+        return pieces[0 if self.rank else 1] if self.direct else None
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row per rank, zero-padded."""
@@ -185,10 +190,9 @@ class Start(torch.nn.Module):
         few = self.size == 2 or send.numel() * send.itemsize <= ALONE
         if self.direct and few:
             # Every rank gets all terms and adds them up in rank order: no more bytes than a ring between two.
-            others = iter(send.new_empty(self.size - 1, send.numel()))
-            pieces = [send if r == self.rank else next(others) for r in range(self.size)]
+            pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = exchange([send] * self.size, pieces, self.group)
-            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype)  # noqa: E731
+            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))  # noqa: E731
         else:
             kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
             total = send.clone() if len(flat) == 1 else send  # the sum is made in place
