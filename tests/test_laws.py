@@ -124,7 +124,8 @@ def test_printing_is_deterministic_and_names_are_stable():
     assert str(a) == str(b)
     _, _, scheduled = sharded(autocast(), 4, steps=1, transforms=(OVERLAP, PREFETCH))
     names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}  # noqa: E731
-    assert names(a) == names(scheduled)
+    kept = {n for n in names(a) if ".full_1" in n}  # what is kept is not gathered again
+    assert names(a) - kept <= names(scheduled) <= names(a)
 
 
 def test_history_holds_every_stage_and_diff_shows_what_changed():

@@ -72,6 +72,7 @@ def _jobs(problem: Problem) -> list[_Job]:
     ] + [
         _Job(g.key, pace[g.key] * g.wire, g.release if after is None else after, g.use, after is None, held)
         for g, after, held in zip(problem.gathers, *_values(problem))
+        if after is None or held  # a value that takes no room is kept
     ]
     return sorted(jobs, key=lambda job: job.need)
 

@@ -82,7 +82,7 @@ class Loads:
         room = self.memory - self.alone(choice.dropped) - more.cumsum()[: self.end]
         if room.min(initial=0.0) < 0:
             return None
-        return (*(sorted(part, key=lambda load: load.place) for part in (gathers, reductions)), room)
+        return (*(sorted(part, key=lambda load: (load.place, load.bound)) for part in (gathers, reductions)), room)
 
     def alone(self, dropped: frozenset[int]) -> np.ndarray:
         """The bytes live by operation when every message goes alone, and is waited for where it starts."""

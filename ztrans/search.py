@@ -24,6 +24,7 @@ from .problem import Problem
 _LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
 _RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+_LITTLE = 2000  # messages placed for the smallest problem: the seeds alone take hundreds
 _WORSE = 0.0003  # of the time, what a change may cost while much effort is left
 
 
@@ -36,7 +37,7 @@ class Search:
         self.loads = self.place.loads
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
-        self.effort = min(effort, (4 * count + 8) * (count + 8))
+        self.effort = min(effort, _LITTLE + (4 * count + 8) * (count + 8))
         self.seen: set[Choice] = set()
         self.at = [g.use for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
