@@ -1,8 +1,9 @@
 """The meaning of a program: its equations, one after the other, on plain tensors.
 
 `evaluate` runs a program on one rank; `lockstep` runs all ranks of a lowered program in one
-process, equation by equation, so that what eight ranks compute is known in milliseconds. Every
-transform is tested against this file; it knows nothing of processes, streams or buffers.
+process, equation by equation, so that what eight ranks compute is known in milliseconds; the step's
+own collectives (see `groups`) among them. Every transform is tested against this file; it knows
+nothing of processes, streams or buffers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from .collectives import (
     is_start,
 )  # fmt: skip
 from .graph import Eqn, Graph, Split, Var, substitute, variables
+from .groups import is_users
 from .layout import cut, localize
+from .pretty import op_name
 
 Env = dict[Var, Any]
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
@@ -55,7 +59,8 @@ def coordinates(mesh: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
 def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """The outputs of every rank, from every rank's flat inputs, which are not changed.
 
-    Raises: ValueError when the number of ranks is not that of the mesh.
+    Raises: ValueError when the number of ranks is not that of the mesh, or the step's own collective is
+        over a group that is none of its axes.
     """
     places = coordinates(graph.mesh)
     if len(ranks) != len(places):
@@ -67,6 +72,9 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
             if is_start(eqn):
                 for group in _groups(places, eqn.kwargs["axis"]):
                     _collective(eqn, [envs[r] for r in group])
+            elif is_users(eqn) and eqn.op is not _WAIT_TENSOR:
+                for group in _groups(places, eqn.args[-1]):
+                    _users_own(eqn, [envs[r] for r in group])
             else:
                 for env, at in zip(envs, places):
                     _local(eqn, env, graph, at)
@@ -101,6 +109,8 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
 
 def _groups(places: list[dict[str, int]], axis: str) -> Iterator[list[int]]:
     """The ranks that differ only along `axis`, each group in the order of the axis."""
+    if axis not in places[0]:
+        raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
     groups: dict[tuple, list[int]] = {}
     for rank, at in enumerate(places):
         groups.setdefault(tuple((a, i) for a, i in at.items() if a != axis), []).append(rank)
@@ -109,7 +119,7 @@ def _groups(places: list[dict[str, int]], axis: str) -> Iterator[list[int]]:
 
 def _local(eqn: Eqn, env: Env, graph: Graph, at: dict[str, int]) -> None:
     read = env.__getitem__
-    if eqn.op in (WAIT, GRADIENT, PMEAN, PSUM):  # marks that no transform has used mean nothing
+    if eqn.op in (WAIT, _WAIT_TENSOR, GRADIENT, PMEAN, PSUM):  # marks that no transform has used mean nothing
         env[eqn.outs[0]] = env[eqn.args[0]]
     elif eqn.op is SHARD:
         split = Split(eqn.kwargs["axis"], eqn.args[1])
@@ -140,3 +150,22 @@ def _collective(eqn: Eqn, envs: list[Env]) -> None:
             else:
                 assert eqn.op in (ALL_GATHER, ALL_REDUCE)
                 env[future] = whole
+
+
+def _users_own(eqn: Eqn, envs: list[Env]) -> None:
+    """One of the step's own collectives, on the ranks of one group."""
+    x, *how, axis = eqn.args
+    kind, ranks = op_name(eqn.op), range(len(envs))
+    terms = [env[x] for env in envs] if isinstance(x, Var) else []
+    if kind in ("all_reduce", "reduce_scatter_tensor"):
+        whole = ops.reduce(terms, {"avg": "mean"}.get(how[0], how[0]), x.dtype)
+        values = [whole] * len(envs) if kind == "all_reduce" else [c.clone() for c in whole.chunk(len(envs))]
+    elif kind == "all_gather_into_tensor":
+        values = [torch.cat(terms)] * len(envs)
+    elif kind == "all_to_all_single":
+        sent = [term.split(how[1]) for term in terms]
+        values = [torch.cat([sent[r][rank] for r in ranks]) for rank in ranks]
+    else:
+        raise NotImplementedError(f"lockstep: the step's own {kind} over {axis!r} is not evaluated here.")
+    for env, value in zip(envs, values):
+        env[eqn.outs[0]] = value

@@ -7,18 +7,28 @@ this rank is put back when the program is bound to a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .graph import Eqn, Graph
+from .graph import Eqn, Graph, Layout, Split
 
 _NAMESPACE = "_c10d_functional::"
+_ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "wait_tensor")
 
 
 def is_users(eqn: Eqn) -> bool:
     """Whether the equation is a collective of the user's own step."""
     return getattr(getattr(eqn.op, "_schema", None), "name", "").startswith(_NAMESPACE)
+
+
+def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
+    """How one of the step's own collectives takes values that lie as `have` says, and how it gives them back:
+    one that works element by element takes parts as they are; terms are reduced first, and others take whole values.
+    """
+    if eqn.op._schema.name.removeprefix(_NAMESPACE) not in _ELEMENTWISE:
+        return [()] * len(have)
+    return [tuple(p for p in layout if isinstance(p, Split)) for layout in have]
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from .coalesce import coalesce
 from .collectives import WAIT, is_start
 from .graph import Eqn, Graph, Var, is_random, producers, rename, users
+from .groups import is_users
 from .problem import Schedule
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
@@ -238,14 +239,14 @@ class _Emission:
 
 def _movable(s: Skeleton) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
     """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
-    that depend on state alone. Random draws stay, and what depends on them."""
+    that depend on state alone. Random draws and the step's own collectives stay, and what depends on them."""
     reduced = {p.value for p in s.reductions}
     state = set(s.graph.inputs)
     movable: dict[Eqn, None] = {}
     free: dict[Var, Eqn] = {}
     after: set[Var] = set(reduced)
     for e in s.ops:
-        if e.region != "update" or is_random(e.op) or is_start(e) or e.op is WAIT:
+        if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
             continue
         outs = [o for o in e.outs if o is not None]
         if any(v in after for v in e.ins):

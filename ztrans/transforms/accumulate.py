@@ -53,6 +53,25 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
         ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and start.provenance.role == "grad" and len(start.ins) == 1
         return _Reduced(start.ins[0], start, end) if ok else None
 
+    def holds(v: object, r: _Reduced) -> bool:
+        """Whether `v` is a sum with another reduction for the same value among its terms."""
+        if isinstance(v, Var) and once(v) and v in made:
+            e = made[v]
+            if e.op in _ADDS or e.op in _SCALES:
+                return any(holds(a, r) for a in e.args)
+            other = as_reduced(v)
+            return other is not None and _same(other, r)
+        return False
+
+    def meets(v: Var, r: _Reduced) -> bool:
+        """Whether `v` is on its way to such a sum: what is scaled for another would be scaled whole for nothing."""
+        while once(v) and used[v][0].op in _ADDS:
+            add = used[v][0]
+            if any(holds(other, r) for other in add.args if other is not v):
+                return True
+            v = add.outs[0]
+        return False
+
     for e in graph.eqns:
         if e.op in _ADDS and not e.kwargs:
             pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
@@ -68,7 +87,7 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
                             return _merge(graph, e, first, r, x), True
         if e.op in _SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
             r = as_reduced(e.args[0])
-            if r and used[e.outs[0]][0].op in _ADDS:
+            if r and meets(e.outs[0], r):
                 return _scale(graph, e, r), True
     return graph, False
 

@@ -27,6 +27,7 @@ from ..graph import (
     substitute,
     users,
 )  # fmt: skip
+from ..groups import is_users, on_parts
 from ..pretty import op_name
 from ..redistribute import Site, on_axis, redistribute, reduced
 from ..rules import NoRule, rule
@@ -127,8 +128,12 @@ class Sharding:
 
     def on_shards(self, eqn: Eqn) -> None:
         """An update equation: on shards, by DTensor's rule."""
+        have = lambda v: self.value(v, eqn).layout  # noqa: E731
         try:
-            wanted, given = rule(eqn, lambda v: self.value(v, eqn).layout, self.axis, self.graph.axes[self.axis])
+            if is_users(eqn):
+                wanted = given = on_parts(eqn, [have(v) for v in eqn.ins])
+            else:
+                wanted, given = rule(eqn, have, self.axis, self.graph.axes[self.axis])
         except NoRule as error:
             raise ValueError(
                 f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
