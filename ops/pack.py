@@ -1,11 +1,9 @@
-"""pack and unpack: many parts to one buffer for the wire, and back.
+"""pack: many parts to one buffer for the wire, each where it is sent from.
 
     pack(parts, sizes, dtype) ->  [sum(sizes)]   each part cast to dtype, zero-padded to its size
-    unpack(buffer, ...)                          the inverse of a gather: rank-major to value-major
 
-The reference in plain torch. Parts are written straight to where they are sent from, and a value
-gathered alone is a view of what was received: no copy that can be avoided.
-Bytes moved at least: one read and one write of each element that changes dtype or place.
+In plain torch, a copy a part; `cast_pack` is one kernel. Bytes moved at least: one read and one
+write of each element that changes dtype or place.
 """
 
 from __future__ import annotations
@@ -32,24 +30,3 @@ def pack(
             buffer[offset + n : offset + size].zero_()
         offset += size
     return buffer
-
-
-def unpack(
-    buffer: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int
-) -> list[torch.Tensor]:
-    """The whole values of a gathered `buffer`: `ranks` rows, each holding a part of every value.
-
-    `sizes` are the padded elements of a part, `shapes` the whole shapes; padding is cut off at the end.
-
-    >>> unpack(torch.arange(6.0), [1, 2], [(2,), (3,)], 2)
-    [tensor([0., 3.]), tensor([1., 2., 4.])]
-    """
-    table = buffer.view(ranks, sum(sizes))
-    values, offset = [], 0
-    for size, shape in zip(sizes, shapes, strict=True):
-        n = 1
-        for extent in shape:
-            n *= extent
-        values.append(table[:, offset : offset + size].reshape(-1)[:n].view(shape))
-        offset += size
-    return values

@@ -1,0 +1,152 @@
+"""all_gather(memory, outs, sizes): every rank's parts, read from where they lie straight to where they are wanted.
+
+    memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
+            `sizes` elements each: what cast_pack or adamw_pack wrote
+    outs    the whole values, of one dtype, contiguous, on the memory's device: parameters in place.
+            Elements r * size .. (r + 1) * size come from rank r; what no value has room for is padding
+    channels  blocks of the grid, each of which reads its share from every rank, 1 to 128
+
+Two barriers: one before reading, so that every rank's parts are there, and one after, so that no
+rank writes the next ones too early. Errors: values larger than what is gathered, dtypes mixed, a
+buffer too small, an offset that does not fit the dtype, an earlier barrier that waited in vain.
+Bytes moved at least: over the wire the whole less this rank's part, in memory that and one write of
+the whole. No copy afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .barrier import SPINS, meet
+from .barrier import reference as wait_for_all
+from .kernel import element, kernel
+from .symmetric import CHANNELS, Symmetric, at_addresses, check
+from .tables import addresses, blocks, on_device
+from .unpack import reference as unpacked
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_lib = torch.library.Library("ztrans", "FRAGMENT")
+_lib.define(
+    "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
+    " int rank, int offset, int channels, int spins) -> ()"
+)
+
+_BYTES = 1 << 14  # of a block
+
+
+def all_gather(
+    memory: Symmetric,
+    outs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    *,
+    offset: int = 0,
+    channels: int = 32,
+    spins: int = SPINS,
+) -> None:
+    """Gather into `outs`, as the head of this file says.
+
+    >>> from .symmetric import in_one_process
+    >>> (memory,) = in_one_process(1, 8)
+    >>> _, whole = memory.mine.view(torch.float32).fill_(2), torch.empty(2)
+    >>> all_gather(memory, [whole], [2]); whole
+    tensor([2., 2.])
+    """
+    needed = offset + sum(sizes) * (outs[0].itemsize if outs else 1)
+    if needed > memory.mine.numel():
+        raise ValueError(f"all_gather: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
+    torch.ops.ztrans.all_gather.default(
+        memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, channels, spins
+    )
+
+
+def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) -> None:
+    """What all_gather means, and how processes that share memory do it."""
+    wait_for_all(pads, error, rank, spins)
+    dtype, total = outs[0].dtype, sum(sizes)
+    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers + offset, total * dtype.itemsize)]
+    unpacked(torch.cat(parts), sizes, len(parts), outs)
+    wait_for_all(pads, error, rank, spins)
+
+
+@kernel
+def _gather(
+    buffers, pads, error, rows, count, bases, values, first, offset, spins,
+    WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One launch may stand for several ranks, along the second axis of the grid.
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    rank = first + tl.program_id(1)
+    if SYNC:
+        meet(pads, error, rank, block, spins, WORLD)
+    width: tl.constexpr = ITEM.primitive_bitwidth // 8
+    i = tl.arange(0, BLOCK)
+    for s in tl.static_range(WORLD):
+        p = (rank + s) % WORLD  # all ranks read at once, each from another
+        peer = tl.load(buffers + p) + offset
+        k = block
+        while k < count:
+            row = rows + k.to(tl.int64) * 5
+            start, size, numel = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4)
+            n = tl.minimum(size, numel - p * size) - start
+            src = peer + (tl.load(row + 2) + start) * width
+            dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + (p * size + start) * width
+            if (n >= BLOCK) & (((src | dst) & 15) == 0):
+                x = tl.load(tl.multiple_of(src.to(tl.pointer_type(ITEM)), 16) + i)
+                tl.store(tl.multiple_of(dst.to(tl.pointer_type(ITEM)), 16) + i, x)
+            else:
+                x = tl.load(src.to(tl.pointer_type(ITEM)) + i, mask=i < n)
+                tl.store(dst.to(tl.pointer_type(ITEM)) + i, x, mask=i < n)
+            k += blocks
+    if SYNC:
+        meet(pads, error, rank, block, spins, WORLD)
+
+
+def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, together: int = 1, sync=True) -> None:
+    """all_gather by the kernel; `together` ranks in one launch, their `outs` one after another."""
+    check(error, rank)
+    world, values = len(buffers), len(outs) // together
+    item = outs[0].itemsize
+    rows = _rows(tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device)
+    with torch.cuda.device_of(buffers):
+        _gather[(channels, together)](
+            buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, offset, spins,
+            WORLD=world, SYNC=sync and world > 1, ITEM=element(outs[0].dtype, bits=True), BLOCK=_BYTES // item,
+            num_warps=8, launch_cooperative_grid=together > 1,
+        )  # fmt: skip
+
+
+@functools.cache
+def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
+    # value, start in its part, where its part lies in a buffer, size of a part, elements of the value
+    pieces = [(k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))]
+    return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
+
+
+def _by(run):
+    def implementation(buffers, pads, error, outs, sizes, rank, offset, channels, spins):
+        world = len(buffers)
+        if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
+            raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
+        if not 1 <= channels <= CHANNELS:
+            raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
+        for k, (value, size) in enumerate(zip(outs, sizes)):
+            if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
+                raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+            if value.numel() > world * size:
+                raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
+        if outs[0].itemsize > 8 or offset % outs[0].itemsize:
+            raise ValueError(f"all_gather: values of {outs[0].dtype} at byte {offset} cannot be moved.")
+        run(buffers, pads, error, outs, sizes, rank, offset, channels, spins)
+
+    return implementation
+
+
+_lib.impl("all_gather", _by(reference), "CPU")
+_lib.impl("all_gather", _by(launch), "CUDA")
+torch.library.register_fake("ztrans::all_gather", _by(lambda *_: None), lib=_lib)

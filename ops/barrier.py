@@ -1,0 +1,108 @@
+"""barrier(memory): no rank goes on before all have come.
+
+Between rank a and rank b lies one signal each way: a sets b's from 0 to 1, b waits for it and sets
+it back to 0. So the signals are as they were when a barrier is over, no count is kept, and a
+captured CUDA graph may replay it. What was written before is seen after: the set releases, the
+wait acquires, for the whole system.
+
+A wait ends after `spins` looks at the signal: then `error` holds 1 + the rank that did not come,
+later barriers wait no more, and the host raises when it next looks. On the CPU it raises at once.
+Errors: `error` set before. Bytes moved at least: 4 to and from every other rank.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from .kernel import kernel
+from .symmetric import Symmetric, at_addresses, check
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_lib = torch.library.Library("ztrans", "FRAGMENT")
+_lib.define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()")
+
+SPINS = 1 << 24  # some tens of seconds on a GPU
+
+
+def barrier(memory: Symmetric, *, spins: int = SPINS) -> None:
+    """Wait for all ranks of `memory`; on a GPU its stream waits.
+
+    >>> from .symmetric import in_one_process
+    >>> barrier(in_one_process(1, 0)[0])
+    """
+    torch.ops.ztrans.barrier.default(memory.pads, memory.error, memory.rank, spins)
+
+
+def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
+    """The barrier of processes that share memory, on channel 0: a signal has one writer at a time."""
+    check(error, rank)
+    ranks = len(pads)
+    signals = [row.view(torch.int32) for row in at_addresses(pads, 4 * ranks)]
+    others = [r for r in range(ranks) if r != rank]
+    for before, after in ((0, 1), (1, 0)):
+        for r in others:
+            place = signals[r][rank : rank + 1] if after else signals[rank][r : r + 1]
+            for tries in range(spins):
+                if int(place) == before:
+                    break
+                time.sleep(0 if tries < 1000 else 1e-4)
+            else:
+                error.fill_(1 + r)
+                check(error, rank)
+            place.fill_(after)
+
+
+@kernel
+def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
+    """The barrier of one block of the grid with the same block of every other rank."""
+    tl.debug_barrier()
+    left = tl.where(tl.load(error, volatile=True) == 0, spins, 0)
+    for p in tl.static_range(WORLD):
+        if p != rank:
+            place = tl.load(pads + p).to(tl.pointer_type(tl.int32)) + channel * WORLD + rank
+            looks = 0
+            while (tl.atomic_cas(place, 0, 1, sem="release", scope="sys") != 0) & (looks < left):
+                looks += 1
+            if looks >= left:
+                tl.store(error, 1 + p)
+    for p in tl.static_range(WORLD):
+        if p != rank:
+            place = tl.load(pads + rank).to(tl.pointer_type(tl.int32)) + channel * WORLD + p
+            looks = 0
+            while (tl.atomic_cas(place, 1, 0, sem="acquire", scope="sys") != 1) & (looks < left):
+                looks += 1
+            if looks >= left:
+                tl.store(error, 1 + p)
+    tl.debug_barrier()
+
+
+@kernel
+def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
+    meet(pads, error, first + tl.program_id(1), tl.program_id(0), spins, WORLD)
+
+
+def launch(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
+    """The barrier of GPUs, by one block."""
+    check(error, rank)
+    with torch.cuda.device_of(pads):
+        _barrier[(1,)](pads, error, rank, spins, WORLD=len(pads), num_warps=1)
+
+
+def _by(run):
+    def implementation(pads, error, rank, spins):
+        if not 0 <= rank < len(pads):
+            raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
+        if len(pads) > 1:
+            run(pads, error, rank, spins)
+
+    return implementation
+
+
+_lib.impl("barrier", _by(reference), "CPU")
+_lib.impl("barrier", _by(launch), "CUDA")
+torch.library.register_fake("ztrans::barrier", _by(lambda *_: None), lib=_lib)

@@ -1,0 +1,140 @@
+"""cast_pack(parts, sizes, dtype, ranks): many tensors to one send buffer, cast on the way, in one launch.
+
+    parts   tensors of one device; any shapes and dtypes, contiguous or not
+    sizes   elements that each part has in a row of the buffer: at least numel / ranks
+    dtype   of the buffer; float to float is rounded to nearest even, as `copy_` does
+    ranks   rows of the buffer: 1 to send this rank's parts, W to send row r to rank r
+    ->      dtype[ranks * sum(sizes)]: row r holds elements r * size .. (r + 1) * size of every part,
+            zero where a part has no more
+
+Errors: a size too small, several devices, and for `out` another dtype, device, length or stride.
+Bytes moved at least: one read of every part, one write of the buffer; fp32 to bf16 is 6 bytes an
+element. Parts of one dtype are one launch; a part that is not contiguous, or of a dtype that
+Triton casts otherwise than torch, is copied by torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from .move import is_movable, move, plan
+
+_lib = torch.library.Library("ztrans", "FRAGMENT")
+_lib.define("cast_pack(Tensor[] parts, int[] sizes, ScalarType dtype, int ranks=1) -> Tensor")
+_lib.define("cast_pack.out(Tensor[] parts, int[] sizes, int ranks=1, *, Tensor(a!) out) -> ()")
+
+
+def cast_pack(
+    parts: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    ranks: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One send buffer for `parts`, as the head of this file says; into `out`, if given.
+
+    >>> cast_pack([torch.ones(3), torch.full((2,), 2.0)], [2, 1], torch.bfloat16, ranks=2)
+    tensor([1., 1., 2., 1., 0., 2.], dtype=torch.bfloat16)
+    """
+    if out is None:
+        return torch.ops.ztrans.cast_pack.default(parts, sizes, dtype, ranks)
+    if out.dtype != dtype:
+        raise TypeError(f"cast_pack: out is {out.dtype}, not {dtype}.")
+    torch.ops.ztrans.cast_pack.out(parts, sizes, ranks, out=out)
+    return out
+
+
+def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+    """What cast_pack means, part by part and row by row."""
+    table, offset = out.view(ranks, sum(sizes)), 0
+    for part, size in zip(parts, sizes, strict=True):
+        if ranks == 1 and part.numel() == size:  # strides of any kind are copied in one pass
+            table[0, offset : offset + size].view(part.shape).copy_(part)
+        else:
+            flat = part.reshape(-1)
+            for r in range(ranks):
+                here, row = flat[r * size : (r + 1) * size], table[r, offset : offset + size]
+                row[: here.numel()].copy_(here)
+                row[here.numel() :].zero_()
+        offset += size
+
+
+def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+    """cast_pack by the kernel: a launch for each dtype there is among the parts."""
+    dtypes = [p.dtype if p.is_contiguous() and is_movable(p.dtype, out.dtype) else None for p in parts]
+    numels = tuple(p.numel() for p in parts)
+    for dtype in dict.fromkeys(dtypes):
+        chosen = tuple(dtype == d for d in dtypes)
+        if dtype is None:
+            _by_torch(parts, chosen, sizes, ranks, out)
+        else:
+            rows = _rows(tuple(sizes), numels, chosen, ranks, out.device)
+            move(rows, [*parts, out], dtype, out.dtype)
+
+
+@functools.cache
+def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device):
+    pieces, offset, total = [], 0, sum(sizes)
+    for k, (size, numel) in enumerate(zip(sizes, numels)):
+        if chosen[k]:
+            for r in range(ranks):
+                have = min(size, max(0, numel - r * size))
+                pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
+        offset += size
+    return plan(pieces, device)
+
+
+def _by_torch(parts, chosen: Sequence[bool], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+    table, offset = out.view(ranks, sum(sizes)), 0
+    for part, mine, size in zip(parts, chosen, sizes):
+        if mine:
+            rows = part.new_empty(ranks * size, dtype=out.dtype)
+            reference([part], [size], ranks, rows)
+            table[:, offset : offset + size].copy_(rows.view(ranks, size))
+        offset += size
+
+
+def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor | None = None) -> None:
+    if len(parts) != len(sizes):
+        raise ValueError(f"cast_pack: {len(parts)} parts, but {len(sizes)} sizes.")
+    if not parts:
+        raise ValueError("cast_pack: no parts.")
+    if ranks < 1:
+        raise ValueError(f"cast_pack: ranks must be at least 1, got {ranks}.")
+    for k, (part, size) in enumerate(zip(parts, sizes)):
+        if size < 0 or part.numel() > ranks * size:
+            raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
+    devices = {str(t.device) for t in (*parts, *((out,) if out is not None else ()))}
+    if len(devices) > 1:
+        raise ValueError(f"cast_pack: all must be on one device, got {', '.join(sorted(devices))}.")
+    if out is not None and (not out.is_contiguous() or out.numel() != ranks * sum(sizes)):
+        raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
+
+
+def _into(run):
+    def implementation(parts, sizes, ranks=1, *, out):
+        _check(parts, sizes, ranks, out)
+        run(parts, sizes, ranks, out)
+
+    return implementation
+
+
+def _new(run):
+    def implementation(parts, sizes, dtype, ranks=1):
+        _check(parts, sizes, ranks)
+        out = parts[0].new_empty(ranks * sum(sizes), dtype=dtype)
+        run(parts, sizes, ranks, out)
+        return out
+
+    return implementation
+
+
+for _key, _run in (("CPU", reference), ("CUDA", launch)):
+    _lib.impl("cast_pack", _new(_run), _key)
+    _lib.impl("cast_pack.out", _into(_run), _key)
+torch.library.register_fake("ztrans::cast_pack", _new(lambda *_: None), lib=_lib)
+torch.library.register_fake("ztrans::cast_pack.out", _into(lambda *_: None), lib=_lib)

@@ -1,0 +1,67 @@
+"""kernel: a function that becomes a Triton kernel when it is first launched.
+
+    @kernel
+    def _double(x, n, BLOCK: tl.constexpr): ...        written at module level, as any Triton kernel
+    _double[grid](x, n, BLOCK=1024, num_warps=4)
+
+Triton is imported then and not before: a machine without it imports everything, and is told what is
+missing when it asks for a kernel. Inside, `tl` is `triton.language`, and the names of other kernels
+are theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What Triton casts as torch does; anything else is moved as bits, or by torch.
+FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {**FLOATS, torch.int8: "int8", torch.float8_e4m3fn: "fp8e4nv"}
+_BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class Kernel:
+    """A Triton kernel, compiled when it is needed."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    @functools.cached_property
+    def jit(self) -> Any:
+        """The function as Triton's own object."""
+        triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
+        function, code = self.function, self.function.__code__
+        # A scope of its own: what the kernel names, and `tl`, without touching the module.
+        used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        scope = {name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()}
+        scope |= {"__name__": function.__module__, "tl": triton.language}
+        copy = types.FunctionType(code, scope, function.__name__, function.__defaults__)
+        return triton.jit(functools.update_wrapper(copy, function, updated=()))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return self.jit[grid]
+
+
+def kernel(function: Callable) -> Kernel:
+    """Mark `function` as a Triton kernel, or as a part of one."""
+    return Kernel(function)
+
+
+def element(dtype: torch.dtype, bits: bool = False) -> Any:
+    """Triton's name for `dtype`, or, as `bits`, for an integer of its size."""
+    language = _triton(f"a kernel on {dtype}").language
+    return language.dtype(_BITS[dtype.itemsize] if bits else _NAMES[dtype])
+
+
+def _triton(what: str) -> Any:
+    try:
+        import triton
+        import triton.language
+    except ImportError as missing:
+        raise RuntimeError(f"{what} needs Triton, which is not installed here: pip install triton.") from missing
+    return triton

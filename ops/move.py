@@ -1,0 +1,63 @@
+"""move: many pieces from where they lie to where they are wanted, cast on the way, in one launch.
+
+    rows   int64[blocks, 6]  per block of BLOCK elements: tensor and element to read from, tensor and
+                             element to write to, elements there are, elements to write
+    bases  int64[tensors]    addresses
+
+What there is not is written as zero: padding. Bytes moved at least: one read of every element there
+is, one write of every element wanted. Blocks that are whole and lie on 16 bytes at both ends move
+16 bytes at a time, whatever their neighbours do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .kernel import FLOATS, element, kernel
+from .tables import addresses, blocks, on_device
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 4096
+
+
+@kernel
+def _move(rows, bases, SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr):
+    row = rows + tl.program_id(0).to(tl.int64) * 6
+    have, want = tl.load(row + 4), tl.load(row + 5)
+    src = tl.load(bases + tl.load(row)) + tl.load(row + 1) * (SRC.primitive_bitwidth // 8)
+    dst = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3) * (DST.primitive_bitwidth // 8)
+    i = tl.arange(0, BLOCK)
+    if (have >= BLOCK) & (want >= BLOCK) & (((src | dst) & 15) == 0):
+        x = tl.load(tl.multiple_of(src.to(tl.pointer_type(SRC)), 16) + i, eviction_policy="evict_first")
+        tl.store(tl.multiple_of(dst.to(tl.pointer_type(DST)), 16) + i, x.to(DST))
+    else:
+        x = tl.load(src.to(tl.pointer_type(SRC)) + i, mask=i < have, other=0)
+        tl.store(dst.to(tl.pointer_type(DST)) + i, x.to(DST), mask=i < want)
+
+
+Piece = tuple[int, int, int, int, int, int]
+
+
+def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
+    """The rows of pieces (from, at, to, at, elements there are, elements to write), on `device`."""
+    return on_device(blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device)
+
+
+def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether the kernel gives what `copy_` gives: a cast between floats of at most 32 bits, or none."""
+    return (src in FLOATS and dst in FLOATS) or (src == dst and src.itemsize <= 8)
+
+
+def move(rows: torch.Tensor, tensors: Sequence[torch.Tensor], src: torch.dtype, dst: torch.dtype) -> None:
+    """Do what `rows` say with `tensors`, of which those read are `src` and those written are `dst`."""
+    if not len(rows):
+        return
+    same = src == dst
+    with torch.cuda.device_of(rows):
+        bases = addresses(tensors, rows.device)
+        _move[(len(rows),)](rows, bases, SRC=element(src, same), DST=element(dst, same), BLOCK=BLOCK, num_warps=8)

@@ -1,0 +1,119 @@
+"""symmetric memory: a buffer on every rank of a group that all the others can read, and signals beside it.
+
+    memory = rendezvous(nbytes, group)              ranks of one node, each with its GPU: torch's symmetric memory
+    memory = over_files(folder, rank, ranks, nbytes)      processes of one machine, on the CPU: shared files
+    memories = in_one_process(ranks, nbytes, device)      all ranks here: to test and to measure on one device
+
+`mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are where
+every rank's buffer and signals lie as this rank sees them. The signals of one rank are
+int32[CHANNELS, ranks], zero between collectives; `barrier` says how they are used. `error`,
+int32[1], is zero until a barrier has waited in vain; the host reads it without synchronising.
+
+One memory serves one stream of collectives: two that run at once need a memory each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CHANNELS = 128  # blocks of a collective's grid, each with signals of its own
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetric:
+    """One rank's view of a symmetric memory."""
+
+    rank: int
+    ranks: int
+    mine: torch.Tensor
+    buffers: torch.Tensor
+    pads: torch.Tensor
+    error: torch.Tensor
+    held: Any = None  # what keeps the memory of all ranks mapped
+
+    def check(self) -> None:
+        """Raise if a barrier before has waited in vain. On a GPU it tells of what has run so far."""
+        check(self.error, self.rank)
+
+
+def check(error: torch.Tensor, rank: int) -> None:
+    """Raise if `error` is set."""
+    late = int(error)
+    if late:
+        raise RuntimeError(
+            f"rank {rank} waited in vain for rank {late - 1}: it has died, is far behind, or runs other collectives. "
+            "The symmetric memory is in no known state; make a new one."
+        )
+
+
+def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Symmetric]:
+    """A memory of `ranks` ranks that are all in this process, on one device.
+
+    >>> a, b = in_one_process(2, 64)
+    >>> (a.rank, b.rank), a.mine.shape, a.buffers.tolist() == [a.mine.data_ptr(), b.mine.data_ptr()]
+    ((0, 1), torch.Size([64]), True)
+    """
+    device = torch.device(device)
+    whole = [torch.zeros(_room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    starts = [t.data_ptr() for t in whole]
+    return [_view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
+
+
+def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
+    """The memory of `ranks` processes of one machine, in files of `folder`, which is best in /dev/shm and new."""
+    files = [str(Path(folder) / f"{r}.symmetric") for r in range(ranks)]
+    whole = [torch.from_file(file, shared=True, size=_room(nbytes, ranks), dtype=torch.uint8) for file in files]
+    return _view(rank, whole[rank], nbytes, [t.data_ptr() for t in whole], whole)
+
+
+def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Symmetric:
+    """The memory of the ranks of `group`, on the current CUDA device; every rank must call it."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("Symmetric memory over a process group needs CUDA devices, and torch sees none here.")
+    import torch.distributed._symmetric_memory as symm_mem
+
+    group = group or dist.group.WORLD
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    whole = symm_mem.empty(_room(nbytes, group.size()), dtype=torch.uint8, device=device)
+    whole.zero_()
+    handle = symm_mem.rendezvous(whole, group)
+    shift = getattr(handle, "offset", 0)
+    starts = [pointer + shift for pointer in handle.buffer_ptrs]
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # everybody's signals are zero before anybody sets one
+    return _view(group.rank(), whole, nbytes, starts, (whole, handle))
+
+
+def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """The bytes at each address of `table`, which is on the CPU."""
+    return [
+        torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8)
+        for start in table.tolist()
+    ]
+
+
+def _room(nbytes: int, ranks: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * ranks * 4
+
+
+def _view(rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any) -> Symmetric:
+    device, pads = whole.device, -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return Symmetric(
+        rank,
+        len(starts),
+        whole[:nbytes],
+        torch.tensor(starts, dtype=torch.int64, device=device),
+        torch.tensor([start + pads for start in starts], dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
+        held,
+    )

@@ -1,0 +1,56 @@
+"""tables: the integers that a kernel reads to know where its pieces lie, on its device.
+
+A launch over many tensors needs their addresses and, for each block, which tensor it belongs to.
+Both repeat from step to step, so each table is made once and kept for good: a captured graph or
+another stream may still read one that nobody asks for any more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+
+def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """int64[len(tensors)]: where each tensor lies, on `device`."""
+    return _integers(tuple(t.data_ptr() for t in tensors), device)
+
+
+@functools.cache
+def _integers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return on_device(torch.tensor(values, dtype=torch.int64), device)
+
+
+def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`rows` on `device`; while a CUDA graph is captured an error, for the copy would have to be replayed."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("These tensors are new to a kernel: run the step once on them, then capture it.")
+    return rows.to(device)
+
+
+def blocks(
+    pieces: Sequence[tuple[int, ...]], lengths: Sequence[int], block: int, moving: Sequence[int]
+) -> torch.Tensor:
+    """int64[blocks, columns]: each piece cut into blocks of `block` elements.
+
+    A piece is a row of integers and has a length; from block to block its columns `moving` grow by
+    `block` where that is positive and shrink where it is written as `~column`.
+
+    >>> blocks([(7, 0, 5)], [5], 4, moving=(1, ~2))
+    tensor([[7, 0, 5],
+            [7, 4, 1]])
+    """
+    columns = len(pieces[0]) if pieces else 0
+    rows = []
+    for piece, length in zip(pieces, lengths, strict=True):
+        start = torch.arange(0, length, block)
+        row = torch.tensor(piece, dtype=torch.int64).repeat(len(start), 1)
+        for column in moving:
+            if column >= 0:
+                row[:, column] += start
+            else:
+                row[:, ~column] -= start
+        rows.append(row)
+    return torch.cat(rows) if rows else torch.empty(0, columns, dtype=torch.int64)

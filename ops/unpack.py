@@ -1,0 +1,114 @@
+"""unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer: rank-major to value-major.
+
+    buffer  any dtype[ranks * sum(sizes)], contiguous: row r is what rank r sent
+    sizes   elements of a value's part in a row, padding included
+    shapes  the whole shapes; ranks * size elements or fewer, the rest is padding and cut off
+    ->      one contiguous tensor for each value; a value that lies in one piece is a view
+
+Errors: too little in the buffer for a shape, a buffer of another length. Bytes moved at least: one
+read and one write of every element kept; none for a value gathered alone, or on one rank. The
+copies of all values are one launch. Only needed where a gather cannot write parameters in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .move import is_movable, move, plan
+
+_lib = torch.library.Library("ztrans", "FRAGMENT")
+_lib.define("unpack(Tensor buffer, int[] sizes, int[] numels, int ranks) -> Tensor[]")
+_lib.define("unpack.out(Tensor buffer, int[] sizes, int ranks, *, Tensor(a!)[] out) -> ()")
+
+
+def unpack(
+    buffer: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int
+) -> list[torch.Tensor]:
+    """The whole values of `buffer`, as the head of this file says.
+
+    >>> unpack(torch.arange(6.0), [1, 2], [(2,), (3,)], 2)
+    [tensor([0., 3.]), tensor([1., 2., 4.])]
+    """
+    numels = [math.prod(shape) for shape in shapes]
+    if len(sizes) == 1 or ranks == 1:
+        _check(buffer, sizes, numels, ranks)
+        starts = [0, *_running(sizes)]
+        flat = [buffer.view(-1)[start : start + n] for start, n in zip(starts, numels)]
+    else:
+        flat = torch.ops.ztrans.unpack.default(buffer, sizes, numels, ranks)
+    return [value.view(shape) for value, shape in zip(flat, shapes)]
+
+
+def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
+    """What unpack means, value by value and rank by rank."""
+    table, offset = buffer.view(ranks, sum(sizes)), 0
+    for value, size in zip(out, sizes, strict=True):
+        flat = value.view(-1)
+        for r in range(ranks):
+            here = flat[r * size : (r + 1) * size]
+            here.copy_(table[r, offset : offset + here.numel()])
+        offset += size
+
+
+def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
+    """unpack by the kernel: one launch."""
+    if not is_movable(buffer.dtype, buffer.dtype):
+        return reference(buffer, sizes, ranks, out)
+    rows = _rows(tuple(sizes), tuple(v.numel() for v in out), ranks, buffer.device)
+    return move(rows, [*out, buffer], buffer.dtype, buffer.dtype)
+
+
+@functools.cache
+def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device) -> torch.Tensor:
+    pieces, total = [], sum(sizes)
+    for k, (offset, size, numel) in enumerate(zip((0, *_running(sizes)), sizes, numels)):
+        for r in range(ranks):
+            n = min(size, max(0, numel - r * size))
+            pieces.append((len(sizes), r * total + offset, k, r * size, n, n))
+    return plan(pieces, device)
+
+
+def _running(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[: k + 1]) for k in range(len(sizes))]
+
+
+def _check(buffer: torch.Tensor, sizes: Sequence[int], numels: Sequence[int], ranks: int) -> None:
+    if len(sizes) != len(numels):
+        raise ValueError(f"unpack: {len(sizes)} sizes, but {len(numels)} values.")
+    if not buffer.is_contiguous() or buffer.numel() != ranks * sum(sizes):
+        raise ValueError(f"unpack: the buffer must be contiguous and hold {ranks} times {sum(sizes)} elements.")
+    for k, (size, n) in enumerate(zip(sizes, numels)):
+        if not 0 <= n <= ranks * size:
+            raise ValueError(f"unpack: value {k} has {n} elements, the buffer {ranks} times {size} for it.")
+
+
+def _new(run):
+    def implementation(buffer, sizes, numels, ranks):
+        _check(buffer, sizes, numels, ranks)
+        out = [buffer.new_empty(n) for n in numels]
+        run(buffer, sizes, ranks, out)
+        return out
+
+    return implementation
+
+
+def _into(run):
+    def implementation(buffer, sizes, ranks, *, out):
+        _check(buffer, sizes, [v.numel() for v in out], ranks)
+        for k, value in enumerate(out):
+            if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
+                raise ValueError(f"unpack: out {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
+        run(buffer, sizes, ranks, out)
+
+    return implementation
+
+
+for _key, _run in (("CPU", reference), ("CUDA", launch)):
+    _lib.impl("unpack", _new(_run), _key)
+    _lib.impl("unpack.out", _into(_run), _key)
+torch.library.register_fake("ztrans::unpack", _new(lambda *_: None), lib=_lib)
+torch.library.register_fake("ztrans::unpack.out", _into(lambda *_: None), lib=_lib)
