@@ -39,7 +39,7 @@ class Search:
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = min(effort, _LITTLE + (4 * count + 8) * (count + 8))
         self.seen: set[Choice] = set()
-        self.at = [g.use for g in problem.gathers], [r.born for r in problem.reductions]
+        self.at = [(g.use, g.release) for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
         again = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in self.free]
         # Values whose next use is near take room for a short time, and all of them do around the turn.

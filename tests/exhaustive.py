@@ -1,0 +1,118 @@
+"""Small problems by chance, and every schedule that they have: what bounds and planners are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
+from random import Random
+
+from ztrans.outcome import memory, validate
+from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+
+
+def problem(chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5) -> Problem:
+    """A problem of at most so many keys and messages, on lanes and links of their own or shared, with memory
+    and other limits of its own."""
+    ops = chance.randint(2, 4)
+    wires: dict[Hashable, Wire] = {
+        key: Wire(chance.choice(["lane", "other"]), chance.choice(["link", "other"]), chance.choice([0.0, 0.5, 2.0]), 0.5)
+        for key in range(chance.randint(1, keys))
+    }
+    return Problem(
+        seconds=tuple(float(chance.randint(0, 3)) for _ in range(ops)),
+        live=tuple(chance.randint(0, 3) for _ in range(ops)),
+        matmul=tuple(chance.random() < 0.7 for _ in range(ops)),
+        gathers=_gathers(chance, ops, [*wires], chance.randint(0, gathers), repeats),
+        reductions=_reductions(chance, ops, [*wires], chance.randint(0, reductions)),
+        wires=wires,
+        memory=chance.choice([4, 6, 8, 10, 12, 16, float("inf")]),
+        max_between=chance.choice([None, None, 0, 1, 2]),
+        gathers_in_flight=chance.choice([None, None, 0, 3, 5]),
+        reductions_in_flight=chance.choice([None, None, 0, 3, 5]),
+    )
+
+
+def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -> tuple[Gather, ...]:
+    found: list[Gather] = []
+    for use in sorted(chance.randrange(ops) for _ in range(count)):
+        last, wire, held = chance.randint(use, ops - 1), chance.randint(0, 6), chance.randint(0, 4)
+        new = Gather(chance.choice(keys), wire, held, use, last, chance.randint(0, use))
+        before = [i for i, g in enumerate(found) if g.last < use]
+        if before and chance.random() < repeats:
+            i = chance.choice(before)
+            first = found[i]
+            new = new._replace(key=first.key, wire=first.wire, held=first.held, release=first.last + 1, again=i)
+        found.append(new)
+    return tuple(found)
+
+
+def _reductions(chance: Random, ops: int, keys: list, count: int) -> tuple[Reduction, ...]:
+    return tuple(
+        Reduction(
+            chance.choice(keys),
+            chance.randint(0, 6),
+            chance.randint(0, 4),
+            born,
+            chance.choice([0, 0, 1]),
+            chance.choice([None, chance.randint(born + 1, ops)]),
+        )
+        for born in sorted(chance.randrange(ops) for _ in range(count))
+    )
+
+
+def schedules(problem: Problem) -> Iterator[Schedule]:
+    """Every schedule of a problem that fits its memory."""
+    n = len(problem.seconds)
+    repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None]
+    ends = [n if r.need is None else r.need for r in problem.reductions]
+    reductions = [
+        order
+        for parts in grouped(range(len(problem.reductions)), problem.reductions)
+        for starts in [[max(problem.reductions[i].born for i in part) + 1 for part in parts]]
+        for waits in product(*(range(k, min(ends[i] for i in part) + 1) for part, k in zip(parts, starts)))
+        for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
+    ]
+    for count in range(len(repeats) + 1):
+        for dropped in map(frozenset, combinations(repeats, count)):
+            for parts in grouped([i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers):
+                uses = [min(problem.gathers[i].use for i in part) for part in parts]
+                release = [max(problem.gathers[i].release for i in part) for part in parts]
+                for starts in product(*(range(a, b + 1) for a, b in zip(release, uses))):
+                    for gathers in ordered([Bucket(*b) for b in zip(parts, starts, uses)]):
+                        for order in reductions:
+                            schedule = Schedule(gathers, order, dropped)
+                            if fits(problem, schedule):
+                                yield schedule
+
+
+def fits(problem: Problem, schedule: Schedule) -> bool:
+    try:
+        validate(problem, schedule)
+    except ValueError:
+        return False
+    return memory(problem, schedule).max(initial=0) <= problem.memory
+
+
+def grouped(indices: Sequence[int], things: Sequence[Gather | Reduction]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put things into buckets of one key."""
+    for parts in partitions([*indices]):
+        if all(len({things[i].key for i in part}) == 1 for part in parts):
+            yield parts
+
+
+def partitions(items: list[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not items:
+        yield ()
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield ((first,), *parts)
+        for i, part in enumerate(parts):
+            yield (*parts[:i], (first, *part), *parts[i + 1 :])
+
+
+def ordered(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, ...]]:
+    """Every order in which buckets may be issued."""
+    for order in permutations(buckets):
+        if all(a.start <= b.start for a, b in pairwise(order)):
+            yield order
