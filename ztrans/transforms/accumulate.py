@@ -17,8 +17,8 @@ from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ..graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 
 aten = torch.ops.aten
-_ADDS = (aten.add.Tensor,)
-_SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+SUMS = (aten.add.Tensor,)
+SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 def accumulate_unsharded(graph: Graph) -> Graph:
@@ -57,7 +57,7 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
         """Whether `v` is a sum with another reduction for the same value among its terms."""
         if isinstance(v, Var) and once(v) and v in made:
             e = made[v]
-            if e.op in _ADDS or e.op in _SCALES:
+            if e.op in SUMS or e.op in SCALES:
                 return any(holds(a, r) for a in e.args)
             other = as_reduced(v)
             return other is not None and _same(other, r)
@@ -65,7 +65,7 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
 
     def meets(v: Var, r: _Reduced) -> bool:
         """Whether `v` is on its way to such a sum: what is scaled for another would be scaled whole for nothing."""
-        while once(v) and used[v][0].op in _ADDS:
+        while once(v) and used[v][0].op in SUMS:
             add = used[v][0]
             if any(holds(other, r) for other in add.args if other is not v):
                 return True
@@ -73,19 +73,19 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
         return False
 
     for e in graph.eqns:
-        if e.op in _ADDS and not e.kwargs:
+        if e.op in SUMS and not e.kwargs:
             pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
             for left, right in pairs:
                 r, first = as_reduced(right), as_reduced(left)
                 if r and first and _same(first, r):
                     return _merge(graph, e, first, r, None), True
                 inner = made.get(left) if isinstance(left, Var) and once(left) else None
-                if r and inner is not None and inner.op in _ADDS and not inner.kwargs:
+                if r and inner is not None and inner.op in SUMS and not inner.kwargs:
                     for x, y in ((inner.args[0], inner.args[1]), (inner.args[1], inner.args[0])):
                         first = as_reduced(y)
                         if first and _same(first, r) and isinstance(x, Var):
                             return _merge(graph, e, first, r, x), True
-        if e.op in _SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
+        if e.op in SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
             r = as_reduced(e.args[0])
             if r and meets(e.outs[0], r):
                 return _scale(graph, e, r), True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from ..collectives import ALL_REDUCE, REDUCE_SCATTER
 from ..graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
+from .accumulate import SCALES, SUMS
 from .base import Transform
 
 
@@ -19,9 +21,9 @@ def overlap_grads(
 ) -> Transform:
     """Start each gradient's reduction where the gradient is born, in buckets, and update as they come in.
 
-    The views and casts between a gradient's matmul and its reduction move with it: a program that
-    casts all its parameters at the top of the loss makes every gradient's cast at the very end of
-    backward, and would start every reduction there. A bucket starts when its last member is born;
+    The views, casts and sums of micro-batches between a gradient's matmul and its reduction move with
+    it: a program that casts all its parameters at the top of the loss makes every gradient's cast at
+    the very end of backward, and would start every reduction there. A bucket starts when its last member is born;
     its wait sinks until it has come, and the update of its parameters then runs while backward goes on.
 
     Rewrites:
@@ -95,10 +97,14 @@ class _OverlapGrads(Transform):
         return graph.replace(eqns=tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns))
 
 
-def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> list[Eqn]:
-    """The views and casts, used nowhere else, that lead from a gradient's birth to `v`."""
-    found: list[Eqn] = []
-    while v in made and v not in outputs and len(used[v]) == 1 and is_view_or_cast(made[v]):
-        found.append(made[v])
-        v = made[v].ins[0]
-    return found
+def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:
+    """The views, casts and sums, used nowhere else, that lead from a gradient's birth to `v`."""
+    if v in made and v not in outputs and len(used[v]) == 1 and _prepares(made[v]):
+        yield made[v]
+        for before in made[v].ins:
+            yield from _chain(before, made, used, outputs)
+
+
+def _prepares(e: Eqn) -> bool:
+    """Whether an equation takes no time to speak of, and no memory that it does not give back."""
+    return is_view_or_cast(e) or e.op in (*SUMS, *SCALES)
