@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ztrans.play import Message, Network, play
@@ -80,6 +80,7 @@ def near(numbers):
     return pytest.approx([float(x) for x in numbers], abs=1e-9)
 
 
+@settings(max_examples=300)
 @given(programs())
 def test_it_agrees_with_a_slow_simulation(program):
     compute, messages = program
@@ -190,6 +191,10 @@ def test_equal_shares():
     assert played.end == (4.0, 5.0) and played.stall == (4.0, 1.0)
     assert play([0.0], [one, other._replace(link="y")]).end == (2.0, 3.0)
     assert play([0.0], [one, other._replace(lane="a")]).end == (2.0, 5.0)
+    three = [Message(0, 1, lane, "x", 0.0, seconds) for lane, seconds in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
+    played = play([0.0], three)
+    assert played.end == (6.0, 5.0, 3.0)
+    assert played.stall == (1.0, 2.0, 3.0), "in the order in which they come, each what it adds"
 
 
 def test_a_latency_takes_no_share():
@@ -207,8 +212,9 @@ def test_issue_comes_before_wait_at_a_place():
     assert played.stall == (4.0, 0.0)
 
 
-def test_what_nobody_waits_for_in_time_ends_the_step():
-    assert play([1.0], [Message(0, 1, "a", "x", 0.0, 3.0)]).seconds == 3.0
+def test_a_message_that_nobody_waits_for_ends_the_step_when_it_has_come():
+    unused = play([1.0], [Message(0, 2, "a", "x", 0.0, 3.0)])
+    assert unused.start[-1] == 1.0 and unused.seconds == 3.0
     assert play([1.0], []).seconds == 1.0 and play([], []).seconds == 0.0
 
 

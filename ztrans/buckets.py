@@ -6,14 +6,13 @@ its gradient is born. With f(j) the earliest time at which the first j have been
     f(j) = min over i < j of  max(f(i), born(j)) + latency + seconds(i..j)
 
 Gathers are the same with time reversed: ready is then the time from the first use of a bucket to
-the end. The best i is either the last with f(i) <= born(j), for which the lane is free, or the one
-with the least f(i) - seconds(..i) after it; f ascends, so both only move on: O(n).
+the end. The best i is either the last with f(i) <= born(j), for which the lane is free, or the first
+after it, since not only f(i) ascends but f(i) - seconds(..i) too. Both only move on: O(n).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -35,20 +34,14 @@ def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float
     n, sent = len(ready), [0.0, *accumulate(seconds)]
     end, cut = [0.0] * (n + 1), [0] * (n + 1)
     free = 0  # the most that have been sent by the time of ready[j]
-    busy: deque[int] = deque()  # more than those, by ascending end[i] - sent[i]
     for j in range(n):
-        while busy and end[busy[-1]] - sent[busy[-1]] > end[j] - sent[j]:
-            busy.pop()
-        busy.append(j)
         while free < j and end[free + 1] <= ready[j]:
             free += 1
-        while busy and busy[0] < max(first[j], free + 1):
-            busy.popleft()
-        found = []
+        found, busy = [], max(free + 1, first[j])
         if free >= first[j]:
-            found.append((max(end[free], ready[j]) - sent[free], free))
-        if busy:
-            found.append((end[busy[0]] - sent[busy[0]], busy[0]))
+            found.append((ready[j] - sent[free], free))
+        if busy <= j:
+            found.append((end[busy] - sent[busy], busy))
         best, cut[j + 1] = min(found)
         end[j + 1] = best + latency + sent[j + 1]
     sizes, j = [], n
