@@ -106,12 +106,11 @@ def _left(step, log_beta):
 
 
 @kernel
-def _update(p, g, m, v, rate, keep, scale, left1, root2, beta2, fresh1, fresh2, eps):
+def _update(p, g, m, v, stride, keep, scale, whole2, beta2, fresh1, fresh2, eps):
     g = g.to(tl.float32) * scale
     m = m + fresh1 * (g - m)
     v = beta2 * v + fresh2 * g * g
-    denominator = tl.div_rn(tl.sqrt_rn(v), root2) + eps
-    return p * keep - tl.div_rn(rate, left1) * tl.div_rn(m, denominator), m, v
+    return p * keep - stride * tl.div_rn(m, tl.sqrt_rn(v) * whole2 + eps), m, v
 
 
 @kernel
@@ -121,7 +120,8 @@ def _adamw(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 5
-    k, start, at, have, want = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    k, start, at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    have, want = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     p = tl.load(bases + k) + start * 4
     g = tl.load(bases + count + k) + start * (GRAD.primitive_bitwidth // 8)
     m = tl.load(bases + 2 * count + k) + start * 4
@@ -133,7 +133,8 @@ def _adamw(
     t, rate, coefficient = tl.load(step), tl.load(lr), 1.0
     if SCALED:
         coefficient = tl.load(scale)
-    keep, left1, root2 = 1.0 - rate * decay, _left(t, log1), tl.sqrt_rn(_left(t, log2))
+    keep = 1.0 - rate * decay
+    stride, whole2 = tl.div_rn(rate, _left(t, log1)), tl.div_rn(1.0, tl.sqrt_rn(_left(t, log2)))
 
     i = tl.arange(0, BLOCK)
     if (have >= BLOCK) & (((p | g | m | v | out) & 15) == 0):
@@ -143,7 +144,7 @@ def _adamw(
         g_at = tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16) + i
         new_p, new_m, new_v = _update(
             tl.load(p_at), tl.load(g_at, eviction_policy="evict_first"), tl.load(m_at), tl.load(v_at),
-            rate, keep, coefficient, left1, root2, beta2, fresh1, fresh2, eps,
+            stride, keep, coefficient, whole2, beta2, fresh1, fresh2, eps,
         )  # fmt: skip
         tl.store(p_at, new_p)
         tl.store(m_at, new_m)
@@ -161,7 +162,7 @@ def _adamw(
         new_p, new_m, new_v = _update(
             tl.load(p_at, mask=here, other=0), tl.load(g_at, mask=here, other=0),
             tl.load(m_at, mask=here, other=0), tl.load(v_at, mask=here, other=0),
-            rate, keep, coefficient, left1, root2, beta2, fresh1, fresh2, eps,
+            stride, keep, coefficient, whole2, beta2, fresh1, fresh2, eps,
         )  # fmt: skip
         tl.store(p_at, new_p, mask=here)
         tl.store(m_at, new_m, mask=here)

@@ -86,14 +86,15 @@ def _gather(
         meet(pads, error, rank, block, spins, WORLD)
     width: tl.constexpr = ITEM.primitive_bitwidth // 8
     i = tl.arange(0, BLOCK)
-    for s in tl.static_range(WORLD):
+    s = 0
+    while s < WORLD:
         p = (rank + s) % WORLD  # all ranks read at once, each from another
         peer = tl.load(buffers + p) + offset
         k = block
         while k < count:
             row = rows + k.to(tl.int64) * 5
             start, size, numel = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4)
-            n = tl.minimum(size, numel - p * size) - start
+            n = tl.minimum(tl.maximum(tl.minimum(size, numel - p * size) - start, 0), BLOCK).to(tl.int32)
             src = peer + (tl.load(row + 2) + start) * width
             dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + (p * size + start) * width
             if (n >= BLOCK) & (((src | dst) & 15) == 0):
@@ -103,6 +104,7 @@ def _gather(
                 x = tl.load(src.to(tl.pointer_type(ITEM)) + i, mask=i < n)
                 tl.store(dst.to(tl.pointer_type(ITEM)) + i, x, mask=i < n)
             k += blocks
+        s += 1
     if SYNC:
         meet(pads, error, rank, block, spins, WORLD)
 

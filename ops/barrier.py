@@ -1,9 +1,9 @@
 """barrier(memory): no rank goes on before all have come.
 
-Between rank a and rank b lies one signal each way: a sets b's from 0 to 1, b waits for it and sets
-it back to 0. So the signals are as they were when a barrier is over, no count is kept, and a
-captured CUDA graph may replay it. What was written before is seen after: the set releases, the
-wait acquires, for the whole system.
+Between rank a and rank b lies one signal each way: a waits until it is 0 and makes it 1, b waits
+until it is 1 and makes it 0, so it has one writer at a time. When a barrier is over the signals are
+as they were, no count is kept, and a captured CUDA graph may replay it. What was written before is
+seen after: the set releases, the wait acquires, for the whole system.
 
 A wait ends after `spins` looks at the signal: then `error` holds 1 + the rank that did not come,
 later barriers wait no more, and the host raises when it next looks. On the CPU it raises at once.
@@ -39,7 +39,7 @@ def barrier(memory: Symmetric, *, spins: int = SPINS) -> None:
 
 
 def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
-    """The barrier of processes that share memory, on channel 0: a signal has one writer at a time."""
+    """The barrier of processes that share memory, on channel 0."""
     check(error, rank)
     ranks = len(pads)
     signals = [row.view(torch.int32) for row in at_addresses(pads, 4 * ranks)]
@@ -60,24 +60,29 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
 @kernel
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     """The barrier of one block of the grid with the same block of every other rank."""
-    tl.debug_barrier()
+    # A lane for each rank, one's own too; lanes beyond the ranks signal themselves.
+    LANES: tl.constexpr = 1 << (WORLD - 1).bit_length()
+    lane = tl.arange(0, LANES)
+    mine = tl.load(pads + rank)
+    other = tl.load(pads + tl.minimum(lane, WORLD - 1))
+    theirs = tl.where(lane < WORLD, other + (channel * LANES + rank) * 4, mine + (channel * LANES + lane) * 4)
+    theirs = theirs.to(tl.pointer_type(tl.int32))
+    ours = (mine + (channel * LANES + lane) * 4).to(tl.pointer_type(tl.int32))
     left = tl.where(tl.load(error, volatile=True) == 0, spins, 0)
-    for p in tl.static_range(WORLD):
-        if p != rank:
-            place = tl.load(pads + p).to(tl.pointer_type(tl.int32)) + channel * WORLD + rank
-            looks = 0
-            while (tl.atomic_cas(place, 0, 1, sem="release", scope="sys") != 0) & (looks < left):
-                looks += 1
-            if looks >= left:
-                tl.store(error, 1 + p)
-    for p in tl.static_range(WORLD):
-        if p != rank:
-            place = tl.load(pads + rank).to(tl.pointer_type(tl.int32)) + channel * WORLD + p
-            looks = 0
-            while (tl.atomic_cas(place, 1, 0, sem="acquire", scope="sys") != 1) & (looks < left):
-                looks += 1
-            if looks >= left:
-                tl.store(error, 1 + p)
+    tl.debug_barrier()
+    looks, wrong = 0, tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
+    while (tl.max(wrong.to(tl.int32), 0) != 0) & (looks < left):
+        wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
+        looks += 1
+    tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
+    missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
+    while (tl.max(missing.to(tl.int32), 0) != 0) & (looks < left):
+        missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
+        looks += 1
+    tl.atomic_xchg(ours, 0, sem="release", scope="sys")
+    late = tl.max(tl.where(wrong | missing, lane + 1, 0), 0)
+    if late > 0:
+        tl.store(error, late)
     tl.debug_barrier()
 
 

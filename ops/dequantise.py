@@ -68,7 +68,7 @@ def _dequantise(
     rows, bases, SRC: tl.constexpr, DST: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BUFFER: tl.constexpr
 ):
     row = rows + tl.program_id(0).to(tl.int64) * 5
-    start, n, buffer = tl.load(row + 1), tl.load(row + 2), tl.load(bases + BUFFER)
+    start, n, buffer = tl.load(row + 1), tl.load(row + 2).to(tl.int32), tl.load(bases + BUFFER)
     dst = (tl.load(bases + tl.load(row)) + start * (DST.primitive_bitwidth // 8)).to(tl.pointer_type(DST))
     src = (buffer + tl.load(row + 3)).to(tl.pointer_type(tl.int8))
     scales = (buffer + tl.load(row + 4)).to(tl.pointer_type(tl.float32))
@@ -104,13 +104,14 @@ def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, kind: str, ou
 @functools.cache
 def _values(sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device) -> torch.Tensor:
     # value, start in it, elements, bytes into the buffer of their codes and of their scales
-    pieces, at, group, row = [], 0, 0, row_bytes(sizes)
+    pieces, at, group, row, block = [], 0, 0, row_bytes(sizes), GROUP * GROUPS
     for k, (size, numel) in enumerate(zip(sizes, numels)):
         for r in range(ranks):
             n = min(size, max(0, numel - r * size))
             scales = r * row + (sum(sizes) + 15) // 16 * 16
-            for s in range(0, n, GROUP * GROUPS):
-                pieces.append((k, r * size + s, n - s, r * row + at + s, scales + 4 * (group + s // GROUP)))
+            for s in range(0, n, block):
+                codes = r * row + at + s
+                pieces.append((k, r * size + s, min(n - s, block), codes, scales + 4 * (group + s // GROUP)))
         at, group = at + size, group + groups(size)
     return on_device(torch.tensor(pieces, dtype=torch.int64).view(-1, 5), device)
 

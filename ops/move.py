@@ -28,7 +28,7 @@ BLOCK = 4096
 @kernel
 def _move(rows, bases, SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr):
     row = rows + tl.program_id(0).to(tl.int64) * 6
-    have, want = tl.load(row + 4), tl.load(row + 5)
+    have, want = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
     src = tl.load(bases + tl.load(row)) + tl.load(row + 1) * (SRC.primitive_bitwidth // 8)
     dst = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3) * (DST.primitive_bitwidth // 8)
     i = tl.arange(0, BLOCK)

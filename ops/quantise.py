@@ -68,7 +68,8 @@ def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str, ou
         x = x.view(-1, GROUP)
         greatest = x.abs().nan_to_num(math.inf, math.inf).amax(1, keepdim=True)
         greatest = torch.where(greatest < _TINY, 0.0, greatest)
-        y = torch.where(greatest > 0, x * (GREATEST[kind] / greatest), 0.0)
+        factor = torch.full_like(greatest, GREATEST[kind]).div_(greatest)  # a number by a tensor is rounded twice
+        y = torch.where(greatest > 0, x * factor, 0.0)
         y = y.nan_to_num(0.0).clamp_(-GREATEST[kind], GREATEST[kind])
         code = y.round().to(torch.int8) if kind == "int8" else y.to(torch.float8_e4m3fn)
         codes[0, at : at + size] = code.view(-1)[:size].view(torch.uint8)
@@ -82,7 +83,7 @@ def _quantise(
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
-    start, have, want = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    start, have, want = tl.load(row + 1), tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
     src = (tl.load(bases + tl.load(row)) + start * (SRC.primitive_bitwidth // 8)).to(tl.pointer_type(SRC))
     dst = out + tl.load(row + 4)
     g = tl.arange(0, GROUPS)
@@ -128,10 +129,11 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str, out: 
 @functools.cache
 def _parts(sizes: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # part, start in it, elements there are, elements wanted, where their codes go, where their scales go
-    pieces, at, group = [], 0, 0
+    pieces, at, group, block = [], 0, 0, GROUP * GROUPS
     for k, (size, numel) in enumerate(zip(sizes, numels)):
-        for start in range(0, size, GROUP * GROUPS):
-            pieces.append((k, start, numel - start, size - start, at + start, group + start // GROUP))
+        for start in range(0, size, block):
+            have, want = (max(0, min(n - start, block)) for n in (numel, size))
+            pieces.append((k, start, have, want, at + start, group + start // GROUP))
         at, group = at + size, group + groups(size)
     return on_device(torch.tensor(pieces, dtype=torch.int64).view(-1, 6), device)
 

@@ -88,9 +88,11 @@ def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.con
     # In rank order, from the first term on: the sum of zeros keeps their sign.
     full = i < n
     total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(tl.float32)
-    for p in tl.static_range(1, WORLD):
+    p = 1
+    while p < WORLD:  # not unrolled: it is the way of a few blocks only
         term = tl.load((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
         total += term.to(tl.float32)
+        p += 1
     return tl.div_rn(total, WORLD * 1.0).to(OUT) if MEAN else total.to(OUT)
 
 
@@ -119,7 +121,7 @@ def _scatter(
     k = block
     while k < count:
         row = rows + (tl.program_id(1) * count + k).to(tl.int64) * 4
-        start, n = tl.load(row + 1), tl.load(row + 3)
+        start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
         at = offset + (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
         dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (OUT.primitive_bitwidth // 8)
         if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers themselves lie on more than 16 bytes

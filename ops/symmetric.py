@@ -6,8 +6,9 @@
 
 `mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are where
 every rank's buffer and signals lie as this rank sees them. The signals of one rank are
-int32[CHANNELS, ranks], zero between collectives; `barrier` says how they are used. `error`,
-int32[1], is zero until a barrier has waited in vain; the host reads it without synchronising.
+int32[CHANNELS, ranks], each row padded to a power of two, zero between collectives; `barrier` says
+how they are used. `error`, int32[1], is zero until a barrier has waited in vain; the host reads it
+without synchronising.
 
 One memory serves one stream of collectives: two that run at once need a memory each.
 """
@@ -103,7 +104,7 @@ def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
 
 
 def _room(nbytes: int, ranks: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * ranks * 4
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * (1 << (ranks - 1).bit_length()) * 4
 
 
 def _view(rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any) -> Symmetric:

@@ -35,11 +35,11 @@ def blocks(
 ) -> torch.Tensor:
     """int64[blocks, columns]: each piece cut into blocks of `block` elements.
 
-    A piece is a row of integers and has a length; from block to block its columns `moving` grow by
-    `block` where that is positive and shrink where it is written as `~column`.
+    A piece is a row of integers and has a length. Its columns `moving` grow by `block` from block to
+    block; one written as `~column` counts elements and says how many of them are left to the block.
 
     >>> blocks([(7, 0, 5)], [5], 4, moving=(1, ~2))
-    tensor([[7, 0, 5],
+    tensor([[7, 0, 4],
             [7, 4, 1]])
     """
     columns = len(pieces[0]) if pieces else 0
@@ -51,6 +51,6 @@ def blocks(
             if column >= 0:
                 row[:, column] += start
             else:
-                row[:, ~column] -= start
+                row[:, ~column] = (row[:, ~column] - start).clamp(0, block)
         rows.append(row)
     return torch.cat(rows) if rows else torch.empty(0, columns, dtype=torch.int64)

@@ -6,42 +6,13 @@ The switch must be set before Triton is imported, so these run in a process of t
 
 from __future__ import annotations
 
-import importlib
 import os
 
-import numpy as np
 import pytest
-import torch
+from casts import exact_casts
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
-
-_FLOATS = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8e4nv": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
-}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def exact_casts() -> None:
-    """Have the interpreter round as GPUs do: its own casts cut bits off."""
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    cut_off = interpreter._convert_float
-
-    def cast(values: np.ndarray, src, dst, mode):
-        if src.name not in _FLOATS or dst.name not in _FLOATS:
-            return cut_off(values, src, dst, mode)
-        a, b = _FLOATS[src.name], _FLOATS[dst.name]
-        raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), dtype=f"i{a.itemsize}".replace("i1", "u1")).copy()
-        rounded = torch.from_numpy(raw).view(a).to(b).view(_INTEGERS[b.itemsize]).numpy()
-        return rounded.view(f"u{b.itemsize}").reshape(values.shape)
-
-    interpreter._convert_float = cast
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")  # numpy's, of infinities and NaN

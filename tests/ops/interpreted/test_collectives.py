@@ -1,0 +1,80 @@
+"""all_gather, reduce_scatter and barrier by their kernels: over processes, and with all ranks in one launch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from patterns import bits, same
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import run_ranks
+
+all_gather = importlib.import_module("ztrans.ops.all_gather")
+barrier = importlib.import_module("ztrans.ops.barrier")
+reduce_scatter = importlib.import_module("ztrans.ops.reduce_scatter")
+symmetric = importlib.import_module("ztrans.ops.symmetric")
+reduce = importlib.import_module("ztrans.ops.reduce").reduce
+unpack = importlib.import_module("ztrans.ops.unpack")
+
+NUMELS = (9001, 3, 8192, 0, 130)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_over_shared_memory(ranks):
+    run_ranks(ranks, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64], ids=str)
+def test_all_ranks_gather_in_one_launch(ranks, dtype, skew):
+    sizes, offset = [-(-n // ranks) + 1 for n in NUMELS], skew * dtype.itemsize
+    memories = symmetric.in_one_process(ranks, offset + sum(sizes) * dtype.itemsize)
+    sent = [bits(sum(sizes), dtype, r) for r in range(ranks)]
+    for memory, buffer in zip(memories, sent):
+        memory.mine[offset:].copy_(buffer.view(torch.uint8))
+    outs = [torch.zeros(n, dtype=dtype) for _ in range(ranks) for n in NUMELS]
+    at = memories[0]
+    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, offset, 2, 9, together=ranks, sync=False)
+    true = [torch.zeros(n, dtype=dtype) for n in NUMELS]
+    unpack.reference(torch.cat(sent), sizes, ranks, true)
+    assert all(same(out, true[k % len(NUMELS)]) for k, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_all_ranks_scatter_in_one_launch(ranks, dtype, out, how):
+    sizes = [-(-n // ranks) + 2 for n in NUMELS]
+    total = sum(sizes)
+    memories = symmetric.in_one_process(ranks, ranks * total * dtype.itemsize)
+    terms = []
+    for r, memory in enumerate(memories):
+        terms.append(torch.randn(ranks, total).to(dtype))
+        memory.mine.copy_(terms[r].view(-1).view(torch.uint8))
+    outs = [torch.zeros(max(0, min(s, n - r * s)), dtype=out) for r in range(ranks) for n, s in zip(NUMELS, sizes)]
+    at = memories[0]
+    squares = reduce_scatter.launch(
+        at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 0, 3, 9, together=ranks, sync=False
+    )
+    for r in range(ranks):
+        mine, offset = outs[r * len(sizes) : (r + 1) * len(sizes)], 0
+        for part, size in zip(mine, sizes):
+            here = [t[r, offset : offset + part.numel()] for t in terms]
+            assert same(part, reduce(here, how, out))
+            offset += size
+        norm = sum(part.double().square().sum() for part in mine)
+        torch.testing.assert_close(squares.view(ranks, -1)[r].double().sum(), norm, rtol=1e-6, atol=0)
+
+
+def test_a_rank_that_never_comes_is_an_error():
+    late, _ = symmetric.in_one_process(2, 0)
+    barrier.launch(late.pads, late.error, 0, 20)
+    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
+        late.check()
+    with pytest.raises(RuntimeError, match="in vain"):
+        barrier.launch(late.pads, late.error, 0, 20)

@@ -1,0 +1,28 @@
+"""Start the ranks of `rank.py` and see them all succeed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+
+
+def run_ranks(ranks: int, **environment: str) -> None:
+    """Run `rank.py` on `ranks` processes over fresh shared memory."""
+    with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder:
+        command = [sys.executable, str(Path(__file__).parent / "rank.py"), folder]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        started = [
+            subprocess.Popen([*command, str(r), str(ranks)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for r in range(ranks)
+        ]
+        try:
+            output = [process.communicate(timeout=120)[0].decode() for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert not any(process.returncode for process in started), "\n".join(output)

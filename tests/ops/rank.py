@@ -1,0 +1,105 @@
+"""One rank of several processes over shared memory: `python rank.py FOLDER RANK RANKS`, kernels if TRITON_INTERPRET=1.
+
+Every collective's result is compared bit by bit with what one process computes from all ranks'
+inputs, which any rank can draw. Exits with an error if anything differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+op = {name: importlib.import_module(f"ztrans.ops.{name}") for name in ("barrier", "all_gather", "reduce_scatter")}
+packing = importlib.import_module("ztrans.ops.cast_pack")
+symmetric = importlib.import_module("ztrans.ops.symmetric")
+reduce = importlib.import_module("ztrans.ops.reduce").reduce
+
+NUMELS = (20011, 3, 8192 * 2, 0, 4100)
+SPINS = 1 << 22
+CHANNELS = 3
+
+
+def run(name: str, kernels: bool):
+    return op[name].launch if kernels else op[name].reference
+
+
+def parts(rank: int, round_: int, size: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * round_ + rank)
+    return [torch.randn(n if size == 0 else size * n, generator=draw) for n in NUMELS]
+
+
+def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None:
+    ranks, sizes = memory.ranks, [-(-n // memory.ranks) for n in NUMELS]
+    for round_ in range(rounds):
+        dtype, offset = ((torch.bfloat16, 0), (torch.float32, 64), (torch.bfloat16, 2))[round_ % 3]
+        cut = [
+            [p[r * size : (r + 1) * size] for p, size in zip(parts(0, round_, 0), sizes)] for r in range(ranks)
+        ]  # what rank r holds of the same values
+        send = memory.mine[offset : offset + sum(sizes) * dtype.itemsize].view(dtype)
+        packing.reference(cut[memory.rank], sizes, 1, send)
+        outs = [torch.full((n,), 7.0, dtype=dtype) for n in NUMELS]
+        run("all_gather", kernels)(
+            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, CHANNELS, SPINS
+        )
+        memory.check()
+        for out, whole in zip(outs, parts(0, round_, 0)):
+            assert torch.equal(out, whole.to(dtype)), f"gather of rank {memory.rank}, round {round_}"
+        memory.mine.fill_(0xA5)  # a peer that still read it would be seen
+
+
+def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None:
+    ranks, rank, sizes = memory.ranks, memory.rank, [-(-n // memory.ranks) + 5 for n in NUMELS]
+    numels = [max(0, min(size, n - rank * size)) for n, size in zip(NUMELS, sizes)]
+    for round_ in range(rounds):
+        dtype, out_dtype, how = (
+            (torch.bfloat16, torch.float32, "mean"),
+            (torch.float32, torch.float32, "sum"),
+            (torch.float16, torch.bfloat16, "sum"),
+        )[round_ % 3]
+        send = memory.mine[: ranks * sum(sizes) * dtype.itemsize].view(dtype)
+        packing.reference(parts(rank, round_, 0), sizes, ranks, send)
+        outs = [torch.full((n,), 7.0, dtype=out_dtype) for n in numels]
+        squares = run("reduce_scatter", kernels)(
+            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, 0, CHANNELS, SPINS
+        )
+        memory.check()
+        everyone = [[p.to(dtype) for p in parts(r, round_, 0)] for r in range(ranks)]
+        for k, (out, size) in enumerate(zip(outs, sizes)):
+            terms = [theirs[k][rank * size : (rank + 1) * size] for theirs in everyone]
+            true = reduce(terms, how, out_dtype)
+            assert torch.equal(out, true), f"scatter of rank {rank}, round {round_}, part {k}"
+        norm = sum(o.double().square().sum() for o in outs)
+        torch.testing.assert_close(squares.double().sum(), norm, rtol=1e-6, atol=0)
+        memory.mine.fill_(0xA5)
+
+
+def barriers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 50) -> None:
+    """Nobody is ever more than one barrier ahead of anybody."""
+    counts = [memory_.view(torch.int32)[:1] for memory_ in symmetric.at_addresses(memory.buffers, 4)]
+    counts[memory.rank].zero_()
+    run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
+    for round_ in range(rounds):
+        counts[memory.rank].fill_(round_)
+        run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
+        assert all(int(c) == round_ for c in counts), f"barrier {round_} let somebody through early"
+        run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
+
+
+if __name__ == "__main__":
+    folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kernels = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels:
+        sys.path.insert(0, str(Path(__file__).parent / "interpreted"))
+        from casts import exact_casts
+
+        exact_casts()
+    memory = symmetric.over_files(folder, rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
+    for check in (barriers, gathers, scatters):
+        check(memory, kernels)
+    mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)
+    assert not mine[0].any(), "signals are left"

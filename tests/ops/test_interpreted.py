@@ -1,0 +1,20 @@
+"""Runs `interpreted/`, the kernels' own tests, where Triton's interpreter is switched on from the start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton", reason="kernels need Triton")
+    folder = Path(__file__).parent / "interpreted"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
