@@ -156,6 +156,7 @@ def matmuls_between(graph: Graph, reductions: list[Eqn]) -> int:
         if e in reductions:
             starts.append(passed)
     births = {made[v] for e in reductions for v in e.ins}
+    starts = [min(births, default=0), *starts]
     return max((b - a for a, b in pairwise(starts) if any(a < birth < b for birth in births)), default=0)
 
 

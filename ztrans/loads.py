@@ -132,9 +132,9 @@ class Loads:
         return wire, wire.pace * sum(thing.wire for thing in things)
 
     def _often(self, reductions: Sequence[Load]) -> bool:
-        """Whether reductions start as often as they must."""
+        """Whether reductions start as often as they must, from where the first could."""
         most = self.problem.max_between
         return most is None or all(
             self._matmuls[b] - self._matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)
-            for a, b in pairwise(sorted({load.place for load in reductions}))
+            for a, b in pairwise(sorted({*self.starts[:1], *(load.place for load in reductions)}))
         )

@@ -138,6 +138,6 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     if problem.max_between is not None:
         matmuls = [0, *accumulate(problem.matmul)]
         births = sorted({reduction.born + 1 for reduction in problem.reductions})
-        for a, b in pairwise(sorted({bucket.start for bucket in schedule.reductions})):
+        for a, b in pairwise(sorted({*births[:1], *(bucket.start for bucket in schedule.reductions)})):
             if matmuls[b] - matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
                 raise ValueError(f"no reduction starts between places {a} and {b}, more than max_between matmuls")

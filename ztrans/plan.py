@@ -17,7 +17,8 @@ from typing import Any
 
 from .cluster import Cluster
 from .cost import memory
-from .graph import Graph
+from .graph import Eqn, Graph
+from .outcome import validate
 from .planner import Infeasible, solve
 from .pose import pose
 from .pretty import size_text
@@ -26,13 +27,15 @@ from .schedule import Skeleton, realise, skeleton
 
 Members = tuple[str, ...]
 SLACK = 0.05  # what "auto" lets the peak rise above that of the unscheduled program
+WRITTEN = "as written"  # of updates: where they were, and so is everything else
 
 
 @dataclass(frozen=True)
 class Plan:
     """`gathers`: (members, the equation they start before); `reductions`: (members, the equation they are
     waited for before); `dropped`: gathers whose value is kept from earlier. Members are named by their
-    futures, equations by their first result; "" is the end of the program. `notes` say what was not reached."""
+    futures, equations by their first result; "" is the end of the program. `update` is "eager", "last", or
+    "as written" for a program whose order is kept. `notes` say what was not reached."""
 
     program: str  # a hash of the program that it is for
     gathers: tuple[tuple[Members, str], ...] = ()
@@ -102,6 +105,9 @@ def fingerprint(graph: Graph) -> str:
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """A plan for a program with hints, and the program that it makes.
 
+    Every program made is checked. Where one fails, the last that did not is kept, at last the one as
+    written, and so it is where nothing else fits a budget that was asked for; the notes say so.
+
     Raises: ValueError when the memory budget is below what any order needs, or the cluster lacks a link.
     """
     s = skeleton(graph)
@@ -115,6 +121,13 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     # What packing needs for a moment is in the analysis and not in the problem: where that does not fit, the
     # problem gets less; then updates come last; then nothing is packed.
     attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
+
+    def keep_written(needs: int, at: Eqn | None) -> tuple[Plan, Graph]:
+        if unscheduled > budget:
+            raise _too_little(s, budget, min(needs, unscheduled), at)
+        note = f"the order is as written: any other needs {size_text(needs)}"
+        return _noted(Plan(fingerprint(graph), update=WRITTEN), _as_written(graph), [*notes, note])
+
     best: tuple[int, Plan, Graph] | None = None
     for how, packed in attempts:
         if not packed and how == update:
@@ -123,24 +136,40 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
             schedule = solve(problem)
         except Infeasible as error:
             if asked and best is None:
-                raise _too_little(s, budget, error) from None
+                return keep_written(error.needs, s.ops[error.at])
             problem = dataclasses.replace(problem, memory=error.needs)
             schedule = solve(problem)
-        found = realise(s, schedule, how, _kept(problem, schedule))
+        try:
+            validate(problem, schedule)
+            found = realise(s, schedule, how, _kept(problem, schedule)).check()
+        except (AssertionError, ValueError) as error:
+            notes.append(f"an order was given up for the last valid one: {error}")
+            break
         peak = memory(found).peak
         if best is None or peak < best[0]:
             best = (peak, _named(s, fingerprint(graph), schedule, how), found)
         if peak <= budget:
             break
         problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
+    if best is None:
+        return _noted(Plan(fingerprint(graph), update=WRITTEN), _as_written(graph), notes)
     peak, plan, found = best
     if peak > budget and asked:
-        raise _too_little(s, budget, Infeasible(peak, 0))
+        return keep_written(peak, memory(found).at)
     if peak > budget:
         notes.append(f"the peak is {size_text(peak)}, {size_text(peak - budget)} above the budget")
     if plan.update != update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
+    return _noted(plan, found, notes)
+
+
+def _noted(plan: Plan, found: Graph, notes: list[str]) -> tuple[Plan, Graph]:
     return dataclasses.replace(plan, notes=tuple(notes)), found
+
+
+def _as_written(graph: Graph) -> Graph:
+    """The program in its own order, without hints."""
+    return graph.replace(eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns))
 
 
 def apply(graph: Graph, plan: Plan) -> Graph:
@@ -153,6 +182,8 @@ def apply(graph: Graph, plan: Plan) -> Graph:
             f"plan: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another model, batch "
             f"shape, mesh, or other transforms.\nLower without it, and save lowered.plan again."
         )
+    if plan.update == WRITTEN:
+        return _as_written(graph)
     s = skeleton(graph)
     place = {_name(s, k): k for k in range(len(s.ops) + 1)}
     gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
@@ -211,13 +242,12 @@ def _alone(problem: Problem) -> Problem:
     return dataclasses.replace(problem, gathers=gathers, reductions=reductions, wires=wires)
 
 
-def _too_little(s: Skeleton, budget: int, error: Infeasible) -> ValueError:
+def _too_little(s: Skeleton, budget: int, needs: int, at: Eqn | None) -> ValueError:
     holders = memory(s.graph).holders[:5]
     lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in holders)
-    at = s.ops[error.at]
-    where = f" at {at.source.where}" if at.source else ""
+    where = f" at {at.source.where}" if at is not None and at.source else ""
     return ValueError(
         f"prefetch: memory={budget} ({size_text(budget)}) is less than the step needs in any order: "
-        f"{error.needs} bytes ({size_text(error.needs)}){where}.\n{lines}"
+        f"{needs} bytes ({size_text(needs)}){where}.\n{lines}"
         f"Give it that much, a smaller batch, or more ranks."
     )

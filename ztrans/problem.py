@@ -53,7 +53,7 @@ class Problem:
     reductions: tuple[Reduction, ...]  # in order of birth
     wires: Mapping[Hashable, Wire]
     memory: float = float("inf")  # bytes that may be live
-    max_between: int | None = None  # matmuls between the starts of two reductions
+    max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
 

@@ -1,13 +1,20 @@
 """overlap_grads as text: reductions start where gradients are born."""
 
+import itertools
+
 import pytest
+import torch
 from net import lower
 from programs import CASES
-from worlds import sharded
+from torch.func import grad_and_value
+from worlds import batches, sharded, slices
 
 import ztrans as zt
-from ztrans.collectives import REDUCE_SCATTER
+from ztrans import plan as plans
+from ztrans.cluster import Link
+from ztrans.collectives import REDUCE_SCATTER, WAIT
 from ztrans.graph import is_view_or_cast
+from ztrans.pose import is_matmul
 
 
 def test_program(golden):
@@ -53,3 +60,114 @@ def test_the_size_of_a_bucket_can_be_given():
     for cap in (1000, 4000):
         found, eqns = sizes(bucket=cap)
         assert all(size <= cap or len(e.ins) == 1 for size, e in zip(found, eqns))
+
+
+def deep(layers: int, held: range = range(0)):
+    """A deep chain of matmuls, those of `held` frozen; and a state for it."""
+
+    def step(state, x):
+        def loss(free):
+            h = x
+            for i in range(layers):
+                h = torch.tanh(h @ {**free, **state["held"]}[f"w{i:02}"])
+            return h.square().mean()
+
+        grads, value = grad_and_value(loss)(state["free"])
+        return {**state, "free": {k: w - 0.1 * grads[k] for k, w in state["free"].items()}}, value
+
+    weights = {f"w{i:02}": torch.zeros(8, 8) for i in range(layers)}
+    named = {f"w{i:02}" for i in held}
+    return step, {
+        "free": {k: w for k, w in weights.items() if k not in named},
+        "held": {k: w for k, w in weights.items() if k in named},
+    }
+
+
+SLOW_TO_START = zt.cluster("cpu", dp=Link("wire", 1.0, 1e15))  # every message costs a second: the fewer the better
+
+
+def gaps(lowered) -> list[int]:
+    """Matmuls between the first gradient's birth, and the starts of its and the following reductions."""
+    passed, births, starts = 0, {}, []
+    for e in lowered.graph.check().eqns:
+        passed += is_matmul(e)
+        births.update(dict.fromkeys(e.outs, passed))
+        if e.op is REDUCE_SCATTER and e.provenance.role == "grad":
+            starts += [passed] if starts else [min(births[v] for v in e.ins), passed]
+    return [b - a for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("most, fewest", [(8, 9), (4, 18), (2, 35)])
+@pytest.mark.parametrize("bucket", ["auto", 1 << 30])
+def test_at_most_so_many_matmuls_between_two_reductions(most, fewest, bucket):
+    """Gradients are born 36 times, two matmuls apart: one message for all were cheapest by far."""
+    step, state = deep(36)
+    options = {"bucket": bucket} if most == 8 else {"bucket": bucket, "max_compute_between": most}
+    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(**options), zt.prefetch(memory=1 << 30))
+    lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
+    assert max(gaps(lowered)) <= most
+    assert fewest <= len(gaps(lowered)) <= fewest + 2, "and no more messages than that takes"
+
+
+def test_unbounded_one_message_is_the_cheapest():
+    step, state = deep(36)
+    overlap = zt.overlap_grads(max_compute_between=None)
+    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30))
+    assert gaps(transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)) == [70]
+
+
+def test_where_nothing_was_reduced_no_reduction_is_asked_for():
+    """Layers 10 to 29 are frozen, so twenty backward passes of one matmul have no gradient to reduce."""
+    step, state = deep(36, range(10, 30))
+    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(), zt.prefetch(memory=1 << 30))
+    lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
+    (wide,) = (gap for gap in gaps(lowered) if gap > 8)
+    assert 20 <= wide <= 22 + 8
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_in_a_gpt_too(most):
+    case = CASES["gpt_adam"]
+    overlap = zt.overlap_grads(bucket=1 << 30, max_compute_between=most)
+    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30))
+    lowered = transform(case.step).lower(case.state(), *slices(batches(case, 1)[0], 4)[0], cluster=SLOW_TO_START)
+    assert max(gaps(lowered)) <= max(most, 2), "attention's own backward has two products between gradients"
+
+
+@pytest.mark.parametrize("broken", ["realise", "validate"])
+def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkeypatch):
+    """Should a schedule be wrong after all: the program stays what it was, the plan says so, and it can be saved."""
+    case = CASES["mlp_momentum"]
+    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
+    shard = zt.shard_params(zt.AbstractMesh(dp=4))
+    plain = shard(case.step).lower(*args)
+    if broken == "realise":
+        whole = plans.realise
+        cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))  # noqa: E731
+        monkeypatch.setattr(plans, "realise", lambda *a: cut(whole(*a)))
+    else:
+        monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ValueError("out of order: Bucket")))
+    lowered = zt.chain(shard, zt.overlap_grads(), zt.prefetch())(case.step).lower(*args)
+    assert [str(e.outs) for e in lowered.graph.check().eqns] == [str(e.outs) for e in plain.graph.eqns]
+    (note,) = lowered.plan.notes
+    said = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]
+    assert note.startswith("an order was given up for the last valid one: ") and said in note and note in str(lowered.plan)
+    monkeypatch.undo()
+    assert str(lowered.planned(lowered.plan)) == str(lowered)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"bucket": "big"}, "overlap_grads: bucket='big'; it is a number of bytes, or 'auto'."),
+    ({"bucket": -1}, "overlap_grads: bucket=-1; it is a number of bytes, or 'auto'."),
+    ({"bucket": True}, "overlap_grads: bucket=True; it is a number of bytes, or 'auto'."),
+    ({"bucket": 2.5}, "overlap_grads: bucket=2.5; it is a number of bytes, or 'auto'."),
+    ({"bucket": None}, "overlap_grads: bucket=None; it is a number of bytes, or 'auto'."),
+    ({"max_in_flight": -1}, "overlap_grads: max_in_flight=-1; it is a number of bytes, or None."),
+    ({"max_compute_between": 0}, "overlap_grads: max_compute_between=0; it is a number of matmuls, at least 1, or None."),
+    ({"max_compute_between": True}, "overlap_grads: max_compute_between=True; it is a number of matmuls, at least 1, or None."),
+    ({"update": "soon"}, "overlap_grads: update='soon'; use 'eager' or 'last'."),
+])  # fmt: skip
+def test_nonsense_options(options, message):
+    with pytest.raises(ValueError) as caught:
+        zt.overlap_grads(**options)
+    assert str(caught.value) == message

@@ -74,6 +74,8 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
 
     for e in graph.eqns:
         if e.op in SUMS and not e.kwargs:
+            if type(e.args[1]) in (int, float) and e.args[1] == 0 and as_reduced(e.args[0]):
+                return _without(graph, e), True  # what sum() starts from
             pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
             for left, right in pairs:
                 r, first = as_reduced(right), as_reduced(left)
@@ -116,6 +118,11 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
     if rest is None:
         graph = rename(graph, {add.outs[0]: b.end.outs[0]})
     return dce(graph)
+
+
+def _without(graph: Graph, e: Eqn) -> Graph:
+    """The program with the first argument of `e` in place of what it makes."""
+    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.outs[0]: e.args[0]})
 
 
 def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:

@@ -37,8 +37,8 @@ def overlap_grads(
     Args:
         bucket: bytes of gradients that one reduction may hold; "auto" weighs the link's latency against
             the time lost by waiting for the last member; 0 reduces each gradient alone.
-        max_compute_between: at most so many matmuls run between the starts of two reductions, where the
-            unscheduled program had a reduction there; None does not bound them.
+        max_compute_between: at most so many matmuls run between the starts of two reductions, or from the
+            first gradient's birth to the first one, where a gradient is born there; None does not bound them.
         max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
             twice the largest). One bucket is always allowed; a gradient in whole dies with its wait.
         update: "eager" updates a bucket's parameters as soon as it is reduced, as far as no global norm
@@ -51,11 +51,11 @@ def overlap_grads(
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    for name, value in (("max_in_flight", max_in_flight), ("bucket", None if bucket == "auto" else bucket)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            other = "'auto'" if name == "bucket" else "None"
-            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {other}.")
-    if max_compute_between is not None and (not isinstance(max_compute_between, int) or max_compute_between < 1):
+    for name, value, other in (("max_in_flight", max_in_flight, None), ("bucket", bucket, "auto")):
+        if value != other and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {other!r}.")
+    most = max_compute_between
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise ValueError(
             f"overlap_grads: max_compute_between={max_compute_between!r}; "
             "it is a number of matmuls, at least 1, or None."
