@@ -191,16 +191,27 @@ def estimate(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh, cluster: Cluste
 @contextlib.contextmanager
 def _triton() -> Iterator[None]:
     """Their estimator asks triton for the bandwidth of a GPU even where its answer is not used."""
-    if "triton" in sys.modules or torch.cuda.is_available():
+    if torch.cuda.is_available():
         yield
         return
-    sys.modules["triton"] = types.ModuleType("triton")
-    sys.modules["triton.testing"] = types.ModuleType("triton.testing")
-    sys.modules["triton.testing"].get_dram_gbps = lambda: 1.0
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        stubs = {"triton": types.ModuleType("triton")}
+    else:
+        stubs = {}
+    stubs["triton.testing"] = types.ModuleType("triton.testing")
+    stubs["triton.testing"].get_dram_gbps = lambda: 1.0
+    before = {name: sys.modules.get(name) for name in stubs}
+    sys.modules.update(stubs)
     try:
         yield
     finally:
-        del sys.modules["triton"], sys.modules["triton.testing"]
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def back(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh) -> list[tuple[fx.Node, Eqn]]:
