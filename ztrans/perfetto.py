@@ -15,9 +15,9 @@ from .timetable import line, text, title
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as JSON has it, times in microseconds."""
+    """The trace as JSON has it: names, then what happens in order of time, in microseconds."""
     events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    return {"displayTimeUnit": "ms", "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0))}
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:

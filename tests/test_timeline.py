@@ -1,0 +1,177 @@
+"""Timelines: as text, as a page, as pictures, as a trace for Perfetto; one, and two side by side."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from torch.func import grad_and_value
+
+import ztrans as zt
+from ztrans.cluster import Device, Link
+from ztrans.graph import Eqn, Provenance, Var
+from ztrans.page import page
+from ztrans.timeline import COMPUTE, Event, Timeline
+
+MACHINE = zt.cluster(Device("machine", (("f32", 1e9),), 1e9, 1e-5), dp=Link("wire", 1e-3, 1e6))
+
+
+def step(state, x):
+    def loss(params):
+        return torch.relu(x @ params["up"] @ params["down"]).square().mean()
+
+    grads, value = grad_and_value(loss)(state)
+    return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+
+def lowered(*transforms):
+    chained = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *transforms)(step)
+    return chained.lower({"up": torch.zeros(16, 32), "down": torch.zeros(32, 16)}, torch.zeros(4, 16), cluster=MACHINE)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Timeline:
+    return lowered(zt.overlap_grads(), zt.prefetch()).timeline()
+
+
+@pytest.fixture(scope="module")
+def measured(simulated) -> Timeline:
+    """As if measured: everything took twice as long, and nobody knows of a bound."""
+    events = tuple(dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall) for e in simulated.events)
+    curve = tuple((2 * at, live) for at, live in simulated.memory)
+    return Timeline("step, measured", 2 * simulated.seconds, events, curve)
+
+
+def by_hand() -> Timeline:
+    """Three operations and a message that the last waits for."""
+    x, y, f = (Var(name, torch.float32, (4,), future=name == "f'") for name in ("x", "y", "f'"))
+    ops = [Eqn(torch.ops.aten.relu.default, (x,), (y,), region=region) for region in ("forward", "backward", "update")]
+    start = Eqn(torch.ops.aten.neg.default, (x,), (f,), provenance=Provenance("grad", ("w",), "dp"))
+    bars = [Event(COMPUTE, at, 1.0, e) for at, e in zip((0.0, 1.0, 4.0), ops)]
+    message = Event("dp reduce", 1.5, 2.5, start, stall=2.0, bytes=3 << 20)
+    return Timeline("f, simulated", 5.0, (*bars, message), ((0.0, 100), (1.0, 300), (4.0, 200)), (4.0, "wire"))
+
+
+def test_figures():
+    t = by_hand()
+    assert t.lanes == [COMPUTE, "dp reduce"] and t.busy("dp reduce") == 2.5
+    assert (t.compute, t.stalled, t.peak, t.exposed) == (3.0, 2.0, 300, {("dp", "grad"): 2.0})
+    assert t.compute + t.stalled == t.seconds
+
+
+def test_text():
+    assert str(by_hand()) == (
+        "f, simulated: 5.00 s\n"
+        "compute      3.00 s  60.0%  3 operations\n"
+        "dp reduce    2.50 s  50.0%  1 messages, 3.00 MiB\n"
+        "exposed      2.00 s  40.0%\n"
+        "  dp grad    2.00 s  40.0%\n"
+        "bound        4.00 s  80.0%  wire binds: 1.25x\n"
+        "peak memory   300 B         at 1.00 s\n"
+        "worst stalls\n"
+        "  f = neg  2.00 s  40.0%"
+    )
+
+
+def test_table(simulated, golden):
+    assert str(simulated) == golden
+
+
+def test_beside(simulated, measured, golden):
+    assert str(simulated.beside(measured)) == golden
+
+
+def test_beside_gives_every_row_its_ratio(simulated, measured):
+    head, *rest = str(simulated.beside(measured)).splitlines()
+    assert head.split() == ["simulated", "measured", "ratio"]
+    rows = {row.strip().split("  ")[0]: row.split() for row in rest}
+    for name in ("step", "compute", "dp gather", "dp reduce", "exposed", "dp grad", "dp param"):
+        assert rows[name][-1] == "2.00", name
+    assert rows["peak memory"][-1] == "1.00"
+    alone = dataclasses.replace(measured, events=tuple(e for e in measured.events if e.lane != "dp gather"))
+    (row,) = (row for row in str(simulated.beside(alone)).splitlines() if row.startswith("dp gather"))
+    assert row.split()[-2:] == ["-", "-"], "a lane that only one of them has"
+
+
+def data_of(html: str) -> dict:
+    (found,) = re.findall(r"^const data = (.*);$", html, re.MULTILINE)
+    return json.loads(found)
+
+
+def test_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_path):
+    simulated.beside(measured).save(tmp_path / "step.html")
+    html = (tmp_path / "step.html").read_text()
+    assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), "it needs nothing from anywhere else"
+    data = data_of(html)
+    assert [t["name"] for t in data["timelines"]] == ["step, simulated", "step, measured"]
+    assert data["table"] == str(simulated.beside(measured))
+    for shown, t in zip(data["timelines"], (simulated, measured)):
+        assert shown["lanes"] == t.lanes == [COMPUTE, "dp gather", "dp reduce"]
+        assert shown["memory"] == [[round(at * 1e6, 3), live] for at, live in t.memory] and shown["peak"] == t.peak
+        assert len(shown["bars"]) == len(t.events) and shown["table"] == str(t)
+        assert all(0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2 for bar in shown["bars"])
+        texts = [[data["texts"][i] for i in bar[6:]] for bar in shown["bars"]]
+        assert any(re.fullmatch(r"test_timeline\.py:\d+ step\.loss", line) for _, _, line in texts)
+        assert [title for title, _, _ in texts if title.startswith("up.full =")] == ["up.full = all_gather"] or any(
+            "all_gather" in title for title, _, _ in texts
+        )
+    assert data_of(page([simulated]))["table"] == str(simulated)
+
+
+def test_a_page_is_not_ended_by_what_it_shows():
+    t = by_hand()
+    name = dataclasses.replace(t.events[0].eqn.outs[0], name="</script><b>")
+    odd = dataclasses.replace(t.events[0], eqn=t.events[0].eqn.replace(outs=(name,)))
+    html = page([dataclasses.replace(t, events=(odd, *t.events[1:]))])
+    assert html.count("</script>") == page([t]).count("</script>")
+    assert any("</script><b>" in text for text in data_of(html)["texts"])
+
+
+def test_perfetto_is_a_trace_in_order(simulated, measured, tmp_path):
+    simulated.beside(measured).to_perfetto(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["step, simulated", "step, measured"]
+    lanes: dict = {}
+    for e in events:
+        assert e.get("ts", 0) >= 0 and e.get("dur", 0) >= 0
+        if e["ph"] == "X":
+            lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["dur"]))
+    assert len(lanes) == 2 * 3
+    for bars in lanes.values():
+        for (a, long), (b, _) in zip(sorted(bars), sorted(bars)[1:]):
+            assert a + long <= b + 1e-3, "bars of a lane follow each other"
+    at = [e.get("ts", -1.0) for e in events]
+    assert at == sorted(at), "names first, then in order of time"
+    arrows = {ph: {e["id"]: e["ts"] for e in events if e["ph"] == ph} for ph in "sf"}
+    assert arrows["s"].keys() == arrows["f"].keys() and all(arrows["s"][k] <= arrows["f"][k] for k in arrows["s"])
+    live = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1]
+    assert max(live) == simulated.peak
+    stalls = sum(e["dur"] for e in events if e["name"] == "stall" and e["pid"] == 1)
+    assert stalls == pytest.approx(simulated.stalled * 1e6)
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
+def test_pictures(simulated, measured, ending, tmp_path):
+    pytest.importorskip("matplotlib")
+    simulated.beside(measured).save(tmp_path / f"step{ending}")
+    drawn = (tmp_path / f"step{ending}").read_bytes()
+    assert drawn.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
+    if ending == ".svg":
+        words = {"step, simulated", "step, measured", "compute", "dp gather", "dp reduce", "memory", "compute stands still"}
+        assert {w for w in words if f">{w}<" in drawn.decode()} == words
+
+
+def test_another_ending_is_refused(simulated, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        simulated.save(tmp_path / "step.gif")
+    assert str(caught.value) == f"save: {str(tmp_path / 'step.gif')!r} ends in none of .html, .png, .svg, .pdf."
+
+
+def test_the_bound_is_carried_and_holds(simulated):
+    least, binds = simulated.bound
+    assert 0 < least <= simulated.seconds and binds == "wire"
+    # Each of six messages takes a millisecond to start, and lanes of their own let two start at once.
+    assert least > 3e-3 and lowered().timeline().bound is None, "nothing is planned without a schedule"
