@@ -66,7 +66,9 @@ def adamw_pack(
     >>> p, out
     (tensor([0.5000, 0.5000]), tensor([0.5000, 0.5000], dtype=torch.bfloat16))
     """
-    device = params[0].device if params else None
+    if not params:
+        raise ValueError("adamw_pack: no params.")
+    device = params[0].device
     step, lr = (
         x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in (step, lr)
     )
@@ -206,10 +208,10 @@ def _rows(numels: tuple[int, ...], sizes: tuple[int, ...], chosen: tuple[bool, .
 
 
 def _check(params, grads, ms, vs, step, lr, scale, sizes, out, seed) -> None:
-    if not params or len({len(params), len(grads), len(ms), len(vs), len(sizes)}) > 1:
-        raise ValueError("adamw_pack: as many params as grads, exp_avgs, exp_avg_sqs and sizes, and at least one.")
+    if len({len(params), len(grads), len(ms), len(vs), len(sizes)}) > 1:
+        raise ValueError("adamw_pack: as many params as grads, exp_avgs, exp_avg_sqs and sizes.")
     for k, (p, g, m, v, size) in enumerate(zip(params, grads, ms, vs, sizes)):
-        if len({p.numel(), g.numel(), m.numel(), v.numel()}) > 1 or size < p.numel():
+        if any(x.numel() != p.numel() for x in (g, m, v)) or size < p.numel():
             raise ValueError(f"adamw_pack: tensors {k} are of different sizes, or {size} is too small for them.")
         if {p.dtype, m.dtype, v.dtype} != {torch.float32} or g.dtype not in FLOATS:
             raise TypeError(f"adamw_pack: param and moments {k} must be float32, the gradient of 16 or 32 bits.")

@@ -40,6 +40,8 @@ def cast_pack(
     >>> cast_pack([torch.ones(3), torch.full((2,), 2.0)], [2, 1], torch.bfloat16, ranks=2)
     tensor([1., 1., 2., 1., 0., 2.], dtype=torch.bfloat16)
     """
+    if not parts:
+        raise ValueError("cast_pack: no parts.")
     if out is None:
         return torch.ops.ztrans.cast_pack.default(parts, sizes, dtype, ranks)
     if out.dtype != dtype:
@@ -101,8 +103,6 @@ def _by_torch(parts, chosen: Sequence[bool], sizes: Sequence[int], ranks: int, o
 def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor | None = None) -> None:
     if len(parts) != len(sizes):
         raise ValueError(f"cast_pack: {len(parts)} parts, but {len(sizes)} sizes.")
-    if not parts:
-        raise ValueError("cast_pack: no parts.")
     if ranks < 1:
         raise ValueError(f"cast_pack: ranks must be at least 1, got {ranks}.")
     for k, (part, size) in enumerate(zip(parts, sizes)):

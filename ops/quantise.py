@@ -54,6 +54,8 @@ def quantise(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str) -> 
     >>> quantise([torch.tensor([1.0, -0.5])], [2], "int8")[:2].view(torch.int8)
     tensor([127, -64], dtype=torch.int8)
     """
+    if not parts:
+        raise ValueError("quantise: no parts.")
     return torch.ops.ztrans.quantise.default(parts, sizes, kind)
 
 
@@ -141,7 +143,8 @@ def _parts(sizes: tuple[int, ...], numels: tuple[int, ...], device: torch.device
 def split(buffer: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and the scales of a buffer of [ranks, row_bytes(sizes)]."""
     end = _padded(sum(sizes))
-    return buffer[:, :end], buffer[:, end:].view(torch.float32)
+    scales = buffer[:, end:]
+    return buffer[:, :end], scales.view(torch.float32) if scales.numel() else scales.float()
 
 
 def groups(size: int) -> int:
@@ -173,7 +176,7 @@ def check_sizes(kind: str, dtype: torch.dtype, sizes: Sequence[int], numels: Seq
 
 def _by(run):
     def implementation(parts, sizes, kind):
-        check_sizes(kind, parts[0].dtype if parts else torch.float32, sizes, [p.numel() for p in parts], 1)
+        check_sizes(kind, parts[0].dtype, sizes, [p.numel() for p in parts], 1)
         if len({(p.dtype, p.device) for p in parts}) > 1:
             raise TypeError("quantise: parts must be of one dtype and on one device.")
         out = parts[0].new_empty(row_bytes(sizes), dtype=torch.uint8)
