@@ -1,0 +1,108 @@
+"""Clusters: what the shipped profiles say, names that are none, axes without a link; calibration on one rank."""
+
+import dataclasses
+
+import pytest
+import torch
+from programs import CASES
+from worlds import batches, slices
+
+import ztrans as zt
+from ztrans.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_are_plausible(name):
+    device = zt.cluster(name).device
+    assert zt.cluster(name.upper()).device is device is DEVICES[name]
+    assert device.rate("bf16") > 1e10 and device.bandwidth >= 1e10 and 1e-6 <= device.launch <= 1e-5
+    assert device.rate("i64") == device.rate("f32"), "a dtype without a figure counts as f32"
+
+
+def test_newer_is_faster():
+    assert H200.bandwidth > H100.bandwidth > A100.bandwidth > CPU.bandwidth
+    assert H100.rate("bf16") > A100.rate("bf16") and H200.memory > H100.memory
+    speeds = [LINKS[name].bandwidth for name in ("nvlink4", "nvlink3", "infiniband-rail", "infiniband", "ethernet-100g", "ethernet-10g", "ethernet-1g")]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_seconds_of_a_link():
+    """Latency for each further rank, twice for an all_reduce; bytes at the bandwidth of their kind."""
+    link = Link("wire", 1e-3, 1e6, hop=1e-4, efficiency=(("all_reduce", 0.5),))
+    assert link.seconds("all_gather", 1e6, 4) == pytest.approx((1.3e-3, 1.0))
+    assert link.seconds("all_reduce", 1e6, 4) == pytest.approx((1.6e-3, 2.0))
+
+
+def test_what_is_measured_counts_before_the_roofline():
+    base = zt.cluster("cpu", dp="ethernet-1g").with_measured({"mm": 1.0})
+    assert dict(base.with_measured({"mm": 2.0, "add": 3.0}).measured) == {"mm": 2.0, "add": 3.0}
+    assert hash(base) == hash(zt.cluster("cpu", dp="ethernet-1g").with_measured({"mm": 1.0}))
+
+
+def test_assumed():
+    assert assumed("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
+    assert assumed("cuda", {"dp": 2, "tp": 4}) == zt.cluster("h100", dp="infiniband", tp="infiniband")
+
+
+MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: zt.cluster("b300"), "cluster: no profile of device 'b300'; there are h100, h200, a100, cpu."),
+    (lambda: zt.cluster("h100", dp="string"),
+     "cluster: no profile of link 'string' for axis 'dp'; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
+     "ethernet-1g, ethernet-10g, ethernet-100g."),
+    (lambda: zt.cluster(MINE, dp=Link("w", 1e-3, 0.0)),
+     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0) for axis 'dp': "
+     "bandwidth must be positive, latency not negative."),
+    (lambda: zt.cluster(MINE, dp=Link("w", -1.0, 1.0)),
+     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0) for axis 'dp': "
+     "bandwidth must be positive, latency not negative."),
+    (lambda: zt.cluster("h100", tp="nvlink4").link("dp"),
+     "cluster: no link for mesh axis 'dp'; it knows 'tp'.\n"
+     "Say what it crosses: zt.cluster('h100', dp='infiniband'), or measure it with zt.calibrate(mesh)."),
+    (lambda: zt.cluster(MINE).link("dp"),
+     "cluster: no link for mesh axis 'dp'; it knows none.\n"
+     "Say what it crosses: zt.cluster('mine', dp='infiniband'), or measure it with zt.calibrate(mesh)."),
+])  # fmt: skip
+def test_refusals(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("missing", ["dp", "host"])
+def test_every_axis_that_is_communicated_over_needs_a_link(missing):
+    case, mesh = CASES["mlp_momentum"], zt.AbstractMesh(host=2, dp=2)
+    links = {axis: "infiniband" for axis in ("host", "dp") if axis != missing}
+    step = zt.chain(zt.shard_params(mesh, replicate_axis="host"), zt.overlap_grads(), zt.prefetch())(case.step)
+    with pytest.raises(ValueError, match=f"cluster: no link for mesh axis '{missing}'; it knows '"):
+        step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0], cluster=zt.cluster("h100", **links))
+
+
+def test_a_timeline_needs_the_links_too():
+    case = CASES["mlp_momentum"]
+    lowered = zt.shard_params(zt.AbstractMesh(dp=2))(case.step).lower(case.state(), *slices(batches(case, 1)[0], 2)[0])
+    with pytest.raises(ValueError, match="cluster: no link for mesh axis 'dp'; it knows none"):
+        lowered.timeline(zt.cluster("cpu"))
+    fast, slow = (lowered.timeline(zt.cluster("cpu", dp=Link("w", 1e-6, b))).seconds for b in (1e12, 1e3))
+    assert slow > fast
+
+
+def test_calibrate_refuses_what_does_not_run():
+    with pytest.raises(ValueError, match=r"AbstractMesh\(dp=2\) has no devices"):
+        zt.calibrate(zt.AbstractMesh(dp=2))
+
+
+def test_calibrate_on_one_rank():
+    mesh = zt.make_mesh(dp=1)
+    try:
+        with pytest.raises(ValueError) as caught:
+            zt.calibrate(mesh, {"tp": "network"})
+        assert str(caught.value) == "calibrate: no mesh axis 'tp'; there are 'dp'."
+        found = zt.calibrate(mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.links == () and found.device.name.startswith("cpu, ")
+    assert 1e8 < found.device.rate("f32") < 1e14 and 1e8 < found.device.bandwidth < 1e13
+    assert 1e-8 < found.device.launch < 1e-3 and dataclasses.asdict(found.device)["memory"] > 1e8

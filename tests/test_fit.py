@@ -1,0 +1,105 @@
+"""Figures of links recovered from synthetic timings: of single messages, and of the messages of a whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from ztrans.cluster import Link
+from ztrans.fit import Sample, fit, solve
+from ztrans.play import Message, play
+from ztrans.replay import Observed, explain
+
+GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, host=3e-10)
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+SIZES = [4096 * 4**k for k in range(8)]
+
+
+def samples(true: Link, noise: float = 0.0, sizes=SIZES, each: int = 3, ranks: int = 2) -> list[Sample]:
+    chance = random.Random(0)
+    return [
+        Sample(kind, n, sum(true.seconds(kind, n, ranks)) * chance.lognormvariate(0, noise))
+        for kind in KINDS for n in sizes for _ in range(each)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("latency, bandwidth", [(3e-5, 4e10), (1e-3, 1.2e8), (5e-2, 1e6)])
+@pytest.mark.parametrize("noise, near", [(0.0, 0.03), (0.1, 0.1), (0.3, 0.25)])
+def test_latency_and_bandwidth_are_found_under_noise(latency, bandwidth, noise, near):
+    true = dataclasses.replace(GUESS, latency=latency, bandwidth=bandwidth, hop=0.0)
+    # Sizes on both sides of where latency and bandwidth take equal times, as calibration has them.
+    middle = latency * bandwidth
+    found = fit(dataclasses.replace(GUESS, hop=0.0), samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]), 2)
+    assert found.latency == pytest.approx(latency, rel=near) and found.bandwidth == pytest.approx(bandwidth, rel=near)
+    if not noise:
+        assert found.efficiency == ()
+
+
+def test_efficiencies_of_kinds_are_found():
+    true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8)))
+    found = fit(GUESS, samples(true, 0.05), 2)
+    assert dict(found.efficiency) == {"all_reduce": pytest.approx(0.5, rel=0.1), "reduce_scatter": pytest.approx(0.8, rel=0.1)}
+    assert found.bandwidth == pytest.approx(1e8, rel=0.1), "that of gathers"
+
+
+def test_a_few_messages_that_were_held_up_change_little():
+    true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8)
+    held = [s._replace(seconds=s.seconds * 50) if i % 12 == 5 else s for i, s in enumerate(samples(true, 0.05))]
+    found = fit(GUESS, held, 2)
+    assert found.latency == pytest.approx(2e-4, rel=0.2) and found.bandwidth == pytest.approx(1e8, rel=0.2)
+
+
+def test_what_the_samples_do_not_tell_stays():
+    """Small messages say nothing of bandwidth, none say anything of `hop` and `host`; no messages say nothing."""
+    true = dataclasses.replace(GUESS, latency=1e-2)
+    found = fit(GUESS, samples(true, 0.0, [64, 256]), 2)
+    assert found.latency == pytest.approx(1e-2, rel=0.05) and found.bandwidth == pytest.approx(1e9, rel=0.05)
+    assert (found.name, found.hop, found.host) == (GUESS.name, GUESS.hop, GUESS.host)
+    assert fit(GUESS, [], 2) == fit(GUESS, [Sample("all_gather", 0, 1.0), Sample("all_gather", 9, 0.0)], 2) == GUESS
+
+
+def test_the_hop_that_is_known_is_not_counted_twice():
+    true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, hop=1e-4)
+    found = fit(dataclasses.replace(GUESS, hop=1e-4), samples(true, ranks=8), 8)
+    assert found.latency == pytest.approx(2e-4, rel=0.05)
+
+
+def test_solve_without_unknowns():
+    assert solve(lambda x: [], [], []) == []
+
+
+# Messages of a step queue and share the wire: how long one took is not how fast the link is.
+
+
+def played(true: Link, noise: float) -> list[Observed]:
+    """Two lanes of messages, issued much faster than the link takes them."""
+    chance, wanted, sent = random.Random(1), [], []
+    for k in range(40):
+        kind, lane = (("all_gather", "dp gather"), ("reduce_scatter", "dp reduce"))[k % 2]
+        received = 20_000 * chance.randrange(1, 60)
+        wanted.append((kind, lane, received))
+        sent.append(Message(k, 40, lane, "wire", *true.seconds(kind, received, 2)))
+    gap = 2e-3
+    done = play([gap] * 39 + [0.0], sent).end
+    return [
+        Observed("dp", 2, kind, received, lane, k * gap, k * gap + (end - k * gap) * chance.lognormvariate(0, noise))
+        for k, ((kind, lane, received), end) in enumerate(zip(wanted, done))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("noise, near", [(0.0, 0.05), (0.05, 0.1)])
+def test_links_are_found_from_messages_that_queue(noise, near):
+    true = dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8)
+    ((axis, found),) = explain((("dp", GUESS),), played(true, noise))
+    assert axis == "dp" and found.bandwidth == pytest.approx(1e8, rel=near)
+    naive = max(m.done - m.issued for m in played(true, noise))
+    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "they did queue"
+
+
+def test_an_axis_of_which_nothing_was_seen_stays():
+    links = (("dp", GUESS), ("tp", dataclasses.replace(GUESS, name="other")))
+    found = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
+    assert found["tp"] == links[1][1] and found["dp"] != GUESS
+    assert explain(links, []) == links
