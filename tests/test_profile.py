@@ -1,0 +1,135 @@
+"""Steps measured: what the clock says of a real run, what it says of the machine, and plans made from it."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import CASES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from worlds import ALL, batches, slices
+
+import ztrans as zt
+from ztrans.execute import executable
+from ztrans.graph import is_view
+from ztrans.profile import profile
+from ztrans.replay import Observed
+from ztrans.simulate import seconds, signature
+from ztrans.timeline import COMPUTE
+
+CASE = CASES["gpt_adam"]
+CHAIN = (zt.overlap_grads(), zt.prefetch())
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A mesh of one rank."""
+    mesh = zt.make_mesh(dp=1)
+    yield mesh
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_profile_runs_real_steps_and_says_where_the_time_went(alone):
+    step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
+    batch, untouched = batches(CASE, 1)[0], step.shard(CASE.state())
+    state = step.shard(CASE.state())
+    compiled = step.compiled(state, *batch)
+    found = compiled.profile(state, *batch, steps=2)
+    for _ in range(2):
+        untouched, _ = step(untouched, *batch)
+    same = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(step.unshard(untouched)))
+    assert all(torch.equal(a, b) for a, b in same), "the state advances by as many steps"
+
+    t, graph = found.timeline, compiled.lowered.graph
+    assert t.name.endswith(", measured") and t.lanes == [COMPUTE] and t.stalled == 0
+    assert [e.eqn for e in t.events] == list(graph.eqns), "a bar for each equation, in order"
+    assert all(a.end <= b.start + 1e-9 for a, b in pairwise(t.events))
+    assert 0 < t.compute <= t.seconds < 10 and 0 < found.overhead < t.seconds
+    assert set(found.seconds_by_signature) == {signature(e, graph) for e in graph.eqns}
+    assert found.messages == () and found.agreed(alone) is found
+    assert str(found).startswith(str(t)) and "recording took" in str(found)
+
+
+def test_what_was_measured_is_what_is_simulated(alone):
+    step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
+    state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
+    compiled = step.compiled(state, *batch)
+    found = compiled.profile(state, *batch, steps=3)
+    lowered = compiled.lowered.replan(found)
+    assert lowered.cluster.measured == tuple(sorted(found.seconds_by_signature.items()))
+    graph, measured = lowered.graph, dict(lowered.cluster.measured)
+    expected = [0.0 if is_view(e) else measured[signature(e, graph)] for e in graph.eqns]
+    assert seconds(graph, lowered.cluster) == expected
+    assert lowered.timeline().seconds == pytest.approx(sum(expected))
+
+
+def test_no_steps(alone):
+    step = zt.shard_params(alone)(CASE.step)
+    state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
+    with pytest.raises(ValueError) as caught:
+        step.compiled(state, *batch).profile(state, *batch, steps=0)
+    assert str(caught.value) == "profile: 0 steps; at least one is needed."
+
+
+def test_tune_goes_on_with_another_program(alone):
+    step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
+    state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
+    before = step.compiled(state, *batch)
+    found = step.tune(state, *batch, steps=1)
+    after = step.compiled(state, *batch)
+    assert after is not before and dict(after.lowered.cluster.measured) == dict(found.seconds_by_signature)
+    assert after.lowered.plan.notes[-1].startswith("expected ")
+    state, loss = step(state, *batch)
+    assert torch.isfinite(loss)
+
+
+def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
+    """What the messages of a step tell of the link decides the next plan."""
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *CHAIN)(CASE.step).lower(
+        CASE.state(), *slices(batches(CASE, 1)[0], 4)[0], cluster=zt.cluster("h100", dp="nvlink4")
+    )
+    slow = tuple(Observed("dp", 4, kind, n, f"dp {kind}", k, k + 1e-3 + n / 1e6)
+                 for k, (kind, n) in enumerate([("all_gather", 10**4), ("reduce_scatter", 10**5), ("all_gather", 10**6)]))  # fmt: skip
+    again = lowered.replan(zt.Profile(lowered.timeline(), {}, slow, 0.0))
+    assert again.cluster.link("dp").bandwidth == pytest.approx(1e6, rel=0.1)
+    assert again.plan.program == lowered.plan.program and again.plan != lowered.plan
+    note = again.plan.notes[-1]
+    assert note.startswith("expected ") and note.endswith("%)")
+    assert again.timeline().seconds <= lowered.timeline(again.cluster).seconds
+
+
+@pytest.fixture
+def pretended():
+    """A mesh of two ranks of which the other is only pretended: what is sent arrives at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
+    step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)
+    state = step.shard(CASE.state())
+    lowered = step.lower(state, *slices(batches(CASE, 1)[0], 2)[0])
+    leaves = pytree.tree_leaves((state, *slices(batches(CASE, 1)[0], 2)[0]))
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
+    found = profile(lowered.graph, executable(lowered.graph, pretended).program, local, steps=2)
+    simulated = lowered.timeline()
+    assert found.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
+    counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}  # noqa: E731
+    assert counted(found.timeline) == counted(simulated)
+    assert sum(m.received for m in found.messages) == lowered.cost_analysis().wire_bytes
+    assert all(0 <= m.issued <= m.done for m in found.messages)
+    for lane in found.timeline.lanes:
+        bars = sorted((e for e in found.timeline.events if e.lane == lane), key=lambda e: e.start)
+        assert all(e.seconds >= 0 for e in bars)
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(bars)), lane
+    simulated.beside(found.timeline).to_perfetto(tmp_path / "both.json")
+    assert len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}) == 2
+    rows = str(simulated.beside(found.timeline)).splitlines()
+    assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
