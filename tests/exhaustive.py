@@ -10,12 +10,21 @@ from ztrans.outcome import memory, validate
 from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
 
 
-def problem(chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5) -> Problem:
+def problem(
+    chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5, host: bool = False
+) -> Problem:
     """A problem of at most so many keys and messages, on lanes and links of their own or shared, with memory
     and other limits of its own."""
     ops = chance.randint(2, 4)
     wires: dict[Hashable, Wire] = {
-        key: Wire(chance.choice(["lane", "other"]), chance.choice(["link", "other"]), chance.choice([0.0, 0.5, 2.0]), 0.5)
+        key: Wire(
+            chance.choice(["lane", "other"]),
+            chance.choice(["link", "other"]),
+            latency=chance.choice([0.0, 0.5, 2.0]),
+            pace=0.5,
+            call=chance.choice([0.0, 0.5]) if host else 0.0,
+            host=chance.choice([0.0, 0.25]) if host else 0.0,
+        )
         for key in range(chance.randint(1, keys))
     }
     return Problem(
@@ -37,11 +46,13 @@ def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -
     for use in sorted(chance.randrange(ops) for _ in range(count)):
         last, wire, held = chance.randint(use, ops - 1), chance.randint(0, 6), chance.randint(0, 4)
         new = Gather(chance.choice(keys), wire, held, use, last, chance.randint(0, use))
-        before = [i for i, g in enumerate(found) if g.last < use]
-        if before and chance.random() < repeats:
-            i = chance.choice(before)
+        repeated = {g.again for g in found}
+        latest = [i for i, g in enumerate(found) if i not in repeated]
+        if latest and chance.random() < repeats:
+            i = chance.choice(latest)
             first = found[i]
-            new = new._replace(key=first.key, wire=first.wire, held=first.held, release=first.last + 1, again=i)
+            same = {"key": first.key, "wire": first.wire, "held": first.held}
+            new = new._replace(**same, release=min(first.last + 1, use), again=i)
         found.append(new)
     return tuple(found)
 

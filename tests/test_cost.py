@@ -54,7 +54,8 @@ def test_state_and_peak_by_stage():
         assert memory.peak == max(memory.live) and memory.peak >= memory.state
         assert sum(n for _, n, _ in memory.holders) == memory.peak
         peaks.append(memory.peak)
-    assert peaks[0] > peaks[1] >= peaks[2] >= peaks[3]
+    assert peaks[0] > peaks[1] >= peaks[2]
+    assert peaks[3] <= 1.05 * peaks[2]  # a plan may take that much more
 
 
 def test_the_peak_names_its_holders_and_lines():

@@ -60,20 +60,24 @@ class _Job(NamedTuple):
     seconds: float
     release: int
     need: int
+    host: float  # of compute, to send it
     first: bool = True
     gathered: int = 0  # the bytes that a gather holds; a reduction has none
 
 
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
-    n, pace = len(problem.seconds), {key: wire.pace for key, wire in problem.wires.items()}
-    jobs = [
-        _Job(r.key, pace[r.key] * r.wire, r.born + 1, n if r.need is None else r.need) for r in problem.reductions
-    ] + [
-        _Job(g.key, pace[g.key] * g.wire, g.release if after is None else after, g.use, after is None, held)
-        for g, after, held in zip(problem.gathers, *_values(problem))
-        if after is None or held  # a value that takes no room is kept
-    ]
+    n, wires = len(problem.seconds), problem.wires
+    spent = lambda x: (wires[x.key].pace * x.wire, wires[x.key].host * x.wire)  # noqa: E731
+    jobs = []
+    for r in problem.reductions:
+        seconds, host = spent(r)
+        jobs.append(_Job(r.key, seconds, r.born + 1, n if r.need is None else r.need, host))
+    for g, after, held in zip(problem.gathers, *_values(problem)):
+        if after is None or held:  # a value that takes no room is kept
+            seconds, host = spent(g)
+            release = g.release if after is None else after
+            jobs.append(_Job(g.key, seconds, release, g.use, host, after is None, held))
     return sorted(jobs, key=lambda job: job.need)
 
 
@@ -119,11 +123,13 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
         start = before[need] + delay
         for job in group:
             if job.first:
-                start = max(start, arrive[job.release] + problem.wires[job.key].latency + job.seconds)
+                latency = problem.wires[job.key].latency
+                start = max(start, arrive[job.release] + job.host + latency + job.seconds)
             for link in links:
                 link.add(job)
         delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need
-    return float(before[-1] + delay)
+    # What is sent in any case costs compute, if only while that would stand still.
+    return max(float(before[-1] + delay), sum(problem.seconds) + sum(job.host for job in jobs if job.first))
 
 
 class _Link:

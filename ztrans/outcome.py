@@ -67,10 +67,9 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
 
 def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
     """The message that a bucket is; `members` are its gathers or reductions."""
-    wire = problem.wires[members[0].key]
-    return Message(
-        bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * sum(m.wire for m in members)
-    )
+    wire, moved = problem.wires[members[0].key], sum(m.wire for m in members)
+    host = wire.call + wire.host * moved
+    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host)
 
 
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:

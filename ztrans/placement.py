@@ -135,6 +135,8 @@ class _Play:
     def _send(self, load: Load, place: int) -> int:
         wire = load.wire
         lane = wire.lane
+        self.clock += load.host
+        self.network.run(self.clock)
         idle = self.clock - (self.network.end[self.last[lane]] if lane in self.last else 0.0)
         if idle > 0:
             self.work[lane] += idle

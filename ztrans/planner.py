@@ -39,11 +39,9 @@ def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
     search.sow()
     search.merge()
     search.climb()
-    found = later(problem, search.best.schedule)
-    simple = one_ahead(problem, search.free)
-    if simple is not None and evaluate(problem, simple).seconds < evaluate(problem, found).seconds:
-        return simple
-    return found
+    found = search.best.schedule
+    choices = [later(problem, found), found, one_ahead(problem, search.free)]
+    return min((s for s in choices if s is not None), key=lambda s: evaluate(problem, s).seconds)
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
@@ -68,7 +66,8 @@ def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
 
 
 def later(problem: Problem, schedule: Schedule) -> Schedule:
-    """Every gather started at the last place before its transfer begins: nothing else changes, and less is live."""
+    """Every gather started at the last place before its transfer begins: less is live, and where sending costs no
+    compute, nothing else changes."""
     messages = evaluate(problem, schedule).messages
     played = play(problem.seconds, messages)
     last: dict[str, int] = {}  # by lane, where the message after starts

@@ -28,12 +28,13 @@ class Message(NamedTuple):
     link: str  # the wire that it shares
     latency: float  # seconds before bytes move
     seconds: float  # seconds in which they do, with the link to itself
+    host: float = 0.0  # seconds for which compute stands still to send it
 
 
 @dataclass(frozen=True)
 class Played:
-    """When everything happened: `arrive[k]` and `start[k]` of place k (they differ by its stall), the
-    `begin` and `end` of each message, and the seconds that compute stood still for it."""
+    """When everything happened: `arrive[k]` and `start[k]` of place k (they differ by what is sent and
+    waited for there), the `begin` and `end` of each message, and the seconds that compute stood still for it."""
 
     arrive: tuple[float, ...]
     start: tuple[float, ...]
@@ -172,8 +173,9 @@ def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence
         at = k
         arrive.append(clock)
         if k in issued:
-            network.run(clock)
             for i in issued[k]:
+                clock += messages[i].host
+                network.run(clock)
                 number[i] = network.issue(messages[i], clock)
         if k in needed:
             for end, i in sorted((network.come(number[i]), i) for i in needed[k]):

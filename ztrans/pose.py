@@ -79,7 +79,7 @@ def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
         again = seen.get(what) if start.provenance.again else None
         if again is not None:
             release = min(max(release, found[again].last + 1), use)
-        seen.setdefault(what, i)
+        seen[what] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         found.append(Gather(coalesce.key(start), wire_bytes(start, graph.axes), size, use, last, release, again))
     return tuple(found)
@@ -119,7 +119,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis = start.kwargs["axis"]
     link = cluster.link(axis)
     latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
-    return Wire(lane(start), link.name, latency, pace)
+    return Wire(lane(start), link.name, latency, pace, 2 * cluster.device.launch, link.host)
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:

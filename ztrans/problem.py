@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 
 class Wire(NamedTuple):
-    """How the messages of one key travel: their communicator, the link under it, and its costs."""
+    """How the messages of one key travel: their communicator, the link under it, and its costs, those that
+    compute bears included."""
 
     lane: str
     link: str
     latency: float  # seconds for a message
     pace: float  # seconds for a byte, with the link to itself
+    call: float = 0.0  # seconds for which compute stands still to send a message
+    host: float = 0.0  # and for each of its bytes
 
 
 class Gather(NamedTuple):
@@ -29,7 +32,7 @@ class Gather(NamedTuple):
     use: int  # the operation that first uses it
     last: int  # the last one that does
     release: int = 0  # the earliest place at which it may start
-    again: int | None = None  # the gather whose value this one repeats, if any
+    again: int | None = None  # the gather before it of the same value, which holds as much, if any
 
 
 class Reduction(NamedTuple):

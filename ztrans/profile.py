@@ -48,7 +48,14 @@ class Profile:
         """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
         over = {axis for axis, _ in base.links}
         links = explain(base.links, [m for m in self.messages if m.axis in over])
+        links = tuple((axis, dataclasses.replace(link, host=self._host(axis, link.host))) for axis, link in links)
         return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
+
+    def _host(self, axis: str, otherwise: float) -> float:
+        """The processor's seconds for a byte of this axis: of starting what was started."""
+        spent = [(m.spent, m.received) for m in self.messages if m.axis == axis]
+        moved = sum(received for _, received in spent)
+        return sum(seconds for seconds, _ in spent) / moved if moved else otherwise
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
@@ -71,7 +78,8 @@ def _together(every: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     found = []
     for same in zip(*every):
         issued, done = ([at - by for at, by in zip(times, late)] for times in zip(*((m.issued, m.done) for m in same)))
-        found.append(same[0]._replace(issued=max(issued), done=median(done)))
+        spent = median(m.spent for m in same)
+        found.append(same[0]._replace(issued=max(issued), done=median(done), spent=spent))
     return tuple(found)
 
 
@@ -134,7 +142,8 @@ def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
         bars.append(Event(m.lane, start, finish - start, e, stall, moved))
         if k in done:
             axis = e.kwargs["axis"]
-            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issue, done[k]))
+            spent = issue - begin[m.issue - 1]
+            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issue, done[k], spent))
     compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
     curve = tuple(zip(t.marks, memory(graph).live))
     return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve), tuple(observed)

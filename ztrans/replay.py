@@ -21,7 +21,7 @@ _NOISE = 50e-6  # seconds in which a message is issued, and noticed to be done
 
 class Observed(NamedTuple):
     """One message: its mesh axis and the ranks of it, its kind of collective, the bytes that a rank
-    received, its communicator, and the times at which it was issued and done."""
+    received, its communicator, the times at which it was issued and done, and the seconds of issuing it."""
 
     axis: str
     ranks: int
@@ -30,6 +30,7 @@ class Observed(NamedTuple):
     lane: str
     issued: float
     done: float
+    spent: float = 0.0
 
 
 def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
