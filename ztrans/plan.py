@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .cluster import Cluster
-from .cost import memory
-from .graph import Eqn, Graph
+from .cost import Memory, memory
+from .graph import Graph
 from .outcome import validate
 from .planner import Infeasible, solve
 from .pose import pose
@@ -121,13 +121,6 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     # What packing needs for a moment is in the analysis and not in the problem: where that does not fit, the
     # problem gets less; then updates come last; then nothing is packed.
     attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
-
-    def keep_written(needs: int, at: Eqn | None) -> tuple[Plan, Graph]:
-        if unscheduled > budget:
-            raise _too_little(s, budget, min(needs, unscheduled), at)
-        note = f"the order is as written: any other needs {size_text(needs)}"
-        return _noted(Plan(fingerprint(graph), update=WRITTEN), _as_written(graph), [*notes, note])
-
     best: tuple[int, Plan, Graph] | None = None
     for how, packed in attempts:
         if not packed and how == update:
@@ -135,8 +128,6 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         try:
             schedule = solve(problem)
         except Infeasible as error:
-            if asked and best is None:
-                return keep_written(error.needs, s.ops[error.at])
             problem = dataclasses.replace(problem, memory=error.needs)
             schedule = solve(problem)
         try:
@@ -151,11 +142,14 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         if peak <= budget:
             break
         problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
+    written = Plan(fingerprint(graph), update=WRITTEN), _as_written(graph)
     if best is None:
-        return _noted(Plan(fingerprint(graph), update=WRITTEN), _as_written(graph), notes)
+        return _noted(*written, notes)
     peak, plan, found = best
-    if peak > budget and asked:
-        return keep_written(peak, memory(found).at)
+    if asked and peak > budget >= unscheduled:
+        return _noted(*written, [*notes, f"the order is as written: any other needs {size_text(peak)}"])
+    if asked and peak > budget:
+        raise _too_little(budget, memory(found if peak < unscheduled else graph))
     if peak > budget:
         notes.append(f"the peak is {size_text(peak)}, {size_text(peak - budget)} above the budget")
     if plan.update != update:
@@ -203,10 +197,14 @@ def apply(graph: Graph, plan: Plan) -> Graph:
         )
     except KeyError as error:
         raise ValueError(f"plan: the program has no {error}.\nLower without the plan, and save it again.") from None
-    first: dict = {}
+    latest: dict = {}
+    kept: dict[int, int] = {}
     for i, p in enumerate(s.gathers):
-        first.setdefault((p.start.ins[0], p.value.dtype), i)
-    kept = {j: first[s.gathers[j].start.ins[0], s.gathers[j].value.dtype] for j in schedule.dropped}
+        value = p.start.ins[0], p.value.dtype
+        if i in schedule.dropped:
+            kept[i] = latest[value]
+        else:
+            latest[value] = i
     return realise(s, schedule, plan.update, kept)
 
 
@@ -242,12 +240,11 @@ def _alone(problem: Problem) -> Problem:
     return dataclasses.replace(problem, gathers=gathers, reductions=reductions, wires=wires)
 
 
-def _too_little(s: Skeleton, budget: int, needs: int, at: Eqn | None) -> ValueError:
-    holders = memory(s.graph).holders[:5]
-    lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in holders)
-    where = f" at {at.source.where}" if at is not None and at.source else ""
+def _too_little(budget: int, least: Memory) -> ValueError:
+    lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in least.holders[:5])
+    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
     return ValueError(
         f"prefetch: memory={budget} ({size_text(budget)}) is less than the step needs in any order: "
-        f"{needs} bytes ({size_text(needs)}){where}.\n{lines}"
+        f"{least.peak} bytes ({size_text(least.peak)}){where}.\n{lines}"
         f"Give it that much, a smaller batch, or more ranks."
     )
