@@ -1,0 +1,130 @@
+"""Budgets that cannot be met, plans that do not fit, sizes that are none: what is said, to the letter."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.func import grad
+
+import ztrans as zt
+
+W = 64  # three layers of 16 KiB each in fp32; on four ranks a part of one is 4 KiB
+
+
+def step(params, x):
+    grads = grad(loss)(params, x)
+    return {k: p - 0.1 * grads[k] for k, p in params.items()}, None
+
+
+def loss(params, x):
+    for w in params.values():
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def lower(*transforms, stage=3, rows=2, **how):
+    shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage)
+    state = {k: torch.zeros(W, W) for k in "abc"}
+    return zt.chain(shard, *transforms)(step).lower(state, torch.zeros(rows, W), **how)
+
+
+def refused(memory: int, **how) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        lower(zt.overlap_grads(), zt.prefetch(memory=memory), **how)
+    return str(caught.value).splitlines()
+
+
+def test_a_budget_below_what_is_needed_says_how_much_where_and_for_what():
+    first, *holders, last = refused(1000)
+    needs = int(first.split("any order: ")[1].split()[0])
+    assert first == (
+        f"prefetch: memory=1000 (1000 B) is less than the step needs in any order: {needs} bytes "
+        f"({needs / 1024:.2f} KiB) at {__file__}:15 in step."
+    )
+    # State, one gathered layer, one gradient and what is received of it: no order has less.
+    assert 3 * 4096 + 16384 + 16384 + 3 * 4096 <= needs <= 3 * 4096 + 2 * 16384 + 4 * 4096 + 16 * 2 * W * 4
+    assert len(holders) == 5 and all(" KiB  " in row for row in holders)
+    assert holders[0].split()[:2] == ["16.00", "KiB"] and "f32[64,64]" in holders[0]
+    assert holders[0].endswith("  # test_budgets.py:21 loss"), "the user's line"
+    assert last == "Give it that much, a smaller batch, or more ranks."
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("rows", [2, 200])
+def test_what_it_says_is_enough_and_a_byte_less_is_not(stage, rows):
+    needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
+    fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
+    assert fits.memory_analysis().peak <= needs and fits.graph.check()
+    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(needs)
+
+
+def every_other(params, x):
+    """Layers 0, 2 and 4 are trained: what is received of the last one's gradient comes on top of five gathered layers."""
+    fixed = {k: w for i, (k, w) in enumerate(params.items()) if i % 2}
+    free = {k: w for k, w in params.items() if k not in fixed}
+    grads = grad(lambda free: loss({k: {**free, **fixed}[k] for k in params}, x))(free)
+    return {k: w - 0.1 * grads[k] if k in grads else w for k, w in params.items()}, None
+
+
+def test_what_only_the_order_as_written_meets_keeps_it_and_says_so(tmp_path):
+    shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=1)
+    arguments = {k: torch.zeros(W, W) for k in "abcde"}, torch.zeros(2, W)
+    plain = shard(every_other).lower(*arguments)
+    peak = plain.memory_analysis().peak
+    within = lambda memory: zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=memory))(every_other)  # noqa: E731
+    lowered = within(peak).lower(*arguments)
+    assert lowered.memory_analysis().peak == peak and lowered.plan.update == "as written"
+    (note,) = lowered.plan.notes
+    assert note.startswith("the order is as written: any other needs ") and note in str(lowered.plan)
+    assert [str(e.outs) for e in lowered.graph.eqns] == [str(e.outs) for e in plain.graph.eqns]
+    lowered.plan.save(tmp_path / "plan")
+    assert str(lowered.planned(zt.Plan.load(tmp_path / "plan"))) == str(lowered)
+    with pytest.raises(ValueError, match=f"less than the step needs in any order: {peak} bytes"):
+        within(peak - 1).lower(*arguments)
+    assert within(2 * peak).lower(*arguments).plan.update == "eager"
+
+
+def test_a_plan_for_another_program():
+    plan = lower(zt.overlap_grads()).plan
+    other = lower(zt.overlap_grads(), rows=3)
+    with pytest.raises(ValueError) as caught:
+        lower(zt.overlap_grads(), rows=3, plan=plan)
+    assert str(caught.value) == (
+        f"plan: it was made for program {plan.program}, and this one is {other.plan.program}: another model, batch "
+        f"shape, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+    )
+    with pytest.raises(ValueError) as caught:
+        lower(zt.overlap_grads(), plan=dataclasses.replace(plan, reductions=((("nobody'",), ""),)))
+    assert str(caught.value) == 'plan: the program has no "nobody\'".\nLower without the plan, and save it again.'
+
+
+def test_a_file_that_holds_no_plan(tmp_path):
+    (tmp_path / "plan").write_text('{"program": "x"}')
+    with pytest.raises(ValueError) as caught:
+        zt.Plan.load(tmp_path / "plan")
+    assert str(caught.value) == (
+        f"plan: {tmp_path / 'plan'} does not hold a plan ('gathers').\nMake one: lowered.plan.save(path)."
+    )
+
+
+def test_an_axis_without_a_profile():
+    with pytest.raises(ValueError) as caught:
+        lower(zt.overlap_grads(), cluster=zt.cluster("a100", tp="nvlink3"))
+    assert str(caught.value) == (
+        "cluster: no link for mesh axis 'dp'; it knows 'tp'.\n"
+        "Say what it crosses: zt.cluster('a100', dp='infiniband'), or measure it with zt.calibrate(mesh)."
+    )
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"memory": 0}, "prefetch: memory=0; it is a number of bytes, or 'auto'."),
+    ({"memory": None}, "prefetch: memory=None; it is a number of bytes, or 'auto'."),
+    ({"memory": 1e9}, "prefetch: memory=1000000000.0; it is a number of bytes, or 'auto'."),
+    ({"max_in_flight": -1}, "prefetch: max_in_flight=-1; it is a number of bytes, or None."),
+    ({"max_in_flight": "auto"}, "prefetch: max_in_flight='auto'; it is a number of bytes, or None."),
+    ({"max_in_flight": True}, "prefetch: max_in_flight=True; it is a number of bytes, or None."),
+])  # fmt: skip
+def test_nonsense_sizes(options, message):
+    with pytest.raises(ValueError) as caught:
+        zt.prefetch(**options)
+    assert str(caught.value) == message
