@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
+from tuning import tuned
 from worlds import ALL, batches, default_dtype, distance, plain, sharded, slices
 
 import ztrans as zt
@@ -233,7 +234,12 @@ def two() -> None:
     wire_bytes(mesh)
     disagreement(mesh)
     sharding(mesh)
+    tuned(mesh, report)
     memory(mesh)
+
+
+def tuning() -> None:
+    tuned(zt.make_mesh(dp=2), report)
 
 
 def four() -> None:
@@ -244,5 +250,5 @@ def four() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"two": two, "four": four}[sys.argv[1]]()
+    {"two": two, "four": four, "tuning": tuning}[sys.argv[1]]()
     dist.destroy_process_group()

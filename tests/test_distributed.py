@@ -92,6 +92,15 @@ def test_state_is_scattered_made_on_meta_and_checkpointed(two):
 
 
 @pytest.mark.distributed
+def test_ranks_that_tune_agree_on_a_plan_and_change_no_bit(two):
+    (f,) = of(two, "tuned")
+    assert f["bitwise"] == [True, True] and f["programs"] == 1 and f["agreed"]
+    assert f["lanes"] == [["compute", "dp gather", "dp reduce"]] * 2
+    assert f["wire"] == f["said"] > 0, "every message is there, with its bytes"
+    assert 0 < f["bandwidth"] != f["assumed"], "planned for the link that was measured"
+
+
+@pytest.mark.distributed
 def test_memory_falls_as_the_arithmetic_says(two):
     """State is world times smaller from stage 1 on; it is updated where it lies; the peak is what was computed."""
     figures = of(two, "memory")
