@@ -78,3 +78,11 @@ def test_a_rank_that_never_comes_is_an_error():
         late.check()
     with pytest.raises(RuntimeError, match="in vain"):
         barrier.launch(late.pads, late.error, 0, 20)
+
+
+def test_the_benchmark_s_check_of_collectives(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    import gpu_numerics
+
+    monkeypatch.setattr(gpu_numerics, "NUMELS", (5003, 3, 0, 4096, 1, 537))
+    assert gpu_numerics.collectives(torch.device("cpu")).startswith("bit for bit")

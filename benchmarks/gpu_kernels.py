@@ -1,0 +1,193 @@
+"""Each kernel's time and bytes, beside the card's own copy and what peers use for the same work.
+
+`moved` is what must be read and written at least; `of copy` is that over the time, over what a plain
+copy of as many bytes reached just before. A peer that moves more is judged by the same `moved`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from ztrans import ops
+
+MIB = 2**20
+SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the fp32 parameters
+RANKS = 8
+REPEATS = 20
+Work = tuple[str, Callable[[], object]]
+
+
+def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES) -> list[dict]:
+    """A line for each kernel, size and contender."""
+    lines = []
+    for make in (packing, scattering, unpacking, updating, quantising, dequantising, rounding):
+        for size in sizes:
+            if left() < 10:
+                lines.append({"kernel": make.__name__, "size, MiB": size // MIB, "by": "not run: the time was over"})
+                continue
+            moved, contenders = make(shapes(size // 4), device)
+            copied = copy_seconds(moved, device)
+            for name, work in contenders:
+                found = seconds(work, device)
+                lines.append(
+                    {
+                        "kernel": make.__name__,
+                        "size, MiB": size // MIB,
+                        "by": name,
+                        "moved, MiB": round(moved / MIB, 1),
+                        "us": found * 1e6,
+                        "GB/s": moved / found / 1e9,
+                        "of copy": copied / found,
+                    }
+                )
+            del contenders
+    return lines
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The median time of `work`, whose results may still be in no cache."""
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    flush = torch.empty(256 * MIB, dtype=torch.uint8, device=device)  # more than the L2 cache holds
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in times) / 1e3
+
+
+def copy_seconds(moved: int, device: torch.device) -> float:
+    """How long a copy takes that reads and writes `moved` bytes in all."""
+    src, dst = (torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(2))
+    return seconds(lambda: dst.copy_(src), device)
+
+
+def shapes(count: int) -> list[int]:
+    """Elements of the parameters of a bucket: matrices of a transformer's proportions, and its vectors."""
+    width = max(16, int((count / 12.1) ** 0.5) // 16 * 16)
+    layer = [3 * width * width, width * width, 4 * width * width, 4 * width * width]
+    vectors = [3 * width, width, 4 * width, width, width, width, width]
+    rest = count - sum(layer) - sum(vectors)
+    return [*layer, *vectors, *([rest // 16 * 16] if rest >= 16 else [])]
+
+
+def packing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """fp32 shards to one bf16 send buffer."""
+    parts = [torch.randn(n, device=device) for n in numels]
+    buffer, temporary = (torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for _ in range(2))
+    into, between = list(buffer.split(numels)), list(temporary.split(numels))
+
+    def fsdp() -> None:
+        torch._foreach_copy_(between, parts)
+        torch._foreach_copy_(into, between)
+
+    return 6 * sum(numels), [
+        ("ztrans cast_pack", lambda: ops.cast_pack(parts, numels, torch.bfloat16, out=buffer)),
+        ("torch._foreach_copy_", lambda: torch._foreach_copy_(into, parts)),
+        ("FSDP2's two copies", fsdp),
+        ("DeepSpeed's cat", lambda: torch.cat([p.to(torch.bfloat16) for p in parts], out=buffer)),
+    ]
+
+
+def scattering(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """Whole bf16 gradients to the rows of a reduce-scatter's send buffer."""
+    parts = [torch.randn(n // 128 * 128, device=device).bfloat16().view(-1, 16) for n in numels if n >= 128]
+    sizes = [p.numel() // RANKS for p in parts]
+    buffer = torch.empty(RANKS, sum(sizes), dtype=torch.bfloat16, device=device)
+    return 4 * buffer.numel(), [
+        (
+            "ztrans cast_pack",
+            lambda: ops.cast_pack(parts, sizes, torch.bfloat16, ranks=RANKS, out=buffer.view(-1)),
+        ),
+        ("FSDP2's chunk_cat", lambda: torch._chunk_cat(parts, dim=0, num_chunks=RANKS, out=buffer)),
+    ]
+
+
+def unpacking(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """A gathered bf16 buffer to whole parameters."""
+    sizes = [n // RANKS for n in numels]
+    wholes = [RANKS * size for size in sizes]
+    buffer = torch.randn(RANKS * sum(sizes), device=device).bfloat16()
+    outs = [torch.empty(n, dtype=torch.bfloat16, device=device) for n in wholes]
+    rows = [out.view(RANKS, -1) for out in outs]
+
+    def split() -> None:
+        torch.split_with_sizes_copy(buffer.view(RANKS, -1), sizes, dim=1, out=rows)
+
+    return 4 * buffer.numel(), [
+        ("ztrans unpack", lambda: torch.ops.ztrans.unpack.out(buffer, sizes, RANKS, out=outs)),
+        ("FSDP2's split_with_sizes_copy", split),
+    ]
+
+
+def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """Clipped AdamW on fp32 shards with fp32 gradients, and the new parameters in bf16."""
+    params, grads = ([torch.randn(n, device=device) for n in numels] for _ in range(2))
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    buffer = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
+    into = list(buffer.split(numels))
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    coefficient = torch.full((), 0.999, device=device)
+    work = [
+        (
+            "ztrans adamw_pack",
+            lambda: ops.adamw_pack(params, grads, *moments, step=one, lr=zero, scale=coefficient, out=buffer),
+        )
+    ]
+    if device.type == "cuda":  # the optimizer's own moments are as large again
+        twins = [torch.nn.Parameter(p) for p in params]
+        for twin, grad in zip(twins, grads):
+            twin.grad = grad
+        optimizer = torch.optim.AdamW(twins, lr=0.0, fused=True)
+
+        def unfused() -> None:
+            torch._foreach_mul_(grads, coefficient)
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(into, params)
+
+        work += [
+            ("clip, AdamW(fused=True), _foreach_copy_", unfused),
+            ("AdamW(fused=True) alone, which does less", optimizer.step),
+        ]
+    return 30 * sum(numels), work
+
+
+def quantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """fp32 shards to 8 bits and scales."""
+    parts = [torch.randn(n, device=device) for n in numels]
+    moved = 4 * sum(numels) + ops.quantise(parts, numels, "int8").numel()
+    return moved, [(f"ztrans {kind}", lambda kind=kind: ops.quantise(parts, numels, kind)) for kind in ("int8", "fp8")]
+
+
+def dequantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """8 bits and scales to bf16."""
+    parts = [torch.randn(n, device=device) for n in numels]
+    flat = [(n,) for n in numels]
+    rows = {kind: ops.quantise(parts, numels, kind) for kind in ("int8", "fp8")}
+    return rows["int8"].numel() + 2 * sum(numels), [
+        (f"ztrans {kind}", lambda kind=kind: ops.dequantise(rows[kind], numels, flat, 1, kind, torch.bfloat16))
+        for kind in rows
+    ]
+
+
+def rounding(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """fp32 to bf16 at random, beside the plain cast."""
+    x, seed = torch.randn(sum(numels), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    return 6 * x.numel(), [
+        ("ztrans stochastic_round", lambda: ops.stochastic_round(x, seed)),
+        ("a plain cast, which does less", lambda: x.to(torch.bfloat16)),
+    ]
