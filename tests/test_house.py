@@ -23,12 +23,12 @@ FLOORS = {
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce"], 3),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto"], 4),
-    **dict.fromkeys(["functional", "cost", "execute", "recording"], 5),
-    **dict.fromkeys(["trace", "simulate"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile"], 7),
+    **dict.fromkeys(["functional", "cost", "execute", "recording", "strides"], 5),
+    **dict.fromkeys(["trace", "simulate", "products"], 6),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile", "inductor"], 7),
     **dict.fromkeys(["mesh", "plan"], 8),
     **dict.fromkeys(["stages", "calibrate"], 9),
     **dict.fromkeys(["step"], 10),
@@ -45,7 +45,7 @@ DOORS = {
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "marks", "lift", "execute", "rules", "functional"}
+ROOMS = {"trace", "marks", "lift", "execute", "rules", "functional", "inductor", "strides"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

@@ -8,6 +8,7 @@ equation, and is not under way in a collective.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,17 @@ from .liveness import liveness
 @dataclass(frozen=True)
 class Donation:
     """`twins`: the in-place operation of each equation that has one; `moved`: results that live in
-    the storage of an argument; `last`: as in `Liveness`, with that taken into account."""
+    the storage of an argument; `last`: as in `Liveness`, with that taken into account; `owner`: who
+    first had the storage of each value."""
 
     twins: dict[Eqn, Any]
     moved: frozenset[Var]
     last: dict[Var, int]
+    owner: dict[Var, Var]
 
 
-def donation(graph: Graph) -> Donation:
-    """Decide for every equation whether it writes over its arguments."""
+def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
+    """Decide for every equation whether it writes over its arguments, but for those `apart`, which do not."""
     live = liveness(graph)
     last = dict(live.last)
     exact = set(graph.inputs[: graph.num_state])  # values that fill a storage which the program may write
@@ -43,7 +46,7 @@ def donation(graph: Graph) -> Donation:
 
     found: dict[Eqn, Any] = {}
     for i, e in enumerate(graph.eqns):
-        twin = _twin(e.op)
+        twin = _twin(e.op) if e not in apart else None
         pairs = _written(e, twin) if twin is not None else []
         owners = [owner(v) for v, _ in pairs]
         others = [v for v in e.ins if all(v is not target for target, _ in pairs)]
@@ -59,7 +62,7 @@ def donation(graph: Graph) -> Donation:
                 moved[out] = owner(target)
         if not is_view(e) and e.op is not SHARD:
             exact.update(out for out in e.outs if out is not None and not out.future)
-    return Donation(found, frozenset(moved), last)
+    return Donation(found, frozenset(moved), last, {v: owner(v) for v in live.root})
 
 
 def _alike(v: Var, out: Var | None) -> bool:

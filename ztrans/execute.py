@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import Start, communicator, wait
 from .donation import donation
+from .fusion import Group
 from .graph import Eqn, Graph, Split, Var, substitute
 from .groups import by_group
 from .layout import cut, localize
@@ -36,11 +39,28 @@ class _Cut(torch.nn.Module):
         return cut(x, self.split, self.size, self.rank)
 
 
-def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Kernel:
+    """What runs a group of equations: called with values of `ins`, it gives those of `outs`."""
+
+    call: torch.nn.Module
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
+
+
+def to_fx(
+    graph: Graph,
+    mesh: DeviceMesh | None = None,
+    donate: bool = False,
+    groups: Sequence[Group] = (),
+    kernels: Mapping[Group, Kernel] = MappingProxyType({}),
+    calls: Mapping[Eqn, Callable] = MappingProxyType({}),
+) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
 
-    Collectives are submodules that start them and calls of `wait`. Node metadata carries the region
-    and the user's line.
+    Collectives are submodules that start them and calls of `wait`. Equations of a group stand side by
+    side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
+    equation's operation. Node metadata carries the region and the user's line, and the equations of a group.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     graph = by_group(graph, mesh) if mesh is not None else graph
@@ -48,13 +68,29 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
     env: dict[Var, Any] = {}
     for v in graph.inputs:
         env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
-    over = donation(graph).twins if donate else {}
+    apart = {e for group in kernels for e in group.eqns}
+    over = donation(graph, apart).twins if donate else {}
+    together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in over for e in g.eqns))}
+    inside = {e for g in together.values() for e in g.eqns[1:]}
     for i, eqn in enumerate(graph.eqns):
         before = len(out.nodes)
-        if is_start(eqn):
+        group = together.get(eqn)
+        if eqn in inside:
+            continue
+        if group in kernels:
+            kernel = kernels[group]
+            module.add_module(f"kernel_{i}", kernel.call)
+            made = out.call_module(f"kernel_{i}", tuple(env[v] for v in kernel.ins))
+            env.update((v, out.call_function(operator.getitem, (made, k))) for k, v in enumerate(kernel.outs))
+            results = []
+        elif group is not None:
+            for e, values in zip(group.eqns, _updates(out, group.eqns, over[eqn], env)):
+                env.update((v, x) for v, x in zip(e.outs, values) if v is not None)
+            results = []
+        elif is_start(eqn):
             axis = eqn.kwargs["axis"]
-            group = communicator(mesh.get_group(axis), eqn.op is ALL_GATHER) if mesh is not None else None
-            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes, at, group))
+            processes = communicator(mesh.get_group(axis), eqn.op is ALL_GATHER) if mesh is not None else None
+            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes, at, processes))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
         elif eqn.op is WAIT:
@@ -66,10 +102,11 @@ def to_fx(graph: Graph, mesh: DeviceMesh | None = None, donate: bool = False) ->
             module.add_module(f"shard_{i}", _Cut(Split(axis, eqn.args[1]), graph.axes[axis], at[axis]))
             results = [out.call_module(f"shard_{i}", (env[eqn.args[0]],))]
         else:
-            results = _call(out, localize(eqn, graph.axes, at), over.get(eqn), env, module)
+            results = _call(out, localize(eqn, graph.axes, at), calls.get(eqn) or over.get(eqn), env, module)
         env.update((v, r) for v, r in zip(eqn.outs, results) if v is not None)
         for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
             node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "")
+            node.meta["eqns"] = group.eqns if group is not None else (eqn,)
     out.output([substitute(o, env.__getitem__) for o in graph.outputs])
     return fx.GraphModule(module, out, graph.name)
 
@@ -87,7 +124,8 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
     made = out.call_function(twin or eqn.op, args, kwargs)
     returns = eqn.op._schema.returns
-    if twin is not None and not twin._schema.returns:  # an update over lists: the results are its arguments
+    # An update over lists: the results are its arguments.
+    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:
         return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
     if all(isinstance(r.type, torch.ListType) for r in returns) and len(returns) > 1:
         given = {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
@@ -97,6 +135,14 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
     if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
         return [None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)]
     return [made]
+
+
+def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+    """One call of a fused optimizer for the updates of several tensors; of each update, its results."""
+    args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
+    out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
+    written = [s.alias_info is not None for s in twin._schema.arguments]
+    return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
 
 def executable(graph: Graph, mesh: DeviceMesh | None) -> Callable[[Sequence[torch.Tensor]], list[Any]]:

@@ -75,9 +75,13 @@ def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
             watcher.shutdown()
 
 
-def mark(record: Record) -> None:
-    """An equation ends here."""
-    record.marks.append(record.read())
+def mark(record: Record, equations: int = 1) -> None:
+    """An equation ends here; or several that ran as one, which share the time alike."""
+    now = record.read()
+    before = record.marks[-1] if record.marks else now
+    shares = range(1, equations) if record.device == "cpu" else ()
+    record.marks += [before + (now - before) * k / equations for k in shares] or [now] * (equations - 1)
+    record.marks.append(now)
 
 
 def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
@@ -130,6 +134,6 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             lane = f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
             out.call_function(watch, (record, env[node], lane))
         if eqn is not None and after.meta.get("eqn") is not eqn:
-            out.call_function(mark, (record,))
+            out.call_function(mark, (record, len(node.meta["eqns"])))
     held = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
     return fx.GraphModule(held, out, "Recorded")

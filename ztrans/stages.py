@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from . import inductor
 from . import plan as plans
 from .bound import bound
 from .cluster import Cluster, assumed
@@ -156,9 +157,17 @@ class Lowered:
         return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager") -> Compiled:
-        """A callable program on this rank's devices. Backend "eager" runs it operation by operation."""
-        if backend != "eager":
-            raise ValueError(f"compile: unknown backend {backend!r}; there is 'eager'.")
+        """A callable program on this rank's devices.
+
+        Backend "eager" runs it operation by operation; with "inductor" what lies between collectives and
+        matrix products is compiled, when it first runs.
+
+        Raises: ValueError for another backend, or where Inductor has no compiler.
+        """
+        if backend not in ("eager", "inductor"):
+            raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
+        if backend == "inductor":
+            inductor.check_compiler()
         if self.mesh is not None:
             check_runs(self.mesh)
         return Compiled(self, backend)
@@ -203,7 +212,12 @@ class Compiled:
         if not self._bound:
             lowered = agree(self.lowered)
             _check_donation(lowered.graph, local)
-            self._bound.append((lowered, executable(lowered.graph, lowered.mesh)))
+            if self.backend == "inductor":
+                graph, run = inductor.executable(lowered.graph, lowered.mesh, local)
+                lowered = dataclasses.replace(lowered, graph=graph)
+            else:
+                run = executable(lowered.graph, lowered.mesh)
+            self._bound.append((lowered, run))
         return self._bound[0][1]
 
     def _inputs(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:

@@ -1,0 +1,177 @@
+"""Fusion: which equations of a program run as one, and an order that puts these side by side.
+
+A group is a connected run of elementwise equations and reductions, or the updates of one fused
+optimizer, one a tensor, that a single call does for all. What multiplies matrices, attends, draws
+random numbers or communicates stands alone, and keeps its order. A group grows from the equations
+alone, so equal layers give equal groups wherever the plan of the collectives has cut them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from .collectives import WAIT, is_start
+from .graph import Eqn, Graph, Var, is_random, is_view, producers, variables
+
+MOST = 64  # equations of a group: beyond that compiling takes longer than the fusion is worth
+
+# Fused, though tagged neither pointwise nor reduction. Scatters are not: threads would race for their sums.
+_ALSO = {
+    "_to_copy", "cat", "constant_pad_nd", "copy", "embedding", "full_like", "gather", "index", "linalg_vector_norm",
+    "native_layer_norm", "native_layer_norm_backward", "nll_loss_backward", "nll_loss_forward", "ones_like",
+    "select_backward", "slice_backward", "stack", "zeros_like",
+    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+}  # fmt: skip
+_MAKES = {"arange", "full", "ones", "scalar_tensor", "zeros"}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Equations that run as one, what they read, and what of theirs is read elsewhere."""
+
+    eqns: tuple[Eqn, ...]
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
+
+    @property
+    def updates(self) -> bool:
+        """Whether they are those of a fused optimizer."""
+        return is_update(self.eqns[0])
+
+
+def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
+    """The program with the equations of each group side by side, and its groups, in order.
+
+    An equation moves up to the group that makes what it reads, where all else that it reads is there by
+    then; views and scalars to what they read; the members of a bucket are unpacked where the first is waited for.
+    """
+    parts = [part for item in _items(graph) for part in _parts(item)]
+    readers: dict[Var, set[int]] = {v: {-1} for v in variables(graph.outputs)}
+    for k, part in enumerate(parts):
+        for v in (v for e in part for v in e.ins):
+            readers.setdefault(v, set()).add(k)
+    groups = []
+    for k, part in enumerate(parts):
+        if len(part) > 1:
+            made = dict.fromkeys(out for e in part for out in e.outs if out is not None)
+            ins = dict.fromkeys(v for e in part for v in e.ins if v not in made)
+            groups.append(Group(tuple(part), tuple(ins), tuple(v for v in made if readers.get(v, set()) - {k})))
+    return graph.replace(eqns=tuple(e for part in parts for e in part)), tuple(groups)
+
+
+def is_update(e: Eqn) -> bool:
+    """Whether it is an update of a fused optimizer."""
+    return _name(e).startswith("_fused_ada") or _name(e).startswith("_fused_sgd")
+
+
+def _name(e: Eqn) -> str:
+    return e.op._schema.name.removeprefix("aten::") if isinstance(e.op, torch._ops.OpOverload) else ""
+
+
+def _is_fusible(e: Eqn) -> bool:
+    tags = getattr(e.op, "tags", ())
+    known = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(e) in _ALSO
+    literal = any(isinstance(x, torch.Tensor) for a in e.args for x in (a if isinstance(a, (list, tuple)) else [a]))
+    return known and not is_random(e.op) and not literal
+
+
+def _shows(e: Eqn) -> bool:
+    return is_view(e) or _name(e) == "_unsafe_view"
+
+
+@dataclass(eq=False)
+class _Item:
+    """What stands at one place of the new order."""
+
+    place: tuple[int, int]
+    fusible: bool = False
+    eqns: list[Eqn] = field(default_factory=list)
+
+
+def _items(graph: Graph) -> list[_Item]:
+    """The equations, one by one: each joins an item that it may join, or comes at the end."""
+    items = [_Item((0, 0))]
+    home: dict[Var, _Item] = {}
+    free: dict[Var, Eqn] = {}  # made of nothing, or a view of that; they stand with who first reads them
+    update: _Item | None = None  # the last one, while no collective has come since
+
+    def place(e: Eqn, target: _Item | None, after: _Item | None = None) -> None:
+        held = dict.fromkeys(free[v] for v in e.ins if v in free)
+        for v in (out for other in held for out in other.outs):
+            free.pop(v, None)
+        if target is None:
+            for other in held if not _is_fusible(e) else ():
+                place(other, None)
+            target = _Item((after.place[0] if after else len(items), len(items)), _is_fusible(e))
+            items.append(target)
+        for other in held if target.fusible else ():
+            place(other, target)
+        target.eqns.append(e)
+        home.update((out, target) for out in e.outs if out is not None)
+
+    for e in _waits_together(graph):
+        if all(v in free for v in e.ins) and (_shows(e) or _name(e) in _MAKES) and (e.ins or _name(e) in _MAKES):
+            free.update((out, e) for out in e.outs if out is not None)
+            continue
+        latest = max((home[v] for v in e.ins if v in home), key=lambda item: item.place, default=items[0])
+        if _shows(e):
+            place(e, latest)
+        elif _is_fusible(e):
+            # A scalar costs nothing wherever it stands; early, it stands between no updates.
+            place(e, latest if _may_join(e, latest, home) else None, latest if _is_small(e) else None)
+        elif is_update(e):
+            joins = update is not None and latest.place < update.place and _same_call(update.eqns[0], e)
+            place(e, update if joins else None)
+            update = home[next(out for out in e.outs if out is not None)]
+        else:
+            place(e, None)
+            update = None if e.op is WAIT or is_start(e) else update
+    for e in dict.fromkeys(free.values()):
+        place(e, items[-1])
+    return sorted(items, key=lambda item: item.place)
+
+
+def _waits_together(graph: Graph) -> Iterator[Eqn]:
+    """The equations, all waits for a bucket where the first of them was."""
+    made = producers(graph.eqns)
+    waits: dict[Eqn, list[Eqn]] = {}
+    for e in graph.eqns:
+        if e.op is WAIT:
+            waits.setdefault(made[e.args[0]], []).append(e)
+    for e in graph.eqns:
+        yield from waits.pop(made[e.args[0]], ()) if e.op is WAIT else (e,)
+
+
+def _may_join(e: Eqn, item: _Item, home: dict[Var, _Item]) -> bool:
+    """Whether it reads the item's values elementwise: through a scalar, updates that share one would all be one."""
+    joined = [v for v in e.ins if home.get(v) is item]
+    return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in joined))
+
+
+def _is_small(e: Eqn) -> bool:
+    return all(out is None or out.numel <= 1 for out in e.outs)
+
+
+def _same_call(a: Eqn, b: Eqn) -> bool:
+    """Whether one call does both updates: of one optimizer, with the same settings, one tensor each."""
+    lists = all(isinstance(x, list) and len(x) <= 1 for e in (a, b) for x in e.args)
+    return lists and a.op is b.op and a.kwargs == b.kwargs and list(map(len, a.args)) == list(map(len, b.args))
+
+
+def _parts(item: _Item) -> Iterator[list[Eqn]]:
+    """The group of an item, if it has one, and apart from it the views that only others read."""
+    grouped = [e for e in item.eqns if not _shows(e)]
+    if item.fusible and sum(_is_fusible(e) for e in grouped) < 2:
+        grouped = []
+    read = {v for e in grouped for v in e.ins}
+    for e in reversed(item.eqns if grouped else ()):
+        if _shows(e) and any(out in read for out in e.outs):
+            read.update(e.ins)
+            grouped.append(e)
+    together = set(grouped)
+    if together:
+        yield [e for e in item.eqns if e in together]
+    yield from ([e] for e in item.eqns if e not in together)

@@ -1,0 +1,139 @@
+"""Inductor: the groups of a program as compiled kernels; equal groups share one.
+
+Groups are compared as text, with their values numbered, so the layers of a model compile a handful of
+kernels. Nothing is sent while a program is being compiled. Results are those of the eager backend but
+for rounding: a fused sum is made in another order, half-precision values inside a kernel are not
+rounded, and a product may be made by another library.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .donation import Donation, donation
+from .execute import Kernel, bind, to_fx
+from .fusion import Group, fuse
+from .graph import Eqn, Graph, Var
+from .groups import by_group
+from .layout import localize
+from .products import other
+from .strides import Strided, run, strides, text
+
+
+class Fused(torch.nn.Module):
+    """A kernel as a call: a result that takes the place of an argument is that argument."""
+
+    def __init__(self, kernel: Callable[[list], Sequence], over: Sequence[int | None]) -> None:
+        super().__init__()
+        self.kernel, self.over = kernel, over
+
+    def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
+        made = iter(self.kernel(list(args)))
+        return [next(made) if k is None else args[k] for k in self.over]
+
+
+def check_compiler() -> None:
+    """Raises: ValueError where there is no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compile: backend 'inductor' needs a C++ compiler, and there is none.\n"
+            "Install g++ or clang, or name one in the environment variable CXX; or compile(backend='eager')."
+        ) from None
+
+
+def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]) -> tuple[Graph, Callable]:
+    """The program in the order in which it runs, and a function of flat inputs as `execute` makes it.
+
+    It is compiled for inputs that lie in memory as `inputs` do; others are copied to lie so. Its
+    attribute `kernels` holds what was compiled, by text.
+    """
+    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
+    graph, groups = fuse(graph)
+    given = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
+    lies = strides(by_group(graph, mesh) if mesh is not None else graph, at, inputs, given.twins)
+    groups = tuple(g for g in groups if g.updates or _on_one_device([lies[v] for v in (*g.ins, *g.outs)]))
+    compiled: dict[str, Callable] = {}
+    kernels: dict[Group, Kernel] = {}
+    for group in (g for g in groups if not g.updates):
+        old = _over(graph, group, given)
+        eqns = [localize(e, graph.axes, at) for e in group.eqns]
+        ins = tuple(dict.fromkeys((*group.ins, *old.values())))
+        over = [ins.index(old[v]) if v in old else None for v in group.outs]
+        key = f"{text(eqns, ins, group.outs, lies)} over {over}"
+        if key not in compiled:
+            compiled[key] = _compiled(eqns, ins, group.outs, over, lies)
+        kernels[group] = Kernel(Fused(compiled[key], over), ins, group.outs)
+    # Replicas of a value must stay equal to the bit, and another rank may find another library faster.
+    varying = [e for e in graph.eqns if e.region != "update" and all(isinstance(a, Var) for a in e.args)]
+    calls = {e: call for e in varying if (call := other(e.op, [lies[v] for v in e.args])) is not None}
+    program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
+    wanted = [lies[v] for v in graph.inputs]
+
+    def called(inputs: Sequence[torch.Tensor]) -> list[Any]:
+        return program([x if x.stride() == w.stride else w.empty().copy_(x) for x, w in zip(inputs, wanted)])
+
+    called.program, called.kernels = program.program, compiled  # type: ignore[attr-defined]
+    return graph, called
+
+
+def _on_one_device(values: Sequence[Strided]) -> bool:
+    """A scalar may lie elsewhere, as lr does."""
+    return len({x.device for x in values if x.shape} or {x.device for x in values}) == 1
+
+
+def _over(graph: Graph, group: Group, given: Donation) -> dict[Var, Var]:
+    """The new state that a group writes over the old one, which nothing reads any more."""
+    old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
+    end = graph.eqns.index(group.eqns[-1])
+
+    def may(new: Var) -> bool:
+        v = old.get(new)
+        alike = v is not None and (v.shape, v.dtype, v.layout) == (new.shape, new.dtype, new.layout)
+        if not alike or given.owner[new] is not new or given.last.get(v, -1) > end:
+            return False
+        return not any(given.owner[x] is v for x in group.ins if x is not v)  # a kernel knows nothing of aliases
+
+    return {new: old[new] for new in group.outs if may(new)}
+
+
+def _compiled(
+    eqns: Sequence[Eqn],
+    ins: Sequence[Var],
+    outs: Sequence[Var],
+    over: Sequence[int | None],
+    lies: Mapping[Var, Strided],
+) -> Callable[[list], Sequence]:
+    """A kernel of these equations, which returns the results that take nobody's place."""
+    from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
+    from torch._inductor.decomposition import select_decomp_table
+
+    def computed(*args: torch.Tensor) -> list[torch.Tensor]:
+        env = dict(zip(ins, args))
+        for e in eqns:
+            env.update((v, x) for v, x in zip(e.outs, run(e, env)) if v is not None)
+        for v, k in zip(outs, over):
+            if k is not None:
+                args[k].copy_(env[v])
+        return [env[v] for v, k in zip(outs, over) if k is None]
+
+    with torch.no_grad():
+        with FakeTensorMode():
+            fakes = [lies[v].empty() for v in ins]
+            module = make_fx(computed, decomposition_table=select_decomp_table())(*fakes)
+        (output,) = module.graph.find_nodes(op="output")
+        made = [x.meta["val"].stride() for x in output.args[0]]
+        output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
+        return compile_fx_inner(module, fakes)

@@ -1,0 +1,91 @@
+"""Strides: how every value of a program lies in memory on one rank, found without computing anything.
+
+Each kind of equation is run once, on fake tensors.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .collectives import SHARD, WAIT, is_start
+from .graph import Eqn, Graph, Var, substitute
+from .layout import local_shape, localize
+
+
+class Strided(NamedTuple):
+    """A tensor but for its elements: what `torch.empty_strided` asks for."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Strided:
+        return Strided(x.dtype, tuple(x.shape), x.stride(), x.device)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def strides(
+    graph: Graph, at: Mapping[str, int], inputs: Sequence[torch.Tensor], twins: Mapping[Eqn, Any]
+) -> dict[Var, Strided]:
+    """How the values of a program lie on the rank at coordinates `at`, if its inputs lie as `inputs` do.
+
+    What an equation writes over an argument, having one of `twins`, lies as the argument does.
+    """
+    lies = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
+    seen: dict[str, list[Strided | None]] = {}
+    for e in graph.eqns:
+        if is_start(e) or e.op is WAIT:  # a value that comes is contiguous, whatever was sent
+            shapes = [local_shape(v, graph.axes, at) for v in e.outs]
+            lies.update((v, Strided(v.dtype, s, _dense(s), lies[e.ins[0]].device)) for v, s in zip(e.outs, shapes))
+        elif e.op is SHARD:
+            lies[e.outs[0]] = lies[e.args[0]]._replace(shape=local_shape(e.outs[0], graph.axes, at))
+        else:
+            twin = twins.get(e)
+            e = localize(e.replace(op=twin) if twin is not None and twin._schema.returns else e, graph.axes, at)
+            key = text([e], e.ins, (), lies)
+            if key not in seen:
+                with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                    made = run(e, {v: lies[v].empty() for v in e.ins})
+                seen[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in made]
+            lies.update((v, x) for v, x in zip(e.outs, seen[key]) if v is not None)
+    return lies
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def run(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
+    """The results of an equation, one for each of its `outs`."""
+    made = e.op(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
+    outs = made if isinstance(made, (tuple, list)) else (made,)
+    return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
+
+
+def text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], lies: Mapping[Var, Strided]) -> str:
+    """Equations with their values numbered: equal texts are equal computations on values that lie alike."""
+    number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
+    lines = [f"{name}: {tuple(lies[v])}" for v, name in number.items()]
+
+    def show(x: Any) -> str:
+        if isinstance(x, Var):
+            return number[x]
+        if isinstance(x, torch.Tensor):
+            return f"tensor {tuple(Strided.of(x))} {id(x)}"
+        return f"[{', '.join(map(show, x))}]" if isinstance(x, (list, tuple)) else repr(x)
+
+    for e in eqns:
+        args = [*map(show, e.args), *(f"{k}={show(x)}" for k, x in e.kwargs.items())]
+        number.update((v, f"%{len(number) + k}") for k, v in enumerate(e.outs) if v is not None)
+        lines.append(f"{', '.join(number.get(v, '_') for v in e.outs)} = {e.op}({', '.join(args)})")
+    return "\n".join([*lines, f"return {', '.join(number[v] for v in outs)}"])
