@@ -33,7 +33,7 @@ ROUNDS = 5000
 SPINS = 1 << 20  # a second or so
 
 
-@kernel
+@kernel(numbers="rounds spins")
 def _rounds(buffers, pads, error, wrong, rounds, spins, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     # Everybody writes, all meet, everybody reads what all others wrote, all meet, everybody poisons.
     block, rank = tl.program_id(0), tl.program_id(1)

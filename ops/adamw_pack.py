@@ -115,7 +115,7 @@ def _update(p, g, m, v, stride, keep, scale, whole2, beta2, fresh1, fresh2, eps)
     return p * keep - stride * tl.div_rn(m, tl.sqrt_rn(v) * whole2 + eps), m, v
 
 
-@kernel
+@kernel(numbers="count")
 def _adamw(
     rows, bases, count, step, lr, scale, seed, log1, log2, beta2, fresh1, fresh2, eps, decay,
     GRAD: tl.constexpr, OUT: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr, RANDOM: tl.constexpr,

@@ -74,14 +74,14 @@ def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) 
     wait_for_all(pads, error, rank, spins)
 
 
-@kernel
+@kernel(numbers="count values first offset spins")
 def _gather(
     buffers, pads, error, rows, count, bases, values, first, offset, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One launch may stand for several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    rank = first + tl.program_id(1)
+    rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
         meet(pads, error, rank, block, spins, WORLD)
     width: tl.constexpr = ITEM.primitive_bitwidth // 8

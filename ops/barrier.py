@@ -6,7 +6,7 @@ as they were, no count is kept, and a captured CUDA graph may replay it. What wa
 seen after: the set releases, the wait acquires, for the whole system.
 
 A wait ends after `spins` looks at the signal: then `error` holds 1 + the rank that did not come,
-later barriers wait no more, and the host raises when it next looks. On the CPU it raises at once.
+later barriers give up soon, and the host raises when it next looks. On the CPU it raises at once.
 Errors: `error` set before. Bytes moved at least: 4 to and from every other rank.
 """
 
@@ -58,6 +58,14 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
 
 
 @kernel
+def _patience(error, looks, left):
+    # The error word is the host's memory, far away: looked at now and then.
+    if looks % 1024 == 0:
+        left = tl.where(tl.load(error, volatile=True) == 0, left, 0)
+    return left
+
+
+@kernel
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     """The barrier of one block of the grid with the same block of every other rank."""
     # A lane for each rank, one's own too; lanes beyond the ranks signal themselves.
@@ -68,17 +76,19 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     theirs = tl.where(lane < WORLD, other + (channel * LANES + rank) * 4, mine + (channel * LANES + lane) * 4)
     theirs = theirs.to(tl.pointer_type(tl.int32))
     ours = (mine + (channel * LANES + lane) * 4).to(tl.pointer_type(tl.int32))
-    left = tl.where(tl.load(error, volatile=True) == 0, spins, 0)
     tl.debug_barrier()
-    looks, wrong = 0, tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
+    looks, left = 0, spins
+    wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
     while (tl.max(wrong.to(tl.int32), 0) != 0) & (looks < left):
         wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
         looks += 1
+        left = _patience(error, looks, left)
     tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
     missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
     while (tl.max(missing.to(tl.int32), 0) != 0) & (looks < left):
         missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
         looks += 1
+        left = _patience(error, looks, left)
     tl.atomic_xchg(ours, 0, sem="release", scope="sys")
     late = tl.max(tl.where(wrong | missing, lane + 1, 0), 0)
     if late > 0:
@@ -86,7 +96,7 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     tl.debug_barrier()
 
 
-@kernel
+@kernel(numbers="first spins")
 def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
     meet(pads, error, first + tl.program_id(1), tl.program_id(0), spins, WORLD)
 

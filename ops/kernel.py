@@ -27,8 +27,8 @@ _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 class Kernel:
     """A Triton kernel, compiled when it is needed."""
 
-    def __init__(self, function: Callable) -> None:
-        self.function = function
+    def __init__(self, function: Callable, numbers: str = "") -> None:
+        self.function, self.numbers = function, numbers.split()
         functools.update_wrapper(self, function)
 
     @functools.cached_property
@@ -41,15 +41,19 @@ class Kernel:
         scope = {name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()}
         scope |= {"__name__": function.__module__, "tl": triton.language}
         copy = types.FunctionType(code, scope, function.__name__, function.__defaults__)
-        return triton.jit(functools.update_wrapper(copy, function, updated=()))
+        return triton.jit(functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return self.jit[grid]
+        # Said, because Triton's default is about to change.
+        return functools.partial(self.jit[grid], enable_fp_fusion=True)
 
 
-def kernel(function: Callable) -> Kernel:
-    """Mark `function` as a Triton kernel, or as a part of one."""
-    return Kernel(function)
+def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:
+    """Mark `function` as a Triton kernel, or as a part of one.
+
+    No variants are compiled for the values of its arguments `numbers`: a rank that compiles is late.
+    """
+    return Kernel(function, numbers) if function else functools.partial(Kernel, numbers=numbers)
 
 
 def element(dtype: torch.dtype, bits: bool = False) -> Any:

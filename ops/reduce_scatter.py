@@ -84,6 +84,15 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channe
 
 
 @kernel
+def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
+    if MEAN and WORLD & (WORLD - 1) == 0:  # exact, as a division is
+        total *= 1.0 / WORLD
+    elif MEAN:
+        total = tl.div_rn(total, WORLD * 1.0)
+    return total
+
+
+@kernel
 def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr):
     # In rank order, from the first term on: the sum of zeros keeps their sign.
     full = i < n
@@ -93,7 +102,7 @@ def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.con
         term = tl.load((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
         total += term.to(tl.float32)
         p += 1
-    return tl.div_rn(total, WORLD * 1.0).to(OUT) if MEAN else total.to(OUT)
+    return _finished(total, WORLD, MEAN).to(OUT)
 
 
 @kernel
@@ -102,10 +111,10 @@ def _sum_whole(buffers, at, i, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.
     for p in tl.static_range(1, WORLD):
         term = tl.load(tl.multiple_of((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)), 16) + i)
         total += term.to(tl.float32)
-    return tl.div_rn(total, WORLD * 1.0).to(OUT) if MEAN else total.to(OUT)
+    return _finished(total, WORLD, MEAN).to(OUT)
 
 
-@kernel
+@kernel(numbers="count values first offset total spins")
 def _scatter(
     buffers, pads, error, rows, count, bases, values, squares, first, offset, total, spins,
     TERM: tl.constexpr, OUT: tl.constexpr, MEAN: tl.constexpr,
@@ -113,7 +122,7 @@ def _scatter(
 ):  # fmt: skip
     # One launch may stand for several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    rank = first + tl.program_id(1)
+    rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
         meet(pads, error, rank, block, spins, WORLD)
     i = tl.arange(0, BLOCK)
@@ -151,7 +160,8 @@ def launch(
             buffers, pads, error, rows, len(rows) // together, addresses(outs, device), values, squares,
             rank, offset, sum(sizes), spins,
             TERM=element(dtype), OUT=element(outs[0].dtype), MEAN=op == "mean",
-            WORLD=world, SYNC=sync and world > 1, BLOCK=_BLOCK, num_warps=8, launch_cooperative_grid=together > 1,
+            WORLD=world, SYNC=sync and world > 1, BLOCK=_BLOCK, launch_cooperative_grid=together > 1,
+            num_warps=8, maxnreg=128,  # else ptxas spills, to fit blocks on an SM that has only one
         )  # fmt: skip
     return squares
 

@@ -75,7 +75,7 @@ def round_at_random(x, index, seed):
     return tl.where(finite, (bits + noise) & 0xFFFF0000, bits).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
-@kernel
+@kernel(numbers="n")
 def _round(x, seed, out, n, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)

@@ -88,7 +88,8 @@ def test_reduce_scatter(capability, tmp_path, world, mean):
     constants = {
         "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "MEAN": mean, "WORLD": world, "SYNC": True, "BLOCK": 2048,
     }  # fmt: skip
-    made = compiled(module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, num_warps=8)
+    options = {"num_warps": 8, "maxnreg": 128}
+    made = compiled(module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, **options)
     check(made, world, 2, 128)
     synchronises(made)
 
