@@ -1,0 +1,166 @@
+"""backend="inductor" beside torch.compile: a step of the benchmark model on one core, and what compiling costs.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.inductor
+
+Steps of all subjects are interleaved in one process. Compile times are those of fresh processes with
+empty caches: the first call less a later one. Writes benchmarks/results/inductor.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ztrans as zt
+
+from .peers.model import Config, Task, adamw, loss_of
+from .peers.native import plain
+
+RESULTS = Path(__file__).parent / "results"
+BASE = "torch.compile(model), torch.optim.AdamW(fused=True)"
+
+
+def lifted(layers: int, ranks: int = 1) -> tuple[zt.Lowered, object, tuple]:
+    """The plain loop, lifted and lowered; in stage 3 where there are several ranks, which send nothing."""
+    task = Task(Config(layers=layers), ranks, 0)
+    model, batch = task.model(), task.batch()
+    optimizer = adamw(model.parameters())
+
+    def loop_step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    optimizer.zero_grad()
+    step, state = zt.lift(loop_step, model, optimizer)
+    shards = ()
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        mesh = zt.make_mesh("cpu", dp=-1)
+        shards = (zt.shard_params(mesh, outputs="local"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+    step = zt.chain(*shards)(zt.Step.of(step))
+    state = step.shard(state)
+    return step.lower(state, *batch), state, batch
+
+
+def ours(backend: str) -> Callable[[], Tensor]:
+    lowered, state, batch = lifted(Config.layers)
+    compiled = lowered.compile(backend=backend)
+    return lambda: compiled(state, *batch)[1]  # the state is donated: updated where it is
+
+
+def steps(rounds: int) -> dict:
+    """Seconds of every step, by subject, and the losses that they end with."""
+    subjects: dict[str, Callable[[], Tensor]] = {
+        BASE: plain(Task(Config(), 1, 0), compile=True),
+        "ztrans, inductor": ours("inductor"),
+        "ztrans, eager": ours("eager"),
+    }
+    for step in subjects.values():
+        for _ in range(3):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    losses = {}
+    for _ in range(rounds):
+        for name, step in subjects.items():
+            start = time.perf_counter()
+            losses[name] = float(step())
+            seconds[name].append(time.perf_counter() - start)
+    return {"seconds": seconds, "losses": losses}
+
+
+def compile_seconds(layers: int, ranks: int) -> dict:
+    """What compiling one program takes."""
+    lowered, state, batch = lifted(layers, ranks)
+    calls = []
+    compiled = lowered.compile(backend="inductor")
+    for _ in range(3):
+        start = time.perf_counter()
+        compiled(state, *batch)
+        calls.append(time.perf_counter() - start)
+    run = compiled._bound[0][1]
+    made = sum(1 for name, _ in run.program.named_children() if name.startswith("kernel"))
+    return {"seconds": calls[0] - min(calls[1:]), "groups": made, "kernels": len(run.kernels)}
+
+
+def fresh(layers: int, ranks: int) -> dict:
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "benchmarks.inductor", "--one", str(layers), str(ranks)]
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {"layers": layers, "ranks": ranks} | json.loads(done.stdout.splitlines()[-1])
+
+
+def report(found: dict) -> str:
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    lines = [
+        '# compile(backend="inductor")\n',
+        f"{found['date']}, {cpu[1] if cpu else platform.machine()}, one core, torch {torch.__version__}; the GPT of "
+        "`benchmarks/peers/model.py`, fp32.\n",
+    ]
+    if "steps" in found:
+        seconds = found["steps"]["seconds"]
+        base = statistics.median(seconds[BASE])
+        lines += [f"A step, medians of {len(seconds[BASE])}, interleaved.\n"]
+        lines += ["| step | s | of torch.compile | last loss |", "|---|---|---|---|"]
+        for name, each in seconds.items():
+            middle = statistics.median(each)
+            loss = found["steps"]["losses"][name]
+            lines.append(f"| {name} | {middle:.3f} | {middle / base:.3f} | {loss:.5f} |")
+    if "compile" in found:
+        lines += ["\nCompiling, caches empty.\n", "| layers | program | groups | kernels | s | of 6 layers |"]
+        lines += ["|---|---|---|---|---|---|"]
+        six = {r["ranks"]: r["seconds"] for r in found["compile"] if r["layers"] == 6}
+        for r in found["compile"]:
+            name = "plain" if r["ranks"] == 1 else f"stage 3, {r['ranks']} ranks"
+            share = r["seconds"] / six[r["ranks"]]
+            figures = f"{r['groups']} | {r['kernels']} | {r['seconds']:.1f} | {share:.2f}"
+            lines.append(f"| {r['layers']} | {name} | {figures} |")
+    return "\n".join([*lines, ""])
+
+
+def main(args: argparse.Namespace) -> None:
+    file = RESULTS / "inductor.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    found["date"] = str(date.today())
+    if args.part in ("step", "all"):
+        found["steps"] = steps(args.rounds)
+    if args.part in ("compile", "all"):
+        found["compile"] = [fresh(layers, ranks) for ranks in (1, 2) for layers in (6, 24)]
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "inductor.md").write_text(report(found))
+    print(report(found))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--part", choices=("step", "compile", "all"), default="all")
+    parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help=argparse.SUPPRESS)
+    torch.set_num_threads(1)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(compile_seconds(*arguments.one)))
+    else:
+        main(arguments)
