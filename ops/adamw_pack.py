@@ -28,7 +28,7 @@ import torch
 from .kernel import FLOATS, element, kernel
 from .stochastic_round import draws, round_at_random
 from .stochastic_round import reference as rounded
-from .tables import addresses, blocks, on_device
+from .tables import addresses, blocks, check_device, on_device
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -213,14 +213,12 @@ def _check(params, grads, ms, vs, step, lr, scale, sizes, out, seed) -> None:
     for k, (p, g, m, v, size) in enumerate(zip(params, grads, ms, vs, sizes)):
         if any(x.numel() != p.numel() for x in (g, m, v)) or size < p.numel():
             raise ValueError(f"adamw_pack: tensors {k} are of different sizes, or {size} is too small for them.")
-        if {p.dtype, m.dtype, v.dtype} != {torch.float32} or g.dtype not in FLOATS:
+        if not p.dtype == m.dtype == v.dtype == torch.float32 or g.dtype not in FLOATS:
             raise TypeError(f"adamw_pack: param and moments {k} must be float32, the gradient of 16 or 32 bits.")
         if not (p.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
             raise ValueError(f"adamw_pack: param and moments {k} must be contiguous: they are updated in place.")
     given = [x for x in (scale, out, seed) if x is not None]
-    devices = {str(x.device) for x in (*params, *grads, *ms, *vs, step, lr, *given)}
-    if len(devices) > 1:
-        raise ValueError(f"adamw_pack: all must be on one device, got {', '.join(sorted(devices))}.")
+    check_device("adamw_pack", params[0].device, (*params, *grads, *ms, *vs, step, lr, *given))
     numbers = [step, lr] if scale is None else [step, lr, scale]
     if any(x.dtype != torch.float32 or x.numel() != 1 for x in numbers):
         raise TypeError("adamw_pack: step, lr and scale must be float32 of one element.")

@@ -119,7 +119,7 @@ def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, 
         _gather[(channels, together)](
             buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, offset, spins,
             WORLD=world, SYNC=sync and world > 1, ITEM=element(outs[0].dtype, bits=True), BLOCK=_BYTES // item,
-            num_warps=8, launch_cooperative_grid=together > 1,
+            launch_cooperative_grid=together > 1, num_warps=8, maxnreg=128,  # as in reduce_scatter
         )  # fmt: skip
 
 

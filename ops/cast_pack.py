@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from .move import is_movable, move, plan
+from .tables import check_device
 
 _lib = torch.library.Library("ztrans", "FRAGMENT")
 _lib.define("cast_pack(Tensor[] parts, int[] sizes, ScalarType dtype, int ranks=1) -> Tensor")
@@ -108,9 +109,7 @@ def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for k, (part, size) in enumerate(zip(parts, sizes)):
         if size < 0 or part.numel() > ranks * size:
             raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
-    devices = {str(t.device) for t in (*parts, *((out,) if out is not None else ()))}
-    if len(devices) > 1:
-        raise ValueError(f"cast_pack: all must be on one device, got {', '.join(sorted(devices))}.")
+    check_device("cast_pack", parts[0].device, (*parts, *(() if out is None else (out,))))
     if out is not None and (not out.is_contiguous() or out.numel() != ranks * sum(sizes)):
         raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
 

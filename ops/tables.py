@@ -23,6 +23,13 @@ def _integers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return on_device(torch.tensor(values, dtype=torch.int64), device)
 
 
+def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise unless all `tensors` are on `device`: their addresses mean nothing on another."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"{who}: all must be on one device, got {device} and {tensor.device}.")
+
+
 def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`rows` on `device`; while a CUDA graph is captured an error, for the copy would have to be replayed."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

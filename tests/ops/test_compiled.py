@@ -76,7 +76,8 @@ def test_stochastic_round(capability, tmp_path):
 def test_all_gather(capability, tmp_path, world):
     types = TABLES | RANKS | {"values": "i32", "offset": "i64"}
     constants = {"WORLD": world, "SYNC": True, "ITEM": element(torch.bfloat16, bits=True), "BLOCK": 8192}
-    made = compiled(module["all_gather"]._gather, capability, tmp_path, types, constants, num_warps=8)
+    options = {"num_warps": 8, "maxnreg": 128}
+    made = compiled(module["all_gather"]._gather, capability, tmp_path, types, constants, **options)
     check(made, 4, 4, 128)
     synchronises(made)
 

@@ -174,7 +174,7 @@ WRONG = {
     "no parts": (lambda: ops.cast_pack([], [], BF16), "no parts"),
     "sizes": (lambda: ops.cast_pack([X], [4, 4], BF16), "1 parts, but 2 sizes"),
     "small": (lambda: ops.cast_pack([X], [3], BF16), "part 0 has 4 elements, room is for 1 times 3"),
-    "devices": (lambda: T.cast_pack.out([X, META], [4, 4], out=torch.ones(8, dtype=BF16)), "one device, got cpu, meta"),
+    "devices": (lambda: T.cast_pack.out([X, META], [4, 4], out=torch.ones(8, dtype=BF16)), "one device, got cpu and meta"),
     "out dtype": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(4)), "out is torch.float32, not torch.bfloat16"),
     "out size": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(5, dtype=BF16)), "contiguous and hold 4"),
     "out stride": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(8, dtype=BF16)[::2]), "must be contiguous"),

@@ -1,0 +1,36 @@
+"""The kernels on a GPU, where there is one: what `benchmarks/gpu.py` checks before it measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+def test_kernels_agree_with_their_references():
+    import gpu_numerics
+
+    assert all("not run" not in line["result"] for line in gpu_numerics.checks(torch.device("cuda"), lambda: 600.0))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_in_one_launch(ranks):
+    import gpu_ranks
+
+    assert gpu_ranks.barriers(ranks, torch.device("cuda"))["result"] == "right"
+    assert all(line["result"] == "right" for line in gpu_ranks.collectives(ranks, 2**20, torch.device("cuda")))
+    assert gpu_ranks.replayed(ranks, torch.device("cuda"), times=20)["result"] == "right"
+
+
+def test_processes_meet_on_one_gpu():
+    import gpu_ranks
+
+    assert gpu_ranks.processes(torch.device("cuda"))[0]["result"] == "right"
