@@ -10,7 +10,8 @@ int32[CHANNELS, ranks], each row padded to a power of two, zero between collecti
 how they are used. `error`, int32[1], is zero until a barrier has waited in vain; the host reads it
 without synchronising.
 
-One memory serves one stream of collectives: two that run at once need a memory each.
+One memory serves one stream of collectives: two that run at once need a memory each. `rendezvous`
+stands on a private torch API, `_symmetric_memory`, as it is in torch 2.13.
 """
 
 from __future__ import annotations
