@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: install lint test golden demo peers bench clean
+.PHONY: install lint test golden demo peers bench gpu clean
 
 install: $(STAMP)
 
@@ -32,6 +32,9 @@ peers: install
 
 bench: install
 	$(BIN)/python -m benchmarks.peers
+
+gpu: install
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,8 @@
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes
 
+Where ztrans is not installed, from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
+
 Figures are written of a GPU that was there, and of nothing else: without one the command says so and
 writes no file. Each section runs in what is left of the time; one that fails or comes too late is
 in the report as that.

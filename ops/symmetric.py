@@ -87,7 +87,7 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None, device: torc
     whole = symm_mem.empty(_room(nbytes, group.size()), dtype=torch.uint8, device=device)
     whole.zero_()
     handle = symm_mem.rendezvous(whole, group)
-    shift = getattr(handle, "offset", 0)
+    shift = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # where in the mapped allocation a buffer starts
     starts = [pointer + shift for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # everybody's signals are zero before anybody sets one
