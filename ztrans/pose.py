@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import coalesce
 from .cluster import Cluster
-from .collectives import received_bytes, wire_bytes
+from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_bytes, wire_bytes
 from .cost import local_bytes, memory
 from .graph import Eqn, Graph, producers
 from .liveness import liveness
@@ -100,8 +100,17 @@ def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
             open_[key] = group, filled + held
             key = (*key, group)
         flight = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        flight += sent_bytes(start, graph.axes) or _packed_bytes(start, graph)
         found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))
     return tuple(found)
+
+
+def _packed_bytes(start: Eqn, graph: Graph) -> int:
+    """Bytes of the copy from which a reduction is sent once it shares a message with others."""
+    if start.op is ALL_REDUCE and graph.axes[start.kwargs["axis"]] > 2:
+        return 0
+    sizes = (buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+    return sum(size for size in sizes if size < ALONE * graph.axes[start.kwargs["axis"]])
 
 
 def _seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:

@@ -22,7 +22,8 @@ def measured(ask: dict, rank: int) -> dict:
     task = Task(Config(**ask["config"]), ask["ranks"], rank, ask["precision"] == "bf16")
     resident, lent = memory.resident(), memory.lent()
     step = subject.make(task)
-    result = timed(step, ask["steps"], ask["warmup"])
+    said = step.said() if hasattr(step, "said") else {}
+    result = said | timed(step, ask["steps"], ask["warmup"])
     result["resident"] = memory.resident_peak() - resident
     with memory.Peak() as peak:
         step()

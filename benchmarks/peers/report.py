@@ -21,11 +21,14 @@ MIB = 2**20
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
 REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
 HEAD = (
-    "| | seconds a step, median | least | of compute | sent, MiB | malloc, MiB | resident, MiB | loss | |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    "| | seconds a step, median | least | of compute | simulated | bound | sent, MiB | malloc, MiB "
+    "| resident, MiB | loss | |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 LEGEND = """\
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
+- *simulated*: what ztrans says of its plan before it is timed, from a calibration and five recorded steps; and the
+  median over that. *bound*: what no order of the same messages can beat on the same figures; and the median over it.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
   before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
@@ -60,7 +63,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
     rows = list(HEAD)
     for name, run in runs.items():
         if "seconds" not in run:
-            rows.append(f"| {name} | | | | | | | | {line(run)} |")
+            rows.append(f"| {name} | | | | | | | | | | {line(run)} |")
             continue
         median, least = statistics.median(run["seconds"]), min(run["seconds"])
         memory = f"{run['lent'] / MIB:.0f} | {run['resident'] / MIB:.0f}"
@@ -69,7 +72,9 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
-        figures = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
+        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in ("simulated", "bound")]
+        times = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {' | '.join(said)}"
+        figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
         rows.append(f"| {name} | {figures} | {subjects[name].remark} |")
     return rows
 

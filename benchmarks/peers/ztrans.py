@@ -10,10 +10,32 @@ from torch import Tensor
 import ztrans as zt
 
 from .model import Task, adamw, loss_of
-from .subjects import Skip
+
+PROFILED = 5  # steps that the plan is made from
 
 
-def lifted(task: Task, stage: int, backend: str = "eager") -> Callable[[], Tensor]:
+class Lifted:
+    """A step of ztrans: planned for what `calibrate` finds, recorded, and planned again from what was recorded."""
+
+    def __init__(self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str) -> None:
+        self.batch, self.backend = batch, backend
+        self.lowered = lowered.replan(lowered.compile().profile(shard(), *batch, steps=PROFILED))
+        self.compiled, self.state = self.lowered.compile(backend=backend), shard()
+
+    def __call__(self) -> Tensor:
+        self.state, loss = self.compiled(self.state, *self.batch)
+        return loss
+
+    def said(self) -> dict:
+        """What the simulator says of this step, and what no order could beat."""
+        if self.backend != "eager":
+            return {}  # what was recorded is the eager program
+        timeline = self.lowered.timeline()
+        seconds, binds = timeline.bound
+        return {"simulated": timeline.seconds, "bound": seconds, "binds": binds}
+
+
+def lifted(task: Task, stage: int, backend: str = "eager") -> Lifted:
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
@@ -32,19 +54,9 @@ def lifted(task: Task, stage: int, backend: str = "eager") -> Callable[[], Tenso
     shard = zt.shard_params(mesh, axis="dp", stage=stage, reduce_dtype=dtype, outputs="local")
     step, state = zt.lift(loop_step, model, optimizer)
     step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(step)
-    state = step.shard(state)
-    try:
-        compiled = step.lower(state, *batch).compile(backend=backend)
-    except ValueError as error:
-        if "unknown backend" in str(error):
-            raise Skip(str(error)) from None
-        raise
-    model.to("meta")  # traced; the state is all that is needed now
+    lowered = step.lower(step.shard(state), *batch, cluster=zt.calibrate(mesh))
+    made = Lifted(lowered, lambda: step.shard(state), batch, backend)
+    for param in model.parameters():  # the state is all that is needed now
+        param.data = param.data.new_empty(0)
     optimizer.state.clear()
-
-    def run() -> Tensor:
-        nonlocal state
-        state, loss = compiled(state, *batch)
-        return loss
-
-    return run
+    return made
