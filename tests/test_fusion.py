@@ -116,3 +116,15 @@ def test_views_stay_out_unless_they_are_read_inside():
         outputs="m c",
     )
     assert names(graph) == ["a b w c"]
+
+
+def test_what_only_a_group_reads_waits_for_it():
+    """As the second moment in AdamW's update, whose decay is written before the gradient is squared."""
+    graph = program(
+        ("a", aten.mul.Tensor, "x", 0.9),
+        ("g", aten.mm.default, "x", "x"),
+        ("b", aten.mul.Tensor, "g", "g"),
+        ("c", aten.add.Tensor, "a", "b"),
+        outputs="c",
+    )
+    assert names(graph) == ["a b c"]

@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from programs import CASES
+import torch.nn.functional as F
+from programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
+from test_distributed import torchrun
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 from worlds import batches, clone, distance
 
 import ztrans as zt
+from ztrans import products
+from ztrans.simulate import signature
+from ztrans.strides import Strided
 
 
 def both(step, state, data, **lowering) -> tuple:
@@ -35,3 +41,106 @@ def test_steps_compute_what_eager_ones_do(name):
     half = name in ("autocast", "cast_inside", "cast_outside")
     assert distance(mine, state, 1e-3) < (2e-2 if half else 1e-5)
     assert distance(mines, outputs, 1e-3) < (2e-2 if half else 1e-5)
+
+
+def drop(state, x):
+    """Random draws between fused equations, an output that shows the state, and AdamW's state replaced."""
+    w = state["w"].detach().requires_grad_()
+    h = F.dropout(F.gelu((x @ w).sin() + 1), 0.5).cos()
+    (g,) = torch.autograd.grad(h.square().mean(), w)
+    m = state["m"].lerp(g, 0.1)
+    v = state["v"] * 0.9 + 0.1 * g * g
+    return {"w": w.detach() - 0.1 * m / (v.sqrt() + 1e-3), "m": m, "v": v}, (h.detach().sum(), state["m"].t())
+
+
+def of(*shape: int) -> dict:
+    return {"w": torch.randn(*shape), "m": torch.zeros(*shape), "v": torch.zeros(*shape)}
+
+
+def test_draws_are_the_same_and_state_is_written_where_it_is():
+    data = [(torch.randn(8, 16),) for _ in range(3)]
+    (state, outputs, _), (mine, mines, compiled) = both(drop, of(16, 32), data)
+    assert distance(mine, state) < 1e-5 and distance(mines, outputs) < 1e-5
+    homes = [x.data_ptr() for x in mine.values()]
+    held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
+    assert [x.data_ptr() for x in mine.values()] == homes
+    program = compiled._bound[0][1].program
+    written = [k for name, m in program.named_children() if name.startswith("kernel") for k in m.over if k is not None]
+    assert len(written) == 2, "w and v are written by a kernel; the old m is an output"
+    assert not torch.equal(held.t(), before), "what was handed out is not what the next step writes"
+
+
+def test_batches_may_lie_otherwise_in_memory():
+    compiled = zt.Step.of(drop).lower(of(4, 8), torch.randn(2, 4)).compile(backend="inductor")
+    x, results = torch.randn(2, 4), []
+    for batch in (x, x.t().contiguous().t()):
+        torch.manual_seed(0)
+        state = of(4, 8)
+        results.append(compiled(state, batch)[0])
+    assert distance(*results) < 1e-6
+
+
+def deep(layers: int):
+    """A GPT of equal layers and its step."""
+    model = GPT(layers=layers)
+    loss = gpt_loss(model)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    return step, adam_state(model)(), tokens(19, 6)(4)
+
+
+def test_equal_layers_are_compiled_once():
+    kernels = []
+    for layers in (2, 4):
+        step, state, batch = deep(layers)
+        compiled = zt.Step.of(step).lower(state, *batch).compile(backend="inductor")
+        compiled(state, *batch)
+        kernels.append(list(compiled._bound[0][1].kernels))
+    assert kernels[0] == kernels[1]
+
+
+def test_the_program_that_runs_is_printed_and_profiled():
+    step, state, batch = deep(2)
+    lowered = zt.Step.of(step).lower(state, *batch)
+    compiled = lowered.compile(backend="inductor")
+    measured = compiled.profile(state, *batch, steps=2)
+    assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(measured.timeline.seconds, rel=0.2)
+    run = compiled._bound[0][0].graph
+    assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(lowered)
+    assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    lowered = zt.Step.of(drop).lower(of(4, 8), torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"):
+        lowered.compile(backend="inductor")
+
+
+def test_products_by_another_library():
+    a, b, bias = torch.randn(64, 32), torch.randn(48, 32).t(), torch.randn(48)
+    assert torch.allclose(products.mm(a, b), a @ b, atol=1e-5)
+    assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
+    assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
+    for x in (a.double(), a.bfloat16(), a[None], a[:0]):
+        assert products.other(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)]) is None
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict]:
+    return torchrun(2, "inductor")
+
+
+@pytest.mark.distributed
+def test_two_ranks_compute_what_they_do_eagerly(two):
+    figures = [f for f in two if f["check"] == "inductor"]
+    assert len(figures) == 6
+    for f in figures:
+        assert f["distance"] < (2e-2 if f["case"] == "cast_inside" else 1e-5), f
+        assert f["sent"] == f["wanted"], "the same messages in the same order"
+        assert f["equal"], "replicas are equal to the bit"

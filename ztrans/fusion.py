@@ -46,7 +46,8 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     """The program with the equations of each group side by side, and its groups, in order.
 
     An equation moves up to the group that makes what it reads, where all else that it reads is there by
-    then; views and scalars to what they read; the members of a bucket are unpacked where the first is waited for.
+    then, or is read by that group alone and may wait for it; views and scalars move up to what they read;
+    the members of a bucket are unpacked where the first is waited for.
     """
     parts = [part for item in _items(graph) for part in _parts(item)]
     readers: dict[Var, set[int]] = {v: {-1} for v in variables(graph.outputs)}
@@ -89,6 +90,7 @@ class _Item:
     place: tuple[int, int]
     fusible: bool = False
     eqns: list[Eqn] = field(default_factory=list)
+    readers: set[_Item] = field(default_factory=set)
 
 
 def _items(graph: Graph) -> list[_Item]:
@@ -109,6 +111,15 @@ def _items(graph: Graph) -> list[_Item]:
             items.append(target)
         for other in held if target.fusible else ():
             place(other, target)
+        for other in dict.fromkeys(home[v] for v in e.ins if v in home and home[v] is not target):
+            other.readers.add(target)
+            if target.eqns and _may_absorb(target, other, e, home):
+                target.eqns[:0] = other.eqns
+                for made in other.eqns:
+                    home.update((out, target) for out in made.outs if out is not None)
+                    for read in (home[v] for v in made.ins if v in home):
+                        read.readers = (read.readers - {other}) | {target}
+                other.eqns = []
         target.eqns.append(e)
         home.update((out, target) for out in e.outs if out is not None)
 
@@ -149,6 +160,12 @@ def _may_join(e: Eqn, item: _Item, home: dict[Var, _Item]) -> bool:
     """Whether it reads the item's values elementwise: through a scalar, updates that share one would all be one."""
     joined = [v for v in e.ins if home.get(v) is item]
     return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in joined))
+
+
+def _may_absorb(item: _Item, other: _Item, e: Eqn, home: dict[Var, _Item]) -> bool:
+    """Whether what stands earlier may wait for the item: nothing but the item reads it."""
+    fits = item.fusible and len(item.eqns) + len(other.eqns) < MOST
+    return fits and other.readers == {item} and _may_join(e, other, home)
 
 
 def _is_small(e: Eqn) -> bool:
