@@ -29,11 +29,11 @@ def state(skew: int = 0):
 
 @pytest.mark.parametrize("implementation", [adamw_pack.launch, adamw_pack.reference], ids=["kernel", "reference"])
 def test_a_hundred_steps_are_those_of_torch(implementation):
-    params = [torch.randn(n) for n in NUMELS]
+    params = [torch.randn(n) for n in (1100, 3)]  # a whole block, and what is left over
     twins = [torch.nn.Parameter(p.clone()) for p in params]
     optimizer = torch.optim.AdamW(twins, **OPTIONS)
     ms, vs = ([torch.zeros_like(p) for p in params] for _ in range(2))
-    out, scale = torch.empty(sum(NUMELS), dtype=torch.bfloat16), torch.tensor(0.37)
+    out, scale = torch.empty(1103, dtype=torch.bfloat16), torch.tensor(0.37)
     for step in range(1, 101):
         grads = [torch.randn_like(p) for p in params]
         for twin, grad in zip(twins, grads):
