@@ -8,6 +8,7 @@ from torch.func import functional_call, grad_and_value
 from worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
 
 import ztrans as zt
+from ztrans.collectives import REDUCE_SCATTER
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -141,3 +142,12 @@ def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
         truth, _ = plain(case)
         state, _, _ = sharded(case, 1, transforms=ALL)
         assert distance(state, truth) <= 1e-6  # what torch.optim does with Python floats is done with tensors
+
+
+def test_gradients_that_are_bf16_cross_as_they_are():
+    """Widening a gradient and rounding it again for the wire changes nothing, so neither is done."""
+    _, _, lowered = sharded(autocast(), 4, 2, reduce_dtype=torch.bfloat16)
+    members = [v for e in lowered.graph.eqns if e.op is REDUCE_SCATTER for v in e.ins]
+    assert {v.dtype for v in members} == {torch.bfloat16, torch.float32}
+    sums = [o for e in lowered.graph.eqns if e.op is REDUCE_SCATTER for o in e.outs]
+    assert {o.dtype for o in sums} == {torch.float32}

@@ -48,10 +48,15 @@ def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn) ->
     return Eqn(ALL_GATHER, (list(shards),), tuple(futures), {"dtype": None, "axis": axis}, **eqn)
 
 
-def reduce(terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, **eqn) -> Eqn:
-    """Start the reduction of `terms` over `axis`: a reduce_scatter when `to` cuts the result, else an all_reduce."""
+def reduce(
+    terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, result=None, **eqn
+) -> Eqn:
+    """Start the reduction of `terms` over `axis`: a reduce_scatter when `to` cuts the result, else an all_reduce.
+
+    Terms cross the wire as `dtype` and become a sum of dtype `result`; both default to the terms' own.
+    """
     futures = (
-        Var(f"{name}'", t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)
+        Var(f"{name}'", result or t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)
         for t, name in zip(terms, names)
     )
     start = REDUCE_SCATTER if to else ALL_REDUCE

@@ -59,12 +59,12 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
 
 
 def reduced(
-    v: Var, op: str, to: Split | None, axis: str, site: Site, name: str, dtype: torch.dtype | None = None
+    v: Var, op: str, to: Split | None, axis: str, site: Site, name: str, dtype=None, result=None
 ) -> tuple[list[Eqn], Var]:
     """Equations that reduce `v`, one term per rank of `axis`, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None
-    start = reduce([v], [site.fresh(name)], axis, op, to, dtype, provenance=site.provenance, **site.eqn)
+    start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
     end = wait(start.outs[0], **site.eqn)
     return [start, end], end.outs[0]
 

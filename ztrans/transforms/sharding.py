@@ -33,6 +33,8 @@ from ..redistribute import Site, on_axis, redistribute, reduced
 from ..rules import NoRule, rule
 from ..varying import varying
 
+_CAST = torch.ops.aten._to_copy.default
+
 
 class Options(Protocol):
     """What the walk asks of `shard_params`."""
@@ -205,13 +207,17 @@ class Sharding:
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: frozenset, to: Split | None, role, path: str, op: str) -> None:
         """`out` = `x` reduced over the axes `over`: scattered over the sharded one first, where it is to be split."""
-        value, dtype = self.local[x], self.opt.reduce_dtype if role == "grad" else None
+        dtype = self.opt.reduce_dtype if role == "grad" else None
+        # A gradient widened only now, and to be rounded to what it was for the wire, goes as it was.
+        made = self.producers.get(x)
+        narrow = made is not None and made.op is _CAST and made.args[0].dtype == dtype
+        value = self.local[made.args[0] if narrow else x]
         ordered = [a for a in self.axes if a in over]
         for axis in ordered:
             split = to if axis == self.axis else None
             name = out.name if axis == ordered[-1] else f"{out.name}.{axis}"
             site = self.site(eqn, role, path, axis, keep=out.name)
-            more, value = reduced(value, op, split, axis, site, name, dtype)
+            more, value = reduced(value, op, split, axis, site, name, dtype, x.dtype)
             self.eqns.extend(more)
         (self.placed if value.layout else self.local)[out] = value
 
