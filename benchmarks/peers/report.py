@@ -29,6 +29,7 @@ LEGEND = """\
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
 - *simulated*: what ztrans says of its plan before it is timed, from a calibration and five recorded steps; and the
   median over that. *bound*: what no order of the same messages can beat on the same figures; and the median over it.
+  *first plan*: seconds of the recorded steps, which were planned for the calibration alone.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
   before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
@@ -75,7 +76,8 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
         said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in ("simulated", "bound")]
         times = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {' | '.join(said)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
-        rows.append(f"| {name} | {figures} | {subjects[name].remark} |")
+        remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subjects[name].remark
+        rows.append(f"| {name} | {figures} | {remark} |")
     return rows
 
 

@@ -19,7 +19,8 @@ class Lifted:
 
     def __init__(self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str) -> None:
         self.batch, self.backend = batch, backend
-        self.lowered = lowered.replan(lowered.compile().profile(shard(), *batch, steps=PROFILED))
+        profile = lowered.compile().profile(shard(), *batch, steps=PROFILED)
+        self.first, self.lowered = profile.timeline.seconds, lowered.replan(profile)
         self.compiled, self.state = self.lowered.compile(backend=backend), shard()
 
     def __call__(self) -> Tensor:
@@ -32,7 +33,7 @@ class Lifted:
             return {}  # what was recorded is the eager program
         timeline = self.lowered.timeline()
         seconds, binds = timeline.bound
-        return {"simulated": timeline.seconds, "bound": seconds, "binds": binds}
+        return {"first": self.first, "simulated": timeline.seconds, "bound": seconds, "binds": binds}
 
 
 def lifted(task: Task, stage: int, backend: str = "eager") -> Lifted:
