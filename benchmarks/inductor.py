@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 import ztrans as zt
 
@@ -35,14 +36,16 @@ RESULTS = Path(__file__).parent / "results"
 BASE = "torch.compile(model), torch.optim.AdamW(fused=True)"
 
 
-def lifted(layers: int, ranks: int = 1) -> tuple[zt.Lowered, object, tuple]:
+def lifted(layers: int, ranks: int = 1, bf16: bool = False) -> tuple[zt.Lowered, object, tuple]:
     """The plain loop, lifted and lowered; in stage 3 where there are several ranks, which send nothing."""
-    task = Task(Config(layers=layers), ranks, 0)
+    task = Task(Config(layers=layers), ranks, 0, bf16)
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
     def loop_step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model(x), y)
+        with task.autocast():
+            logits = model(x)
+        loss = loss_of(logits, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,18 +65,30 @@ def lifted(layers: int, ranks: int = 1) -> tuple[zt.Lowered, object, tuple]:
     return step.lower(state, *batch), state, batch
 
 
-def ours(backend: str) -> Callable[[], Tensor]:
-    lowered, state, batch = lifted(Config.layers)
-    compiled = lowered.compile(backend=backend)
-    return lambda: compiled(state, *batch)[1]  # the state is donated: updated where it is
+class Ours:
+    """The same loop by ztrans."""
+
+    def __init__(self, backend: str, bf16: bool) -> None:
+        lowered, self.state, self.batch = lifted(Config.layers, bf16=bf16)
+        self.compiled = lowered.compile(backend=backend)
+
+    def __call__(self) -> Tensor:
+        return self.compiled(self.state, *self.batch)[1]  # the state is donated: updated where it is
+
+    def products(self) -> float:
+        """Seconds of a step that matrix products take, attention apart: no fusion makes them shorter."""
+        timeline = self.compiled.profile(self.state, *self.batch, steps=5).timeline
+        multiplies = (bar for bar in timeline.events if getattr(bar.eqn.op, "overloadpacket", None) in flop_registry)
+        return sum(bar.seconds for bar in multiplies)
 
 
-def steps(rounds: int) -> dict:
+def steps(rounds: int, bf16: bool) -> dict:
     """Seconds of every step, by subject, and the losses that they end with."""
+    inductor = Ours("inductor", bf16)
     subjects: dict[str, Callable[[], Tensor]] = {
-        BASE: plain(Task(Config(), 1, 0), compile=True),
-        "ztrans, inductor": ours("inductor"),
-        "ztrans, eager": ours("eager"),
+        BASE: plain(Task(Config(), 1, 0, bf16), compile=True),
+        "ztrans, inductor": inductor,
+        "ztrans, eager": Ours("eager", bf16),
     }
     for step in subjects.values():
         for _ in range(3):
@@ -85,7 +100,7 @@ def steps(rounds: int) -> dict:
             start = time.perf_counter()
             losses[name] = float(step())
             seconds[name].append(time.perf_counter() - start)
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "losses": losses, "products": inductor.products()}
 
 
 def compile_seconds(layers: int, ranks: int) -> dict:
@@ -111,24 +126,32 @@ def fresh(layers: int, ranks: int) -> dict:
     return {"layers": layers, "ranks": ranks} | json.loads(done.stdout.splitlines()[-1])
 
 
+def table(precision: str, seconds: dict, losses: dict, products: float) -> list[str]:
+    base = statistics.median(seconds[BASE])
+    lines = [f"A step in {precision}, medians of {len(seconds[BASE])}, interleaved.\n"]
+    lines += ["| step | s | of torch.compile | last loss |", "|---|---|---|---|"]
+    for name, each in seconds.items():
+        middle = statistics.median(each)
+        lines.append(f"| {name} | {middle:.3f} | {middle / base:.3f} | {losses[name]:.5f} |")
+    return [
+        *lines,
+        f"| its matrix products alone, in ztrans, inductor | {products:.3f} | {products / base:.3f} | |",
+        "",
+    ]
+
+
 def report(found: dict) -> str:
     cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     lines = [
         '# compile(backend="inductor")\n',
         f"{found['date']}, {cpu[1] if cpu else platform.machine()}, one core, torch {torch.__version__}; the GPT of "
-        "`benchmarks/peers/model.py`, fp32.\n",
+        "`benchmarks/peers/model.py`.\n",
     ]
-    if "steps" in found:
-        seconds = found["steps"]["seconds"]
-        base = statistics.median(seconds[BASE])
-        lines += [f"A step, medians of {len(seconds[BASE])}, interleaved.\n"]
-        lines += ["| step | s | of torch.compile | last loss |", "|---|---|---|---|"]
-        for name, each in seconds.items():
-            middle = statistics.median(each)
-            loss = found["steps"]["losses"][name]
-            lines.append(f"| {name} | {middle:.3f} | {middle / base:.3f} | {loss:.5f} |")
+    for precision in ("fp32", "bf16"):
+        if precision in found:
+            lines += table(precision, **found[precision])
     if "compile" in found:
-        lines += ["\nCompiling, caches empty.\n", "| layers | program | groups | kernels | s | of 6 layers |"]
+        lines += ["Compiling, caches empty.\n", "| layers | program | groups | kernels | s | of 6 layers |"]
         lines += ["|---|---|---|---|---|---|"]
         six = {r["ranks"]: r["seconds"] for r in found["compile"] if r["layers"] == 6}
         for r in found["compile"]:
@@ -143,8 +166,9 @@ def main(args: argparse.Namespace) -> None:
     file = RESULTS / "inductor.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     found["date"] = str(date.today())
-    if args.part in ("step", "all"):
-        found["steps"] = steps(args.rounds)
+    for precision in ("fp32", "bf16"):
+        if args.part in (precision, "all"):
+            found[precision] = steps(args.rounds, precision == "bf16")
     if args.part in ("compile", "all"):
         found["compile"] = [fresh(layers, ranks) for ranks in (1, 2) for layers in (6, 24)]
     RESULTS.mkdir(exist_ok=True)
@@ -156,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--part", choices=("step", "compile", "all"), default="all")
+    parser.add_argument("--part", choices=("fp32", "bf16", "compile", "all"), default="all")
     parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help=argparse.SUPPRESS)
     torch.set_num_threads(1)
     arguments = parser.parse_args()
