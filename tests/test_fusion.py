@@ -58,7 +58,7 @@ def program(*eqns: tuple, outputs: str) -> Graph:
     env = {"x": Var("x", torch.float32, (4, 4)), "s": Var("s", torch.float32, ())}
     made = []
     for name, op, *args in eqns:
-        args = tuple(env.get(a, a) for a in args)
+        args = tuple(env.get(a, a) if isinstance(a, str) else a for a in args)
         env[name] = Var(name, torch.float32, () if name[0] == "s" else (4, 4))
         made.append(Eqn(op, args, (env[name],)))
     return Graph("f", (env["x"], env["s"]), tuple(made), tuple(env[o] for o in outputs.split()), 0)
@@ -128,3 +128,12 @@ def test_what_only_a_group_reads_waits_for_it():
         outputs="c",
     )
     assert names(graph) == ["a b c"]
+
+
+def test_what_is_made_of_nothing_stands_with_who_reads_it():
+    make = [("o", aten.full.default, [4, 4], 1.0), ("v", aten.t.default, "o")]
+    used = program(*make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a")
+    assert names(used) == []
+    assert [e.outs[0].name for e in fuse(used)[0].eqns] == ["m", "o", "v", "a"]
+    unused = program(*make, ("m", aten.mm.default, "x", "x"), outputs="m o v")
+    assert [e.outs[0].name for e in fuse(unused)[0].eqns] == ["m", "o", "v"]

@@ -102,7 +102,7 @@ def _items(graph: Graph) -> list[_Item]:
 
     def place(e: Eqn, target: _Item | None, after: _Item | None = None) -> None:
         held = dict.fromkeys(free[v] for v in e.ins if v in free)
-        for v in (out for other in held for out in other.outs):
+        for v in (out for other in (e, *held) for out in other.outs):
             free.pop(v, None)
         if target is None:
             for other in held if not _is_fusible(e) else ():
@@ -134,14 +134,15 @@ def _items(graph: Graph) -> list[_Item]:
             # A scalar costs nothing wherever it stands; early, it stands between no updates.
             place(e, latest if _may_join(e, latest, home) else None, latest if _is_small(e) else None)
         elif is_update(e):
-            joins = update is not None and latest.place < update.place and _same_call(update.eqns[0], e)
+            ready = update is not None and latest.place < update.place and not any(v in free for v in e.ins)
+            joins = ready and _same_call(update.eqns[0], e)
             place(e, update if joins else None)
             update = home[next(out for out in e.outs if out is not None)]
         else:
             place(e, None)
             update = None if e.op is WAIT or is_start(e) else update
-    for e in dict.fromkeys(free.values()):
-        place(e, items[-1])
+    while free:
+        place(next(iter(free.values())), None)
     return sorted(items, key=lambda item: item.place)
 
 

@@ -26,6 +26,7 @@ from .groups import by_group
 from .layout import localize
 from .products import other
 from .strides import Strided, run, strides, text
+from .varying import varying
 
 
 class Fused(torch.nn.Module):
@@ -71,14 +72,15 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
         old = _over(graph, group, given)
         eqns = [localize(e, graph.axes, at) for e in group.eqns]
         ins = tuple(dict.fromkeys((*group.ins, *old.values())))
-        over = [ins.index(old[v]) if v in old else None for v in group.outs]
-        key = f"{text(eqns, ins, group.outs, lies)} over {over}"
+        places = [ins.index(old[v]) if v in old else None for v in group.outs]
+        key = f"{text(eqns, ins, group.outs, lies)} over {places}"
         if key not in compiled:
-            compiled[key] = _compiled(eqns, ins, group.outs, over, lies)
-        kernels[group] = Kernel(Fused(compiled[key], over), ins, group.outs)
-    # Replicas of a value must stay equal to the bit, and another rank may find another library faster.
-    varying = [e for e in graph.eqns if e.region != "update" and all(isinstance(a, Var) for a in e.args)]
-    calls = {e: call for e in varying if (call := other(e.op, [lies[v] for v in e.args])) is not None}
+            compiled[key] = _compiled(eqns, ins, group.outs, places, lies)
+        kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
+    # What does not vary must be equal on all ranks to the bit, and another may find another library faster.
+    over = varying(graph, ("batch",))
+    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over and len(e.ins) == len(e.args)]
+    calls = {e: call for e in tried if (call := other(e.op, [lies[v] for v in e.args])) is not None}
     program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
     wanted = [lies[v] for v in graph.inputs]
 

@@ -86,6 +86,8 @@ def text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], lies: Map
 
     for e in eqns:
         args = [*map(show, e.args), *(f"{k}={show(x)}" for k, x in e.kwargs.items())]
-        number.update((v, f"%{len(number) + k}") for k, v in enumerate(e.outs) if v is not None)
+        for v in e.outs:
+            if v is not None:
+                number[v] = f"%{len(number)}"
         lines.append(f"{', '.join(number.get(v, '_') for v in e.outs)} = {e.op}({', '.join(args)})")
     return "\n".join([*lines, f"return {', '.join(number[v] for v in outs)}"])
