@@ -50,15 +50,16 @@ class Future:
 
     work: Any
     finish: Callable[[], list[torch.Tensor]]
-    values: list[torch.Tensor] | None = None
+    values: list[torch.Tensor | None] | None = None
 
     def value(self, member: int) -> torch.Tensor:
-        """Wait, and give the value of one member of the bucket."""
+        """Wait, and give away the value of one member of the bucket: it lives as long as the program needs it."""
         if self.values is None:
             self.work.wait()
             self.values = self.finish()
             self.work = self.finish = None  # and with them the send and receive buffers
-        return self.values[member]
+        value, self.values[member] = self.values[member], None
+        return value
 
 
 Started = tuple[list, Callable[[], list[torch.Tensor]]]  # what is under way, and what is made of it

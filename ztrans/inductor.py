@@ -79,7 +79,7 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
         kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
     # What does not vary must be equal on all ranks to the bit, and another may find another library faster.
     over = varying(graph, ("batch",))
-    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over and len(e.ins) == len(e.args)]
+    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over and e.ins == e.args]
     calls = {e: call for e in tried if (call := other(e.op, [lies[v] for v in e.args])) is not None}
     program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
     wanted = [lies[v] for v in graph.inputs]

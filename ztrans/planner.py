@@ -15,7 +15,7 @@ from .play import play
 from .problem import Bucket, Problem, Schedule
 from .search import Search
 
-EFFORT = 30_000  # messages placed in search: about a second
+EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win
 
 

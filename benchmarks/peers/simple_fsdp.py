@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.utils import _runtime_estimation
 
 from .model import Task
 from .native import loop
@@ -35,6 +36,8 @@ def compiled(task: Task) -> Callable[[], Tensor]:
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
             parametrize.register_parametrization(module, name, Whole(dtype), unsafe=True)
+    # Inductor asks triton for the bandwidth of a GPU; without one it is to go by that of a processor, in GB/s.
+    _runtime_estimation.get_gpu_dram_gbps = lambda: 20.0
     options = torch._inductor.config.aten_distributed_optimizations
     options.enable_overlap_scheduling = True
     options.collective_bucketing = True
