@@ -17,7 +17,6 @@ def torchrun(ranks: int, suite: str) -> list[dict]:
         **os.environ,
         "PYTHONPATH": f"{HERE.parent}:{HERE}",
         "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed tensors go back to the system at once, and can be measured
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
@@ -111,6 +110,6 @@ def test_memory_falls_as_the_arithmetic_says(two):
     for f in figures:
         assert f["kept"], "the state moved: it was not updated in place"
         assert f["held"] == pytest.approx(f["state"], abs=6 * MiB), f
-        assert f["peak"] == pytest.approx(f["said"], rel=0.15, abs=6 * MiB), f
+        assert f["peak"] == pytest.approx(f["said"], rel=0.02, abs=3 * MiB), f
     assert figures[3]["state"] + figures[3]["peak"] < figures[1]["state"] + figures[1]["peak"]
     assert figures[1]["state"] + figures[1]["peak"] < figures[0]["state"] + figures[0]["peak"]

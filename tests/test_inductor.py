@@ -46,7 +46,7 @@ def test_steps_compute_what_eager_ones_do(name):
 def drop(state, x):
     """Random draws between fused equations, an output that shows the state, and AdamW's state replaced."""
     w = state["w"].detach().requires_grad_()
-    h = F.dropout(F.gelu((x @ w).sin() + 1), 0.5).cos()
+    h = F.dropout(F.gelu(torch.cat([x @ w]).sin() + 1), 0.5).cos()
     (g,) = torch.autograd.grad(h.square().mean(), w)
     m = state["m"].lerp(g, 0.1)
     v = state["v"] * 0.9 + 0.1 * g * g
@@ -139,7 +139,7 @@ def two() -> list[dict]:
 @pytest.mark.distributed
 def test_two_ranks_compute_what_they_do_eagerly(two):
     figures = [f for f in two if f["check"] == "inductor"]
-    assert len(figures) == 6
+    assert len(figures) == 4
     for f in figures:
         assert f["distance"] < (2e-2 if f["case"] == "cast_inside" else 1e-5), f
         assert f["sent"] == f["wanted"], "the same messages in the same order"
