@@ -92,3 +92,13 @@ def test_demo(tmp_path):
     assert relative < 1e-5
     param = re.search(r"param .*(0\.\d\d)", text)
     assert float(param[1]) < 0.7, "the gathers of matrices cross the wire in bf16"
+
+
+def test_the_program_in_the_readme_is_the_golden_one():
+    """Line by line, in order; where README leaves lines out it says `...`."""
+    golden = (ROOT / "tests/golden/test_fuse_cast_gather/test_all_four.txt").read_text().splitlines()
+    blocks = (ROOT / "README.md").read_text().split("```")[1::2]
+    (shown,) = (block for block in blocks if block.startswith("\n# step "))
+    rest = iter(golden)
+    for line in shown.strip().splitlines():
+        assert line.strip() == "..." or line in rest, f"README shows {line!r}, which the program has not, or not there"

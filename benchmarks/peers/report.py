@@ -42,7 +42,7 @@ LEGEND = """\
 def line(run: dict) -> str:
     """One run in a few words."""
     if "seconds" not in run:
-        return " ".join(f"{key}: {value}" for key, value in run.items())
+        return " ".join(f"{key}: {str(value).splitlines()[0]}" for key, value in run.items())
     return f"{statistics.median(run['seconds']):.3f} s   loss {run['losses'][0]:.4f} -> {run['losses'][1]:.4f}"
 
 
