@@ -8,7 +8,7 @@ equation, and is not under way in a collective.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,20 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             v = moved[v]
         return v
 
-    found: dict[Eqn, Any] = {}
-    for i, e in enumerate(graph.eqns):
-        twin = _twin(e.op) if e not in apart else None
-        pairs = _written(e, twin) if twin is not None else []
+    def may(i: int, e: Eqn, pairs: list[tuple[Var, Var | None]]) -> bool:
         owners = [owner(v) for v, _ in pairs]
         others = [v for v in e.ins if all(v is not target for target, _ in pairs)]
-        if (
-            pairs
-            and all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
+        return (
+            all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
             and len(set(owners)) == len(owners)
             and not any(owner(v) in owners for v in others)
-        ):
+        )
+
+    found: dict[Eqn, Any] = {}
+    for i, e in enumerate(graph.eqns):
+        choices = _choices(e) if e not in apart else ()
+        twin, pairs = next(((t, p) for t, p in choices if p and may(i, e, p)), (None, []))
+        if twin is not None:
             found[e] = twin
             for target, out in pairs:  # from here on the storage holds the result
                 last[owner(target)] = last[out]
@@ -69,6 +71,17 @@ def _alike(v: Var, out: Var | None) -> bool:
     return out is not None and (v.shape, v.dtype, v.layout) == (out.shape, out.dtype, out.layout)
 
 
+def _choices(e: Eqn) -> Iterator[tuple[Any, list[tuple[Var, Var | None]]]]:
+    """The ways to write over arguments: what does so, and what it writes, each with the result that this makes."""
+    twin = _twin(e.op)
+    if twin is not None:
+        yield twin, _written(e, twin)
+    elif _into(e.op) is not None:
+        for k, v in enumerate(e.args):
+            if isinstance(v, Var):
+                yield onto(e.op, k), [(v, e.outs[0])]
+
+
 @functools.cache
 def _twin(op: Any) -> Any:
     """The in-place twin of an elementwise operation or of a fused optimizer's."""
@@ -79,6 +92,44 @@ def _twin(op: Any) -> Any:
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
+
+
+# Every row of what these make needs that row of their arguments alone, and is written when it has been read.
+_BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
+
+
+@functools.cache
+def _into(op: Any) -> tuple[Any, str] | None:
+    """The form with `out=` of an operation that may write where it reads, and that argument's name."""
+    if not isinstance(op, torch._ops.OpOverload) or not (torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW):
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = getattr(getattr(torch.ops, op._schema.name.split("::")[0]), op._schema.name.split("::")[1])
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # those make a result and copy it
+        *given, last = form._schema.arguments or [None]
+        if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == wanted:
+            return form, last.name
+    return None
+
+
+@functools.cache
+def onto(op: Any, place: int) -> Callable:
+    """`op` that writes its result over its argument `place`, where all that it reads is contiguous.
+
+    >>> x = torch.ones(2, 2)
+    >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
+    (True, 0.5)
+    """
+    form, out = _into(op)
+
+    def over(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
+            return form(*args, **kwargs, **{out: args[place]})
+        return op(*args, **kwargs)
+
+    over.__name__ = f"{op._schema.name.split('::')[1]}_over"
+    return over
 
 
 def _written(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:

@@ -51,7 +51,8 @@ def strides(
             lies[e.outs[0]] = lies[e.args[0]]._replace(shape=local_shape(e.outs[0], graph.axes, at))
         else:
             twin = twins.get(e)
-            e = localize(e.replace(op=twin) if twin is not None and twin._schema.returns else e, graph.axes, at)
+            twin = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
+            e = localize(e.replace(op=twin), graph.axes, at)
             key = text([e], e.ins, (), lies)
             if key not in seen:
                 with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
