@@ -147,7 +147,8 @@ def into(x, y):
 def drawn(x):
     x[0].normal_(2, 0.1), x[1].uniform_(-1, 1), x[2].bernoulli_(0.3), x[3, 1:].exponential_()
     torch.rand(3)  # unread, but it moves the generator on
-    return F.dropout(x, 0.5), F.dropout(x, 0.2, inplace=True), torch.rand_like(x), torch.randperm(5)
+    noisy = F.rrelu(x, training=True), F.rrelu_(x[:2], training=True)
+    return *noisy, F.dropout(x, 0.5), F.dropout(x, 0.2, inplace=True), torch.rand_like(x), torch.randperm(5)
 
 
 def bits(x):
@@ -232,7 +233,7 @@ def test_hooks_of_a_leaf_run():
 REFUSED = {
     "its view `unfold`, which has no functional form": lambda x: x[0].unfold(0, 3, 3).add_(1),
     "its view `expand`, which has no functional form": lambda x: x[0].expand(1, 6).add_(1),
-    "aten.rrelu_with_noise.default has no functional form": lambda x: F.rrelu(x, training=True),
+    "aten.linspace.out has no functional form": lambda x: torch.linspace(0, 1, 6, out=x[0].clone()),
     "aten.eye.out has no functional form": lambda x: torch.eye(4, out=x[:, :4].clone()),
     "aten.add.out makes f32[4,6] of f32[0]": lambda x: torch.add(x, 1, out=torch.empty(0)),
     "takes a shape from a tensor's values": lambda x: x[x > 0].add_(1),

@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion"], 3),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto"], 4),
     **dict.fromkeys(["functional", "cost", "execute", "recording", "strides"], 5),
@@ -45,7 +45,7 @@ DOORS = {
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "marks", "lift", "execute", "rules", "functional", "inductor", "strides"}
+ROOMS = {"trace", "marks", "lift", "execute", "rules", "inductor", "strides"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

@@ -248,11 +248,12 @@ def is_random(op: Any) -> bool:
 
 def is_view(eqn: Eqn) -> bool:
     """Whether the results share memory with the first argument."""
-    return _shows(eqn.op)
+    return shows_argument(eqn.op)
 
 
 @functools.cache
-def _shows(op: Any) -> bool:
+def shows_argument(op: Any) -> bool:
+    """Whether what `op` returns shares memory with what it is given, and is not that itself."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

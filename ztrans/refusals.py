@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .graph import is_random
-from .source import Source
+from .source import Source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -16,7 +16,7 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
         return  # torch.tensor(...) written inside the step: a literal
     raise ValueError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
+        f"  at {where(source)}\n"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch."
     )
 
@@ -26,7 +26,7 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
     what = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
         f"trace: {step} {what} while it is traced ({op}).\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
+        f"  at {where(source)}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks."
     )
@@ -36,7 +36,7 @@ def seeds(what: str, source: Source | None, step: str) -> ValueError:
     """The step has random numbers of its own making."""
     return ValueError(
         f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
+        f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
 
@@ -54,6 +54,6 @@ def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
     """A recomputed forward draws random numbers a second time."""
     return ValueError(
         f"trace: {step} draws random numbers in its backward pass ({func}).\n"
-        f"  at {source.where if source else 'an unknown line'}\n"
+        f"  at {where(source)}\n"
         f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
     )

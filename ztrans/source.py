@@ -6,6 +6,7 @@ the innermost one outside torch, the standard library and ztrans.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -46,15 +47,15 @@ class Source:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-_users: dict[str, bool] = {}
+def where(source: Source | None, otherwise: str = "an unknown line") -> str:
+    """A line as error messages give it, if it is known."""
+    return source.where if source else otherwise
 
 
+@functools.cache
 def _is_users(file: str) -> bool:
-    known = _users.get(file)
-    if known is None:
-        library = file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
-        known = _users[file] = "site-packages" not in file and not library
-    return known
+    library = file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
+    return "site-packages" not in file and not library
 
 
 def user_source(depth: int = 1) -> Source | None:

@@ -31,6 +31,7 @@ from ..groups import is_users, on_parts
 from ..pretty import op_name
 from ..redistribute import Site, on_axis, redistribute, reduced
 from ..rules import NoRule, rule
+from ..source import where
 from ..varying import varying
 
 _CAST = torch.ops.aten._to_copy.default
@@ -140,7 +141,7 @@ class Sharding:
             raise ValueError(
                 f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
                 f"{', '.join(self.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
-                f"  at {eqn.source.where if eqn.source else 'an unknown line'}\n"
+                f"  at {where(eqn.source)}\n"
                 f"Use elementwise operations, reductions or matmuls in the update, or leave these leaves whole: "
                 f"shard_params(..., where=lambda path, leaf: ...)."
             ) from None
@@ -175,7 +176,7 @@ class Sharding:
         if axis not in self.axes:
             raise ValueError(
                 f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.axes)}).\n"
-                f"  at {eqn.source.where if eqn.source else 'an unknown line'}\n"
+                f"  at {where(eqn.source)}\n"
                 f"Name the axis that the step is sharded over."
             )
         if axis in self.over.get(x, frozenset()):

@@ -1,0 +1,191 @@
+"""Aliases: the tensors of a traced program as names of storages, which changes in place write to.
+
+A storage holds its base tensor as a value; a tensor is a storage and the views that lead to it from
+the base. To read a tensor whose storage has changed is to take its views again; to write it is to
+write through the inverses of its views to the base.
+
+    y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .graph import Eqn, Names, Var, substitute
+from .pretty import op_name
+from .source import Source, where
+
+aten = torch.ops.aten
+_SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
+_INVERSES = {  # of the views that show all of the base
+    "t": aten.t.default,
+    "transpose": aten.transpose.int,
+    "view_as_real": aten.view_as_complex.default,
+    "view_as_complex": aten.view_as_real.default,
+}
+_SCATTERS = {  # of the views that show a part of it
+    "slice": aten.slice_scatter.default,
+    "select": aten.select_scatter.default,
+    "diagonal": aten.diagonal_scatter.default,
+    "as_strided": aten.as_strided_scatter.default,
+}
+
+
+class View(NamedTuple):
+    """A view of a base: `op(base, *args, **kwargs)`, of which it is result `index`."""
+
+    op: Any
+    args: tuple
+    kwargs: dict
+    index: int = 0
+
+
+@dataclass
+class Storage:
+    """What a storage holds now, as a contiguous sequence of values of its base tensor."""
+
+    value: Var
+    version: int = 0
+
+
+@dataclass
+class Alias:
+    """A tensor of the traced program; `value` is what it showed in version `seen` of its storage."""
+
+    storage: Storage
+    views: tuple[View, ...] = ()
+    seen: int = 0
+    value: Var | None = None
+
+    @staticmethod
+    def of(made: Any) -> Any:
+        """New tensors, each with a storage of its own, for the results of an equation."""
+        if isinstance(made, tuple):
+            return [Alias.of(v) for v in made]
+        return None if made is None else Alias(Storage(made), value=made)
+
+
+@dataclass
+class Builder:
+    """Equations in the making. `node` is what they are recorded from; `strides` are those that the tracer
+    saw, which recorded views rely on."""
+
+    names: Names
+    strides: dict[Var, tuple[int, ...]]
+    eqns: list[Eqn] = field(default_factory=list)
+    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)
+    node: fx.Node | None = None
+
+    @property
+    def source(self) -> Source | None:
+        """The user's line that is being imported."""
+        return self.node.meta.get("custom", {}).get("source")
+
+    def meta(self, var: Var) -> torch.Tensor:
+        """A tensor without data of a value's type and strides."""
+        return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
+
+    def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
+        """Add an equation whose results are typed like the tensors of `like`, or as `op` types them."""
+        kwargs = kwargs or {}
+        if like is None:
+            like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
+        many = isinstance(like, (tuple, list))
+        tensors = [x for each in (like if many else (like,)) for x in (each if isinstance(each, list) else (each,))]
+        outs: list[Var | None] = []
+        for i, x in enumerate(tensors):
+            label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
+            outs.append(None if x is None else Var(self.names.fresh(label), x.dtype, tuple(x.shape)))
+            if x is not None:
+                self.strides[outs[-1]] = x.stride()
+        eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
+        self.eqns.append(eqn)
+        self.nodes[eqn] = self.node
+        return tuple(outs) if many else outs[0]
+
+    def read(self, x: Any) -> Any:
+        """The current value of a traced tensor, its views taken again if the storage has changed."""
+        if isinstance(x, (list, tuple)):
+            return [self.read(item) for item in x]
+        if not isinstance(x, Alias):
+            return x
+        if x.value is None or x.seen != x.storage.version:
+            x.value, x.seen = functools.reduce(self.view, x.views, x.storage.value), x.storage.version
+        return x.value
+
+    def write(self, x: Alias, value: Var) -> None:
+        """Change what `x` names: write `value` through its views to the base."""
+        old, new = self.read(x), value
+        bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
+        for base, view in zip(reversed(bases), reversed(x.views)):
+            new = self.unview(base, view, new)
+        x.storage.value = self.laid_out(new, bases[0])
+        x.storage.version += 1
+        if self.strides[value] == self.strides[old]:  # else its view is taken again, of what was written
+            x.value, x.seen = value if x.views else x.storage.value, x.storage.version
+
+    def laid_out(self, value: Var, old: Var) -> Var:
+        """`value` in the memory order of `old`: whatever is viewed of `old` can be viewed of it."""
+        if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
+            return value
+        if self.meta(old).is_contiguous():
+            return self.contiguous(value)
+        return self.emit(aten.copy.default, (old, value))
+
+    def contiguous(self, value: Var) -> Var:
+        return self.emit(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+
+    def view(self, base: Var, view: View) -> Var:
+        out = self.emit(view.op, (base, *view.args), view.kwargs)
+        return out[view.index] if isinstance(out, tuple) else out
+
+    def unview(self, base: Var, view: View, new: Var) -> Var:
+        """`base` with what the view shows of it replaced by `new`."""
+        op, args, kwargs, index = view
+        name = op._schema.name.removeprefix("aten::")
+        if op is aten.view.dtype:
+            return self.emit(op, (new, base.dtype))
+        if name in _SHAPES:
+            flat = new if self.meta(new).is_contiguous() else self.contiguous(new)
+            return self.emit(aten.view.default, (flat, list(base.shape)))
+        if name in _INVERSES:
+            return self.emit(_INVERSES[name], (new, *args))
+        if name in _SCATTERS:
+            return self.emit(_SCATTERS[name], (base, new, *args), kwargs)
+        if name == "permute":
+            order = [d % len(base.shape) for d in args[0]]
+            return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
+        if name == "unbind":
+            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), index))
+        if name in ("split", "split_with_sizes"):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            start = sum(args[0][:index]) if name == "split_with_sizes" else args[0] * index
+            return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
+        if name == "expand" and base.shape == new.shape:
+            return new
+        raise ValueError(
+            f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
+            f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
+        )
+
+
+def _order(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor from the outermost to the innermost in memory."""
+    return sorted((d for d, n in enumerate(x.shape) if n > 1), key=x.stride, reverse=True)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps."""
+    step = 1
+    for d in reversed(_order(x)):
+        if x.stride(d) != step:
+            return False
+        step *= x.shape[d]
+    return True
