@@ -102,8 +102,9 @@ class Builder:
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
             label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
-            outs.append(None if x is None else Var(self.names.fresh(label), x.dtype, tuple(x.shape)))
-            if x is not None:
+            is_tensor = isinstance(x, torch.Tensor)
+            outs.append(Var(self.names.fresh(label), x.dtype, tuple(x.shape)) if is_tensor else None)
+            if is_tensor:
                 self.strides[outs[-1]] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
