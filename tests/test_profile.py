@@ -1,5 +1,6 @@
 """Steps measured: what the clock says of a real run, what it says of the machine, and plans made from it."""
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, slices
 
 import ztrans as zt
+from ztrans import stages
 from ztrans.execute import executable
 from ztrans.graph import is_view
 from ztrans.profile import profile
@@ -82,9 +84,29 @@ def test_tune_goes_on_with_another_program(alone):
     found = step.tune(state, *batch, steps=1)
     after = step.compiled(state, *batch)
     assert after is not before and dict(after.lowered.cluster.measured) == dict(found.seconds_by_signature)
-    assert after.lowered.plan.notes[-1].startswith("expected ")
+    assert after.lowered.plan.notes[-1].startswith("measured ")
     state, loss = step(state, *batch)
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("second", [1.0, 3.0], ids=["faster", "slower"])
+def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
+    """What the new plan took decides, not what was expected of it."""
+    step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
+    state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
+    compiled, real, took = step.compiled(state, *batch), stages.profile, iter([2.0, second])
+
+    def pretended(*args):
+        found = real(*args)
+        return dataclasses.replace(found, timeline=dataclasses.replace(found.timeline, seconds=next(took)))
+
+    monkeypatch.setattr(stages, "profile", pretended)
+    kept, _ = compiled.tune(state, *batch, steps=1)
+    said = f"measured {second:.4g} s a step, where the plan before took 2 s"
+    assert kept.lowered.plan.notes[-1] == (said if second < 2 else f"{said} and was kept")
+    assert any(note.startswith("expected ") for note in kept.lowered.plan.notes) == (second < 2)
+    assert (kept._bound[0][1] is compiled._bound[0][1]) == (second > 2)
+    assert torch.isfinite(kept(state, *batch)[1])
 
 
 def test_replan_starts_gathers_earlier_when_the_wire_was_slow():

@@ -22,7 +22,7 @@ def tuned(mesh, report) -> None:
     measured = step.tune(state, *part, steps=2)
     agreed = measured.agreed(mesh)
     state, _ = step(state, *part)
-    for _ in range(4):
+    for _ in range(6):
         other, _ = plain(other, *part)
     pairs = zip(pytree.tree_leaves(state), pytree.tree_leaves(other))
     same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)

@@ -208,6 +208,23 @@ class Compiled:
         run = self._run(local)
         return profile(self._bound[0][0].graph, run.program, local, steps)
 
+    def tune(self, state: Any, *batch: Any, steps: int = 3) -> tuple[Compiled, Profile]:
+        """Plan again from `steps` recorded steps, record as many of that plan, and keep the faster one.
+
+        Returns that, and what was recorded first. The plan's notes say what a step took on the slowest
+        rank. The state is donated and advances. All ranks must call it.
+        """
+        before = self.profile(state, *batch, steps=steps)
+        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(before), _bound=[])
+        after = again.profile(state, *batch, steps=steps)
+        first, second = _slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
+        lowered, run = (again if second < first else self)._bound[0]
+        note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
+        notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
+        plan = dataclasses.replace(lowered.plan, notes=notes)
+        lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)
+        return dataclasses.replace(self, lowered=lowered, _bound=[(lowered, run)]), before
+
     def _run(self, local: Sequence[torch.Tensor]) -> Callable:
         if not self._bound:
             lowered = agree(self.lowered)
@@ -297,6 +314,15 @@ def agree(lowered: Lowered) -> Lowered:
     sent = [lowered.plan]
     dist.broadcast_object_list(sent, src=0)
     return lowered if digests[dist.get_rank()] == digests[0] else lowered.planned(sent[0])
+
+
+def _slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:
+    """Each of these as it was on the rank where it was longest."""
+    every: list[Any] = [seconds]
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, seconds)
+    return list(map(max, zip(*every)))
 
 
 def _number(digest: str) -> int:

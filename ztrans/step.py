@@ -106,13 +106,13 @@ class Step:
         return Step(self.fn, self.transforms, plan)
 
     def tune(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
-        """Record `steps` steps, plan again from what was measured, and go on with the better plan.
+        """Record `steps` steps, plan again from what was measured, record as many, and go on with the faster plan.
 
-        The state is donated and advances. All ranks must call it. See `Lowered.replan`.
+        Returns what was recorded first. The state is donated and advances. All ranks must call it. See
+        `Compiled.tune`.
         """
-        compiled = self.compiled(state, *batch)
-        measured = compiled.profile(state, *batch, steps=steps)
-        self._cache[_signature(state, batch)] = compiled.lowered.replan(measured).compile(backend=compiled.backend)
+        key = _signature(state, batch)
+        self._cache[key], measured = self.compiled(state, *batch).tune(state, *batch, steps=steps)
         return measured
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:

@@ -50,5 +50,8 @@ SUBJECTS = (
     Subject("JAX, jit", "jax:fsdp", needs="jax", precisions=("fp32",), remark="sharded as in FSDP"),
     Subject("ZeRO-3 by hand", "by_hand:zero3", remark="one layer ahead, messages both ways"),
     *(Subject(f"ztrans stage {stage}", "ztrans:lifted", {"stage": stage}) for stage in (0, 1, 2, 3)),
-    Subject("ztrans stage 3, inductor", "ztrans:lifted", {"stage": 3, "backend": "inductor"}),
+    *(
+        Subject(f"ztrans stage {stage}, inductor", "ztrans:lifted", {"stage": stage, "backend": "inductor"})
+        for stage in (0, 1, 2, 3)
+    ),
 )

@@ -15,13 +15,12 @@ PROFILED = 5  # steps that the plan is made from
 
 
 class Lifted:
-    """A step of ztrans: planned for what `calibrate` finds, recorded, and planned again from what was recorded."""
+    """A step of ztrans: planned for what `calibrate` finds, and again from recorded steps; the faster plan is kept."""
 
     def __init__(self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str) -> None:
-        self.batch, self.backend = batch, backend
-        profile = lowered.compile().profile(shard(), *batch, steps=PROFILED)
-        self.first, self.lowered = profile.timeline.seconds, lowered.replan(profile)
-        self.compiled, self.state = self.lowered.compile(backend=backend), shard()
+        self.batch = batch
+        self.compiled, profile = lowered.compile(backend=backend).tune(shard(), *batch, steps=PROFILED)
+        self.first, self.state = profile.timeline.seconds, shard()
 
     def __call__(self) -> Tensor:
         self.state, loss = self.compiled(self.state, *self.batch)
@@ -29,9 +28,7 @@ class Lifted:
 
     def said(self) -> dict:
         """What the simulator says of this step, and what no order could beat."""
-        if self.backend != "eager":
-            return {}  # what was recorded is the eager program
-        timeline = self.lowered.timeline()
+        timeline = self.compiled.lowered.timeline()
         seconds, binds = timeline.bound
         return {"first": self.first, "simulated": timeline.seconds, "bound": seconds, "binds": binds}
 
