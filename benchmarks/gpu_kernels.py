@@ -1,14 +1,10 @@
-"""Each kernel's time and bytes, beside the card's own copy and what peers use for the same work.
-
-`moved` is what must be read and written at least; `of copy` is that over the time, over what a plain
-copy of as many bytes reached just before. A peer that moves more is judged by the same `moved`.
-"""
+"""Each kernel's time and bytes, beside the card's own copy and what peers use for the same work."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,30 +17,38 @@ REPEATS = 20
 Work = tuple[str, Callable[[], object]]
 
 
-def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES) -> list[dict]:
-    """A line for each kernel, size and contender."""
+def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES) -> Iterator[list[dict]]:
+    """Medians, with nothing in the cache. `moved` is what must be read and written at least, also for those that move
+    more; `of copy` is that over the time, as a share of what a plain copy of as many bytes reached just before.
+    """
     lines = []
-    for make in (packing, scattering, unpacking, updating, quantising, dequantising, rounding):
+    for make in (copying, packing, scattering, unpacking, updating, quantising, dequantising, rounding):
         for size in sizes:
-            if left() < 10:
-                lines.append({"kernel": make.__name__, "size, MiB": size // MIB, "by": "not run: the time was over"})
-                continue
-            moved, contenders = make(shapes(size // 4), device)
-            copied = copy_seconds(moved, device)
-            for name, work in contenders:
-                found = seconds(work, device)
-                lines.append(
-                    {
-                        "kernel": make.__name__,
-                        "size, MiB": size // MIB,
-                        "by": name,
-                        "moved, MiB": round(moved / MIB, 1),
-                        "us": found * 1e6,
-                        "GB/s": moved / found / 1e9,
-                        "of copy": copied / found,
-                    }
-                )
-            del contenders
+            if left() > 10:
+                lines += compared(make, size, device)
+            else:
+                late = "not run: the time was over"
+                lines.append({"kernel": make.__name__, "size, MiB": size // MIB, "failed": late})
+            yield lines
+
+
+def compared(make: Callable, size: int, device: torch.device) -> list[dict]:
+    """A line for each contender, for fp32 parameters of `size` bytes."""
+    moved, contenders = make(shapes(size // 4), device)
+    copied, lines = copy_seconds(moved, device), []
+    for name, work in contenders:
+        found = seconds(work, device)
+        lines.append(
+            {
+                "kernel": make.__name__,
+                "size, MiB": size // MIB,
+                "by": name,
+                "moved, MiB": round(moved / MIB, 1),
+                "us": found * 1e6,
+                "GB/s": moved / found / 1e9,
+                "of copy": copied / found,
+            }
+        )
     return lines
 
 
@@ -82,6 +86,12 @@ def shapes(count: int) -> list[int]:
     vectors = [3 * width, width, 4 * width, width, width, width, width]
     rest = count - sum(layer) - sum(vectors)
     return [*layer, *vectors, *([rest // 16 * 16] if rest >= 16 else [])]
+
+
+def copying(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """The card's own copy, which all others are measured by."""
+    src, dst = (torch.empty(sum(numels), device=device) for _ in range(2))
+    return 8 * sum(numels), [("torch copy_", lambda: dst.copy_(src))]
 
 
 def packing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:

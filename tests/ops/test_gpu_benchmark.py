@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,12 +32,95 @@ def test_table():
     import gpu
     import gpu_kernels
 
-    rows = gpu_kernels.table(CPU, sizes=(2**17,))
-    kernels = dict.fromkeys(row["kernel"] for row in rows)
-    assert list(kernels) == ["packing", "scattering", "unpacking", "updating", "quantising", "dequantising", "rounding"]
+    *_, rows = gpu_kernels.table(CPU, sizes=(2**17,))
+    kernels = " ".join(dict.fromkeys(row["kernel"] for row in rows))
+    assert kernels == "copying packing scattering unpacking updating quantising dequantising rounding"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
-    text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": "failed: so"})
-    assert "| packing | 0 | torch._foreach_copy_ |" in text and "failed: so" in text
+    text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
+    assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text
+
+
+def test_what_fails_is_a_line_of_the_report(monkeypatch):
+    import gpu
+
+    def halfway(device, left):
+        yield [{"what": "one"}]
+        raise ValueError("no more")
+
+    def late(device, left):
+        raise AssertionError("not to be run")
+
+    monkeypatch.setattr(gpu, "sections", lambda: {"halfway": halfway, "late": late, "other": late})
+    found, written = {}, []
+    write = lambda found: written.append(dict(found))  # noqa: E731
+    assert not gpu.run(["halfway"], CPU, 100, found, write)
+    assert not gpu.run(["late"], CPU, 0, found, write)
+    assert found == {
+        "halfway": [{"what": "one"}, {"failed": "ValueError: no more"}],
+        "late": [{"failed": "not run: the time was over"}],
+    }
+    assert len(written) == 3
+
+
+SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "sequence": 16, "batch": 2}
+
+
+def test_subjects_take_turns_in_processes():
+    """One that there is, and one that there is not, which is a line that says so."""
+    import gpu_rounds
+
+    config = gpu_rounds.Config(**SMALL)
+    *_, (one, other) = gpu_rounds.steps(CPU, config=config, names=["torch, eager", "nobody"], rounds=2)
+    assert one["steps"] == 2 * gpu_rounds.TIMED and one["ms, least"] <= one["ms, median"] and "failed" not in one
+    assert other == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
+
+
+def test_a_subject_that_is_too_slow_or_dies_is_a_line():
+    import gpu_rounds
+
+    child = gpu_rounds.Child(time.sleep)
+    with pytest.raises(RuntimeError, match="no answer in 0 s"):
+        child.answer(0)
+    child.end()
+    child = gpu_rounds.Child(_dies)
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        child.answer(60)
+
+
+def _dies(pipe):
+    os._exit(3)
+
+
+def test_all_subjects_train_alike():
+    import gpu_rounds
+    import gpu_step
+
+    task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
+    losses = [gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"] for name in ("torch, eager", "ztrans, eager")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
+    import gpu_nccl
+    import gpu_step
+
+    import ztrans.communicate
+
+    monkeypatch.setattr(ztrans.communicate, "is_direct", lambda group: False)  # as NCCL's is not
+    task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
+    (line,) = gpu_nccl.bits(task, ways=[False])
+    messages = int(line["what"].split()[1])
+    assert messages > 10 and line["result"] == "bits of the plain step"
+
+
+def test_what_a_step_is_counted_as():
+    import gpu_step
+
+    c = gpu_step.CONFIG
+    assert sum(p.numel() for p in gpu_step.Task(c, torch.device("meta")).model().parameters()) > 350e6
+    assert gpu_step.flops(c) == pytest.approx(2.14e13, rel=1e-2)
+    assert gpu_step.peak("NVIDIA H200") == gpu_step.peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpu_step.peak("NVIDIA H100 PCIe") == 756e12 and gpu_step.peak("another") is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -43,7 +128,7 @@ def test_without_a_gpu_nothing_is_written():
     results = BENCHMARKS / "results"
     before = {path: path.stat().st_mtime_ns for path in results.glob("gpu*")}
     run = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True)
-    assert run.returncode == 1 and "torch sees none here: nothing is written" in run.stderr
+    assert run.returncode == 1 and "torch sees none here: nothing is measured or written" in run.stderr
     assert {path: path.stat().st_mtime_ns for path in results.glob("gpu*")} == before
 
 

@@ -1,0 +1,81 @@
+"""The collective path with a group of one: all of stage 3 is really sent, and nothing changes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from gpu_rounds import Child
+from gpu_step import Config, Ours, Task
+from torch.utils import _pytree as pytree
+
+from ztrans.collectives import is_start
+
+CONFIG = Config(layers=4, width=512, heads=4, vocab=2048, sequence=256, batch=4)
+STEPS = 6
+LIMIT = 90
+
+
+def collectives(
+    device: torch.device, left: Callable[[], float] = lambda: 120.0, config: Config = CONFIG
+) -> Iterator[list[dict]]:
+    """Stage 3 with prefetch and overlap on a group of one, planned for 8 ranks, its gathers and reductions sent over
+    NCCL: all of the state after 6 steps beside that of the plain step, and the group ended after its captured graph.
+    """
+    child, lines = Child(_compared, Task(config, device)), []
+    try:
+        while line := child.answer(min(LIMIT, left())):
+            lines.append(line)
+            yield lines
+        child.process.join(20)
+        if child.process.exitcode != 0:
+            raise RuntimeError("the process did not end after its group")
+        yield [*lines, {"what": "graph dropped, group ended, process ended", "result": "right"}]
+    finally:
+        child.end()
+
+
+def _compared(pipe: Connection, task: Task) -> None:
+    if task.device.type == "cuda":
+        torch.cuda.set_device(task.device)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # The backward of flash attention adds in any order unless it is told not to.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    for line in bits(task):
+        pipe.send(line)
+    gc.collect()  # a captured graph holds on to its communicators
+    dist.destroy_process_group()
+    pipe.send(None)
+
+
+def bits(task: Task, ways: Sequence[bool] = (False, True)) -> Iterator[dict]:
+    """A line for the step without and with a CUDA graph: whether its state is that of the plain step, bit for bit."""
+    _, plain = trained(task)
+    _, again = trained(task)
+    if differing(plain, again):
+        raise AssertionError("the plain step does not repeat itself, so there is nothing to compare with")
+    for cuda_graph in ways:
+        what = f"eager{', CUDA graph' if cuda_graph else ''}"
+        sent, state = trained(task, cuda_graph=cuda_graph, collectives=True)
+        if wrong := differing(plain, state):
+            raise AssertionError(f"{what}: {wrong} of {len(plain)} leaves are not those of the plain step")
+        yield {"what": f"{what}: {sent} messages a step, {STEPS} steps", "result": "bits of the plain step"}
+
+
+def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:
+    """How many collectives a step starts, and its state after some steps."""
+    step = Ours(task, "eager", **options)
+    for _ in range(STEPS):
+        step()
+    leaves = [x.clone() for x in pytree.tree_leaves(step.state) if isinstance(x, torch.Tensor)]
+    return sum(map(is_start, step.lowered.graph.eqns)), leaves
+
+
+def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> int:
+    return sum(not torch.equal(a, b) for a, b in zip(ones, others, strict=True))

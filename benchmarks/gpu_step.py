@@ -1,0 +1,154 @@
+"""A training step of one GPT, by ztrans and by torch.compile with torch.optim: the same work for all.
+
+Parameters, gradients and moments are fp32, and the model runs under autocast to bf16; attention is
+torch's flash kernel and the optimizer torch's fused AdamW. torch.compile is given model and loss in
+one function, which serves it better than the model alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from peers.model import GPT, Config, loss_of
+from torch import Tensor
+
+import ztrans as zt
+from ztrans.layout import mesh_axes
+
+CONFIG = Config(layers=8, width=2048, heads=16, vocab=8192, sequence=1024, batch=8)  # 436 M parameters
+RATE, EPS = 1e-4, 1e-6
+RANKS = 8  # that the program over NCCL is planned for
+# Dense bf16 FLOP/s, of the data sheets; the first whose name is part of the card's.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and where."""
+
+    config: Config
+    device: torch.device
+
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        with self.device:
+            return GPT(self.config)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Tokens and the tokens that follow them."""
+        shape = self.config.batch, self.config.sequence + 1
+        draw = torch.Generator().manual_seed(1)
+        tokens = torch.randint(self.config.vocab, shape, generator=draw).to(self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(self, model: GPT, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = model(x)
+        return loss_of(logits, y)
+
+    def optimizer(self, model: GPT) -> torch.optim.AdamW:
+        rate = torch.tensor(RATE, device=self.device)  # where a captured step can read it
+        return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, fused=True)
+
+
+def flops(c: Config) -> float:
+    """FLOPs of a step as they are usually counted: 6 a weight and token, and those of causal attention.
+
+    >>> flops(CONFIG) / 1e12
+    21.44...
+    """
+    weights = 12 * c.layers * c.width**2 + c.vocab * c.width  # with the head; the embedding multiplies nothing
+    return c.batch * c.sequence * (6.0 * weights + 6 * c.layers * c.width * c.sequence)
+
+
+def peak(card: str) -> float | None:
+    """Its dense bf16 FLOP/s, of a card that is known and whole.
+
+    >>> peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    (989000000000000.0, None)
+    """
+    return None if "MIG" in card else next((rate for name, rate in PEAKS.items() if name in card), None)
+
+
+class Theirs:
+    """The ordinary loop, its loss through torch.compile in a `mode`, or as it is."""
+
+    def __init__(self, task: Task, mode: str | None = None) -> None:
+        model = task.model()
+        self.batch, self.optimizer = task.batch(), task.optimizer(model)
+        self.mode, loss = mode, partial(task.loss, model)
+        self.loss = torch.compile(loss, mode=mode) if mode else loss
+
+    def __call__(self) -> Tensor:
+        if self.mode:
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = self.loss(*self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class Ours:
+    """The same loop by ztrans: plain, or in stage 3 with its collectives sent to a group of one."""
+
+    def __init__(self, task: Task, backend: str, cuda_graph: bool = False, collectives: bool = False) -> None:
+        model = task.model()
+        self.batch, optimizer = task.batch(), task.optimizer(model)
+
+        def loop_step(x: Tensor, y: Tensor) -> Tensor:
+            loss = task.loss(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step, self.state = zt.lift(loop_step, model, optimizer)
+        self.lowered = (_sent if collectives else _plain)(step, task, self.state, self.batch)
+        options = {"cuda_graph": True} if cuda_graph else {}
+        self.compiled = self.lowered.compile(backend=backend, **options)
+
+    def __call__(self) -> Tensor:
+        self.state, loss = self.compiled(self.state, *self.batch)
+        return loss
+
+
+def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
+    return zt.Step.of(step).lower(state, *batch)
+
+
+def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
+    # Lowered for one rank a program loses its collectives. Shapes in a program are global and its text is that
+    # of any number of ranks, so one that was planned for several runs on a mesh of one, and keeps them.
+    shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), axis="dp")
+    several = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(step).lower(state, *batch)
+    mesh = zt.make_mesh(task.device.type, dp=1)
+    return dataclasses.replace(several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh)
+
+
+# In this order: those that are quick to start, the ones to be compared, and last what may take all the time.
+SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
+    "torch, eager": Theirs,
+    "ztrans, eager": partial(Ours, backend="eager"),
+    "ztrans, stage 3 over NCCL": partial(Ours, backend="eager", collectives=True),
+    "ztrans, stage 3 over NCCL, CUDA graph": partial(Ours, backend="eager", cuda_graph=True, collectives=True),
+    "torch.compile": partial(Theirs, mode="default"),
+    "ztrans, inductor": partial(Ours, backend="inductor"),
+    "ztrans, inductor, CUDA graph": partial(Ours, backend="inductor", cuda_graph=True),
+    "torch.compile, reduce-overhead": partial(Theirs, mode="reduce-overhead"),
+    "torch.compile, max-autotune-no-cudagraphs": partial(Theirs, mode="max-autotune-no-cudagraphs"),
+}
+BASE = "torch.compile"
+# A graph's memory is in a pool of its own, which torch counts as reserved and not as allocated.
+POOLED = {name for name in SUBJECTS if "CUDA graph" in name or "reduce-overhead" in name}
