@@ -25,7 +25,7 @@ FLOORS = {
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
-    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto"], 4),
+    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
     **dict.fromkeys(["functional", "cost", "execute", "recording", "strides"], 5),
     **dict.fromkeys(["trace", "simulate", "products"], 6),
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile", "inductor"], 7),
