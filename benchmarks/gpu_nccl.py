@@ -65,7 +65,7 @@ def bits(task: Task, ways: Sequence[bool] = (False, True)) -> Iterator[dict]:
         sent, state = trained(task, cuda_graph=cuda_graph, collectives=True)
         if wrong := differing(plain, state):
             raise AssertionError(f"{what}: {wrong} of {len(plain)} leaves are not those of the plain step")
-        yield {"what": f"{what}: {sent} messages a step, {STEPS} steps", "result": "bits of the plain step"}
+        yield {"what": f"{what}: {sent} collectives a step, {STEPS} steps", "result": "bits of the plain step"}
 
 
 def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:

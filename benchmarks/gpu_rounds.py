@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -48,6 +50,12 @@ class Child:
         if isinstance(said, Exception):
             raise said
         return said
+
+    def ask(self, seconds: float) -> Any:
+        """What it says when it is told to go on."""
+        with contextlib.suppress(BrokenPipeError):  # `answer` says why
+            self.pipe.send(True)
+        return self.answer(seconds)
 
     def end(self) -> None:
         self.process.kill()
@@ -123,26 +131,24 @@ class Subject:
 
     def start(self, task: Task, seconds: float) -> None:
         self.child = Child(serve, self.name, task)
-        self._ask(lambda child: child.answer(seconds), "ready")
+        self.ready = self._or_wrong(self.child.answer, seconds)
 
     def play(self, seconds: float) -> None:
-        def one_round(child: Child) -> list:
-            child.pipe.send(True)
-            return [*self.rounds, child.answer(seconds)]
-
-        self._ask(one_round, "rounds")
+        if found := self._or_wrong(self.child.ask, seconds):
+            self.rounds.append(found)
 
     def end(self) -> None:
         if self.child:
             self.child.end()
             self.child = None
 
-    def _ask(self, question: Callable[[Child], Any], attribute: str) -> None:
+    def _or_wrong(self, question: Callable[[float], Any], seconds: float) -> Any:
         try:
-            setattr(self, attribute, question(self.child))
-        except (RuntimeError, OSError) as error:
+            return question(seconds)
+        except RuntimeError as error:
             self.wrong = str(error)
             self.end()
+            return None
 
 
 def steps(
@@ -161,14 +167,14 @@ def steps(
     task, subjects = Task(config, device), []
     try:
         for name in names:
-            subjects.append(Subject(name))
-            if left() < 40:
-                subjects[-1].wrong = "not run: the time was over"
-                continue
-            _make_room(subjects, device)
-            subjects[-1].start(task, left() - 30 if name == names[-1] else min(LIMIT, left() - 10))
-            if not subjects[-1].wrong:
-                subjects[-1].play(min(60, left()))
+            subjects.append(subject := Subject(name))
+            if left() > 40:
+                _make_room(subjects, device)
+                subject.start(task, left() - 30 if name == names[-1] else min(LIMIT, left() - 10))
+            else:
+                subject.wrong = "not run: the time was over"
+            if subject.child:
+                subject.play(min(60, left()))
             yield table(subjects, task)
         for _ in range(rounds - 1):
             for subject in subjects:
@@ -192,7 +198,7 @@ def _make_room(subjects: Sequence[Subject], device: torch.device) -> None:
 def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
     """A line for each subject."""
     medians = {s.name: statistics.median(_times(s)) for s in subjects if s.rounds}
-    losses = [s.rounds[0]["loss"] for s in subjects if s.rounds]
+    first = next((s for s in subjects if s.rounds), None)  # whose loss is everybody's
     rate = peak(torch.cuda.get_device_name(task.device)) if task.device.type == "cuda" else None
     lines = []
     for s in subjects:
@@ -201,12 +207,12 @@ def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
             middle, last, loss = medians[s.name], s.rounds[-1], s.rounds[0]["loss"]
             line |= {"ms, median": middle, "ms, least": min(_times(s)), "steps": len(_times(s))}
             line |= {f"of {BASE}": middle / medians[BASE]} if BASE in medians else {}
-            line |= {"MFU": f"{flops(task.config) / middle * 1e3 / rate:.1%}"} if rate else {}
+            line |= {"MFU": flops(task.config) / (middle / 1e3) / rate} if rate else {}
             counted = ("reserved",) if s.name in POOLED else ("allocated", "reserved")
             line |= {f"{k}, GiB": last[k] / GIB for k in counted if k in last}
             line |= {"loss": round(loss, 5), "ready, s": round(s.ready, 1)}
-            if not abs(loss - losses[0]) <= APART * abs(losses[0]):
-                line["failed"] = f"its loss is not that of {subjects[0].name}"
+            if not math.isclose(loss, first.rounds[0]["loss"], rel_tol=APART):
+                line["failed"] = f"its loss is not that of {first.name}"
         if s.wrong:
             line["failed"] = s.wrong
         lines.append(line)
