@@ -129,7 +129,7 @@ class Start(torch.nn.Module):
         dim, sizes = self.dim, [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
-        ops.pack([s.movedim(dim, 0) for s in shards], sizes, self.wire, out=mine)
+        ops.cast_pack([s.movedim(dim, 0) for s in shards], sizes, self.wire, out=mine)
         if self.direct:
             works = exchange([mine] * self.size, received, self.group)
         else:

@@ -2,7 +2,8 @@
 
 The state of a step is donated: its storage is the caller's to lose. Elementwise updates of it are
 done in place, and so are those of temporaries, where an argument fills its storage, dies with the
-equation, and is not under way in a collective.
+equation, and is not under way in a collective: on a GPU a collective reads its members beside what
+follows, until the first wait for it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .collectives import SHARD
-from .graph import Eqn, Graph, Var, is_view
+from .collectives import SHARD, WAIT
+from .graph import Eqn, Graph, Var, is_view, producers
+from .groups import is_wait
 from .liveness import liveness
 
 
@@ -23,12 +25,13 @@ from .liveness import liveness
 class Donation:
     """`twins`: the in-place operation of each equation that has one; `moved`: results that live in
     the storage of an argument; `last`: as in `Liveness`, with that taken into account; `owner`: who
-    first had the storage of each value."""
+    first had the storage of each value; `read`: where each storage that a collective reads is let go."""
 
     twins: dict[Eqn, Any]
     moved: frozenset[Var]
     last: dict[Var, int]
     owner: dict[Var, Var]
+    read: dict[Var, int]
 
 
 def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
@@ -53,6 +56,8 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             and not any(owner(v) in owners for v in others)
         )
 
+    waits = _first_waits(graph)
+    read: dict[Var, int] = {}  # by storage, the last of the first waits for collectives that read it
     found: dict[Eqn, Any] = {}
     for i, e in enumerate(graph.eqns):
         choices = _choices(e) if e not in apart else ()
@@ -62,9 +67,20 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             for target, out in pairs:  # from here on the storage holds the result
                 last[owner(target)] = last[out]
                 moved[out] = owner(target)
+        for v in e.ins if e in waits else ():
+            read[owner(v)] = max(waits[e], read.get(owner(v), -1))
         if not is_view(e) and e.op is not SHARD:
             exact.update(out for out in e.outs if out is not None and not out.future)
-    return Donation(found, frozenset(moved), last, {v: owner(v) for v in live.root})
+    return Donation(found, frozenset(moved), last, {v: owner(v) for v in live.root}, read)
+
+
+def _first_waits(graph: Graph) -> dict[Eqn, int]:
+    """Of every equation that starts a collective, the index of the first wait for it."""
+    made, found = producers(graph.eqns), dict[Eqn, int]()
+    for i, e in enumerate(graph.eqns):
+        if e.op is WAIT or is_wait(e):
+            found.setdefault(made[e.args[0]], i)
+    return found
 
 
 def _alike(v: Var, out: Var | None) -> bool:

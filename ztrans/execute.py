@@ -20,12 +20,14 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
-from .communicate import Start, communicator, wait
+from .communicate import communicator, wait
 from .donation import donation
 from .fusion import Group
 from .graph import Eqn, Graph, Split, Var, substitute
 from .groups import by_group
 from .layout import cut, localize
+from .nccl import start
+from .streams import Streams, side_streams
 
 
 class _Cut(torch.nn.Module):
@@ -55,15 +57,18 @@ def to_fx(
     groups: Sequence[Group] = (),
     kernels: Mapping[Group, Kernel] = MappingProxyType({}),
     calls: Mapping[Eqn, Callable] = MappingProxyType({}),
+    streams: Streams | None = None,
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
 
     Collectives are submodules that start them and calls of `wait`. Equations of a group stand side by
     side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
-    equation's operation. Node metadata carries the region and the user's line, and the equations of a group.
+    equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
+    carries the region and the user's line, and the equations of a group.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     graph = by_group(graph, mesh) if mesh is not None else graph
+    streams = side_streams(mesh.device_type) if streams is None and mesh is not None else streams
     module, out = torch.nn.Module(), fx.Graph()
     env: dict[Var, Any] = {}
     for v in graph.inputs:
@@ -90,7 +95,7 @@ def to_fx(
         elif is_start(eqn):
             axis = eqn.kwargs["axis"]
             processes = communicator(mesh.get_group(axis), eqn.op is ALL_GATHER) if mesh is not None else None
-            module.add_module(f"{eqn.op.name}_{i}", Start(eqn, graph.axes, at, processes))
+            module.add_module(f"{eqn.op.name}_{i}", start(eqn, graph.axes, at, processes, streams))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
         elif eqn.op is WAIT:

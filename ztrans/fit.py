@@ -15,7 +15,7 @@ import numpy as np
 
 from .cluster import Link
 
-_PRIOR = 0.02  # how many messages the figures to start from count for
+_PRIOR = 0.02  # how many messages each of the figures to start from counts for
 _NOISE = 0.25  # errors below this are squared
 _STEPS = 60
 _ALIKE = 0.05  # kinds whose bandwidths are nearer than this have one
@@ -83,31 +83,39 @@ class Figures:
 
 
 def solve(
-    predict: Callable[[np.ndarray], Sequence[float]], took: Sequence[float], start: Sequence[float]
+    predict: Callable[[np.ndarray], Sequence[float]],
+    took: Sequence[float],
+    start: Sequence[float],
+    prior: float = _PRIOR,
 ) -> list[float]:
     """The positive figures with which `predict` is nearest to `took`: damped Newton steps in their logarithms.
+
+    Each figure of `start` counts as much as `prior` messages.
 
     >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
     [3.0, 2.0]
     """
     if not start:
         return []
-    prior = found = np.log(start)
+    first = found = np.log(start)
     wanted = np.log(took)
 
     def error(at: np.ndarray) -> np.ndarray:
         return np.log(predict(np.exp(at))) - wanted
 
+    def size(error: np.ndarray) -> float:
+        error = np.abs(error)
+        return np.where(error < _NOISE, error**2 / _NOISE, 2 * error - _NOISE).sum()
+
     def loss(error: np.ndarray, at: np.ndarray) -> float:
-        size = np.abs(error)
-        return np.where(size < _NOISE, size**2 / _NOISE, 2 * size - _NOISE).sum() + _PRIOR * ((at - prior) ** 2).sum()
+        return size(error) + prior * size(at - first)
 
     now = error(found)
     for _ in range(_STEPS):
         slope = np.stack([(error(found + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(found))])
-        weight = 1 / np.maximum(np.abs(now), _NOISE)
-        pull = slope @ (weight * now) + _PRIOR * (found - prior)
-        bend = (slope * weight) @ slope.T + _PRIOR * np.eye(len(found))
+        weight, hold = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, found - first))
+        pull = slope @ (weight * now) + prior * hold * (found - first)
+        bend = (slope * weight) @ slope.T + prior * np.diag(hold)
         step = np.clip(np.linalg.solve(bend, pull), -1, 1)
         for _ in range(8):
             tried = error(found - step)

@@ -22,6 +22,11 @@ def is_users(eqn: Eqn) -> bool:
     return getattr(getattr(eqn.op, "_schema", None), "name", "").startswith(_NAMESPACE)
 
 
+def is_wait(eqn: Eqn) -> bool:
+    """Whether the equation waits for a collective of the user's own step."""
+    return is_users(eqn) and eqn.op._schema.name == f"{_NAMESPACE}wait_tensor"
+
+
 def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
     """How one of the step's own collectives takes values that lie as `have` says, and how it gives them back:
     one that works element by element takes parts as they are; terms are reduced first, and others take whole values.

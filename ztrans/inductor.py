@@ -104,7 +104,8 @@ def _over(graph: Graph, group: Group, given: Donation) -> dict[Var, Var]:
     def may(new: Var) -> bool:
         v = old.get(new)
         alike = v is not None and (v.shape, v.dtype, v.layout) == (new.shape, new.dtype, new.layout)
-        if not alike or given.owner[new] is not new or given.last.get(v, -1) > end:
+        needed = max(given.last.get(v, -1), given.read.get(v, -1))
+        if not alike or given.owner[new] is not new or needed > end:
             return False
         return not any(given.owner[x] is v for x in group.ins if x is not v)  # a kernel knows nothing of aliases
 

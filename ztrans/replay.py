@@ -16,6 +16,7 @@ from .fit import Figures, solve
 from .play import Message, play
 
 _MOST = 300  # messages played: the first of a step tell enough
+_PRIOR = 0.3  # messages that each figure from before counts for: equal ones do not tell latency from bandwidth
 _NOISE = 50e-6  # seconds in which a message is issued, and noticed to be done
 
 
@@ -47,7 +48,7 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
     axes = [axis for axis, _ in links]
     figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
     took = [max(m.done - m.issued, 0.0) + _NOISE for m in observed]
-    found = solve(lambda values: _took(dict(zip(axes, figures.put(values))), observed), took, figures.start)
+    found = solve(lambda values: _took(dict(zip(axes, figures.put(values))), observed), took, figures.start, _PRIOR)
     return tuple(zip(axes, figures.put(found)))
 
 

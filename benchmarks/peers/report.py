@@ -29,7 +29,8 @@ LEGEND = """\
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
 - *simulated*: what ztrans says of its plan before it is timed, from a calibration and five recorded steps; and the
   median over that. *bound*: what no order of the same messages can beat on the same figures; and the median over it.
-  *first plan*: seconds of the recorded steps, which were planned for the calibration alone.
+  *first plan*: seconds of the recorded steps, which were planned for the calibration alone; of it and the plan made
+  from them, the one that was faster while recorded is the one timed.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
   before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
@@ -81,6 +82,23 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
     return rows
 
 
+def ratios(runs: dict[str, dict]) -> list[str]:
+    """Seconds of each ztrans row over those of each peer: of a peer's rows, eager and compiled, the faster."""
+    medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
+    peers: dict[str, float] = {}
+    for name, seconds in medians.items():
+        peer = name.removesuffix(", torch.compile")
+        if "ztrans" not in name and "alone" not in name:
+            peers[peer] = min(seconds, peers.get(peer, seconds))
+    if not peers:
+        return []
+    rows = [f"| | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
+    for name, seconds in medians.items():
+        if "ztrans" in name:
+            rows.append(f"| {name} | {' | '.join(f'{seconds / other:.3f}' for other in peers.values())} |")
+    return ["Seconds over those of each peer, of which the faster row counts, eager or compiled:", "", *rows, ""]
+
+
 def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
     """Writes the three files, and returns the text of the first."""
     by_precision = {p: {n: pooled(r) for (n, q), r in runs.items() if q == p} for p in args.precision}
@@ -94,7 +112,7 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
     text += [f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.", ""]
     text += [f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.", ""]
     for precision, results in by_precision.items():
-        text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), ""]
+        text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), "", *ratios(results)]
     text += [LEGEND]
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"peers_{args.hosts}hosts_{args.rate}"

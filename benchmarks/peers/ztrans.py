@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import ztrans as zt
 
@@ -34,14 +35,19 @@ class Lifted:
 
 
 def lifted(task: Task, stage: int, backend: str = "eager") -> Lifted:
+    """In bf16, stage 0 has autocast, as DDP has here; from stage 1 on parameters are cast, as by FSDP2 and DeepSpeed."""
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
+    def logits_of(x: Tensor) -> Tensor:
+        if task.bf16 and stage:
+            return functional_call(model, {name: p.bfloat16() for name, p in model.named_parameters()}, (x,))
+        with task.autocast():
+            return model(x)
+
     def loop_step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
-        with task.autocast():
-            logits = model(x)
-        loss = loss_of(logits, y)
+        loss = loss_of(logits_of(x), y)
         loss.backward()
         optimizer.step()
         return loss
