@@ -128,6 +128,19 @@ def test_where_leaves_leaves_whole():
         assert types["params.0.bias"] == "f64[16]"
 
 
+def test_an_update_may_mix_whole_and_cut_matrices():
+    def step(state, batch):
+        grads, value = grad_and_value(lambda w: (batch[0] @ w).square().mean())(state["w"])
+        mixed = torch.addmm(state["mixed"], state["mixed"], grads, alpha=-0.1)
+        return {"w": state["w"] - 0.1 * mixed, "mixed": mixed}, value
+
+    case = Case("mixed", step, lambda: {"w": torch.eye(6), "mixed": torch.ones(6, 6)}, lambda n: ((torch.randn(n, 6),),))
+    with default_dtype(torch.float64):
+        truth, _ = plain(case)
+        state, _, _ = sharded(case, 4, where=lambda path, leaf: path == "w")
+        assert distance(state, truth) <= 1e-10
+
+
 def test_reduce_dtype_is_a_numerics_change_by_name():
     case = CASES["mlp_momentum"]
     truth, _ = plain(case)

@@ -101,6 +101,16 @@ def test_whole_values_are_not_spread_into_terms():
     wanted, given = ask(aten.add.Tensor, var(layout=TERMS), S)
     assert not any(isinstance(p, Partial) for p in wanted[1])
     assert given == [()] and wanted == [(), ()]
+    square = var(12, 12)
+    assert ask(aten.addmm.default, square, square, var(12, 12, layout=CUT)) == ([()] * 3, [()])
+    assert ask(aten.mm.default, square, var(12, 12, layout=CUT)) == ([(Split("dp", 1),), CUT], [TERMS])
+
+
+def test_terms_of_a_sum_are_not_terms_of_a_mean():
+    sums, means = var(3, layout=TERMS), var(3, layout=(Partial("dp", "mean"),))
+    for pair in ([sums, means], [means, sums]):
+        assert ask(aten.cat.default, pair) == ([(), ()], [()])
+    assert ask(aten.cat.default, [sums, sums]) == ([TERMS] * 2, [TERMS])
 
 
 def test_the_greatest_of_nothing():

@@ -30,6 +30,7 @@ from .graph import Eqn, Graph, Split, Var, substitute, variables
 from .groups import is_users
 from .layout import cut, localize
 from .pretty import op_name
+from .source import where
 
 Env = dict[Var, Any]
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -60,7 +61,7 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     """The outputs of every rank, from every rank's flat inputs, which are not changed.
 
     Raises: ValueError when the number of ranks is not that of the mesh, or the step's own collective is
-        over a group that is none of its axes.
+        over a group that is none of its axes, or from one rank to another.
     """
     places = coordinates(graph.mesh)
     if len(ranks) != len(places):
@@ -154,18 +155,27 @@ def _collective(eqn: Eqn, envs: list[Env]) -> None:
 
 def _users_own(eqn: Eqn, envs: list[Env]) -> None:
     """One of the step's own collectives, on the ranks of one group."""
-    x, *how, axis = eqn.args
-    kind, ranks = op_name(eqn.op), range(len(envs))
-    terms = [env[x] for env in envs] if isinstance(x, Var) else []
+    for member, out in zip(eqn.ins, eqn.outs):
+        for env, value in zip(envs, _exchanged(eqn, [env[member] for env in envs])):
+            env[out] = value
+
+
+def _exchanged(eqn: Eqn, terms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank has of `terms`, one from each rank, after one of the step's own collectives."""
+    how = eqn.args[1:-1]
+    kind, ranks = op_name(eqn.op).removesuffix("_coalesced"), range(len(terms))
     if kind in ("all_reduce", "reduce_scatter_tensor"):
-        whole = ops.reduce(terms, {"avg": "mean"}.get(how[0], how[0]), x.dtype)
-        values = [whole] * len(envs) if kind == "all_reduce" else [c.clone() for c in whole.chunk(len(envs))]
-    elif kind == "all_gather_into_tensor":
-        values = [torch.cat(terms)] * len(envs)
-    elif kind == "all_to_all_single":
+        whole = ops.reduce(terms, {"avg": "mean"}.get(how[0], how[0]), terms[0].dtype)
+        return [whole for _ in ranks] if kind == "all_reduce" else [c.clone() for c in whole.chunk(len(ranks))]
+    if kind == "all_gather_into_tensor":
+        return [torch.cat(terms) for _ in ranks]
+    if kind == "broadcast":
+        return [terms[how[0]] for _ in ranks]
+    if kind == "all_to_all_single":
         sent = [term.split(how[1]) for term in terms]
-        values = [torch.cat([sent[r][rank] for r in ranks]) for rank in ranks]
-    else:
-        raise NotImplementedError(f"lockstep: the step's own {kind} over {axis!r} is not evaluated here.")
-    for env, value in zip(envs, values):
-        env[eqn.outs[0]] = value
+        return [torch.cat([sent[r][rank] for r in ranks]) for rank in ranks]
+    raise ValueError(
+        f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one program.\n"
+        f"  at {where(eqn.source)}\n"
+        f"Run the step on real ranks, lowered.compile() on each, or send with a collective (all_to_all, broadcast)."
+    )

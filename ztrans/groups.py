@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .graph import Eqn, Graph, Layout, Split
 
 _NAMESPACE = "_c10d_functional::"
-_ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "wait_tensor")
+_ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor")
 
 
 def is_users(eqn: Eqn) -> bool:

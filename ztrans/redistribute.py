@@ -52,10 +52,9 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
             return [start, end], end.outs[0]
         more, out = redistribute(end.outs[0], to, axis, site, name)
         return [start, end, *more], out
-    if isinstance(to, Split):
-        out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
-        return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
-    raise NotImplementedError(f"from {have} to {to}")  # DTensor never asks to spread a value into terms
+    assert isinstance(to, Split), f"{v} to {to}: `rules` spreads no value into terms"
+    out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
+    return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
 
 
 def reduced(

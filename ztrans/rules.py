@@ -74,14 +74,20 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     if eqn.op._schema.name.startswith("aten::_fused_"):
         return _fused(eqn, have)
     wanted, given = _ask(eqn, ins, have, axis, size)
-    if any(not h and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted)):
-        # A whole value cannot be spread into terms without waste: reduce the terms instead.
+    if _makes_terms(have, wanted):
+        # A value cannot be spread into terms without waste: reduce the terms that are there instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, ins, have, axis, size)
     extreme = any(isinstance(p, Partial) and p.op in ("max", "min", "norminf", "norm-inf") for g in given for p in g)
-    if extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)):
-        return [()] * len(ins), [()] * len(given)  # nothing has no greatest element
+    empty = extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted))
+    if empty or _makes_terms(have, wanted):  # nothing has no greatest element
+        return [()] * len(ins), [()] * len(given)
     return wanted, given
+
+
+def _makes_terms(have: list[Layout], wanted: list[Layout]) -> bool:
+    """Whether a value is wanted as terms that it does not lie in."""
+    return any(h != w and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted))
 
 
 def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
