@@ -40,6 +40,8 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
     last = dict(live.last)
     exact = set(graph.inputs[: graph.num_state])  # values that fill a storage which the program may write
     moved: dict[Var, Var] = {}  # results that live in the storage of an argument
+    waits = _first_waits(graph)
+    read: dict[Var, int] = {}  # by storage, the last of the first waits for collectives that read it
 
     def owner(v: Var) -> Var:
         v = live.root[v]
@@ -54,10 +56,9 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
             and len(set(owners)) == len(owners)
             and not any(owner(v) in owners for v in others)
+            and all(read.get(v, -1) < i for v in owners)
         )
 
-    waits = _first_waits(graph)
-    read: dict[Var, int] = {}  # by storage, the last of the first waits for collectives that read it
     found: dict[Eqn, Any] = {}
     for i, e in enumerate(graph.eqns):
         choices = _choices(e) if e not in apart else ()

@@ -1,0 +1,201 @@
+"""NCCL: the collectives of one rank on a GPU, on streams beside compute.
+
+All messages of an equation are one call, each packed by one launch. A gather alone in its message is
+received where its value will lie. Terms of half precision, which NCCL would round at every hop, are
+exchanged and summed in fp32 and in rank order; others it reduces itself. A mean is a sum, then scaled.
+
+A call that is not asynchronous to torch runs on the current stream, and here that is the
+communicator's own: torch holds no tensors for it and uses no stream of its own, and a CUDA graph
+captures it like a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+
+from . import ops
+from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .communicate import Future, Member, Start
+from .graph import Eqn
+from .layout import part
+from .streams import Done, Streams
+from .transport import transport
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ALIGNED = 16  # elements: what is read where it lies in a buffer of many should start at a multiple
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One message: `sent` and `values` are there; the rest is launched, each on its stream.
+
+    `pack` fills `sent`; `received` is what the collective fills, and may be one of the values or be
+    sent itself; `finish` makes the values of it.
+    """
+
+    sent: torch.Tensor
+    values: Sequence[torch.Tensor]
+    pack: Callable[[], object]
+    received: Callable[[], torch.Tensor]
+    finish: Callable[[torch.Tensor], object]
+
+
+class StreamedStart(Start):
+    """Starts one collective equation, like `Start`, beside what compute does."""
+
+    def __init__(
+        self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup, streams: Streams
+    ) -> None:
+        super().__init__(eqn, sizes, at, group)
+        self.streams, self.lane = streams, streams.lane(group)
+        self.transport = transport(eqn.op, self.op, self.wire)
+        self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}[eqn.op]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, by={self.transport}"
+
+    def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
+        streams = self.streams
+        streams.release()
+        messages = [self.message(ks, [members[k] for k in ks]) for ks in self.groups]
+        with streams.pack(members):
+            for m in messages:
+                m.pack()
+        with streams.communicate(self.lane):
+            received = [m.received() for m in messages]
+            self._call(received, [m.sent for m in messages])
+            for m, got in zip(messages, received):
+                m.finish(got)
+        done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
+        values = dict(zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values)))
+        future = Future(done, lambda: [values[k] for k in range(len(values))])
+        return tuple(Member((future, k)) for k in range(len(members)))
+
+    def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        if self.kind == ALL_GATHER.name:
+            options = AllgatherOptions()
+            options.asyncOp = False
+            pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
+            work = self.group.allgather_into_tensor_coalesced(*pairs, options)
+        elif self.kind == ALL_REDUCE.name:
+            options = AllreduceCoalescedOptions()
+            options.reduceOp, options.asyncOp = _OPS[self.op], False
+            work = self.group.allreduce_coalesced(sent, options)
+        elif self.transport.call == "nccl all_to_all":
+            work = None
+            for into, out in zip(received, sent):
+                dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), group=self.group)
+        else:
+            options = ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = _OPS[self.op], False
+            work = self.group.reduce_scatter_tensor_coalesced(received, sent, options)
+        if work is not None:  # NCCL gives none: it runs on this stream. Other backends are waited for.
+            work.wait()
+
+    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
+        n, sizes, new = self.size, [self.parts[k] for k in ks], shards[0].new_empty
+        packed = lambda out: ops.cast_pack([s.movedim(self.dim, 0) for s in shards], sizes, self.wire, out=out)  # noqa: E731
+        if len(ks) == 1 and self.dim == 0:
+            shape = self.shapes[ks[0]]
+            whole = new(n * sizes[0], dtype=self.wire)
+            mine = whole[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
+            value = whole[: math.prod(shape)].view(shape)
+            return Message(mine, [value], lambda: packed(mine), lambda: whole, lambda _: None)
+        shapes = [self.shapes[k] for k in ks]
+        sent = new(sum(sizes), dtype=self.wire)
+        values = [new(_back(shape, self.dim), dtype=self.wire) for shape in shapes]
+        received = lambda: new(n * sent.numel(), dtype=self.wire)  # noqa: E731
+        return Message(
+            sent, values, lambda: packed(sent), received, lambda got: self._deliver(got, n, sizes, shapes, values)
+        )
+
+    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
+        n, sizes, new = self.size, [self.parts[k] for k in ks], terms[0].new_empty
+        whole = [self.shapes[k] for k in ks]
+        shapes = [(part(s[0], n, self.rank)[1], *s[1:]) for s in whole]
+        dtype, total = self.outs[ks[0]].dtype, sum(sizes)
+        term = terms[0]
+        as_it_lies = len(ks) == 1 and self.dim == 0 and term.dtype == self.wire and term.is_contiguous()
+        as_it_lies = as_it_lies and term.numel() == n * total
+        sent = term.view(-1) if as_it_lies else new(n * total, dtype=self.wire)
+        rows = [t.movedim(self.dim, 0) for t in terms]
+        pack = (lambda: None) if as_it_lies else lambda: ops.cast_pack(rows, sizes, self.wire, ranks=n, out=sent)
+        if self.transport.call == "nccl all_to_all":
+            values = [new(_back(shape, self.dim), dtype=dtype) for shape in shapes]
+
+            def summed(got: torch.Tensor) -> None:
+                flat = ops.reduce(list(got.view(n, total)), self.op, torch.float32)
+                self._deliver(flat, 1, sizes, shapes, values)
+
+            return Message(sent, values, pack, lambda: new(n * total, dtype=self.wire), summed)
+        if len(ks) == 1 and self.dim == 0 and dtype == self.wire:
+            mine = new(total, dtype=dtype)
+            value = mine[: math.prod(shapes[0])].view(shapes[0])
+            return Message(sent, [value], pack, lambda: mine, self._scale)
+        values = [new(_back(shape, self.dim), dtype=dtype) for shape in shapes]
+
+        def scaled(got: torch.Tensor) -> None:
+            self._scale(got)
+            self._deliver(got, 1, sizes, shapes, values)
+
+        return Message(sent, values, pack, lambda: new(total, dtype=self.wire), scaled)
+
+    def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
+        new, shapes, dtype = terms[0].new_empty, [self.shapes[k] for k in ks], self.outs[ks[0]].dtype
+        numels = [math.prod(shape) for shape in shapes]
+        sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
+        sent = new(sum(sizes), dtype=self.wire)
+        pack = lambda: ops.cast_pack(terms, sizes, self.wire, out=sent)  # noqa: E731
+        here = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
+        if dtype == self.wire:
+            return Message(sent, here, pack, lambda: sent, self._scale)
+        values = [new(shape, dtype=dtype) for shape in shapes]
+
+        def scaled(got: torch.Tensor) -> None:
+            self._scale(got)
+            for value, x in zip(values, here):
+                value.copy_(x)
+
+        return Message(sent, values, pack, lambda: sent, scaled)
+
+    def _scale(self, total: torch.Tensor) -> None:
+        if self.op == "mean":
+            total.div_(self.size)
+
+    def _deliver(
+        self,
+        flat: torch.Tensor,
+        ranks: int,
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        """A buffer of several values to where each is to lie, the split dim in its place."""
+        if self.dim == 0 and flat.dtype == values[0].dtype:
+            torch.ops.ztrans.unpack.out(flat, sizes, ranks, out=[v.view(-1) for v in values])
+        else:
+            numels = [math.prod(shape) for shape in shapes]
+            for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):
+                value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
+
+
+def start(
+    eqn: Eqn,
+    sizes: Mapping[str, int],
+    at: Mapping[str, int],
+    group: dist.ProcessGroup | None,
+    streams: Streams | None,
+) -> Start:
+    """What starts a collective equation, beside compute where there are streams to do so."""
+    return Start(eqn, sizes, at, group) if streams is None else StreamedStart(eqn, sizes, at, group, streams)
+
+
+def _back(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """A shape with its first dim where it belongs."""
+    return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :]) if shape else ()
