@@ -11,6 +11,7 @@ from torch.func import grad_and_value, vmap
 from worlds import batches, slices
 
 import ztrans as zt
+from ztrans.versions import check_torch
 
 HERE = Path(__file__).name
 
@@ -34,6 +35,19 @@ def line(function: str, marker: str) -> str:
     start = next(i for i, row in enumerate(text) if row.strip().startswith(f"def {function}("))
     number = next(i for i, row in enumerate(text[start:], start + 1) if marker in row)
     return f"{HERE}:{number}"
+
+
+# ---- before all
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "3.0.0+cu130"])
+def test_another_torch(version):
+    with pytest.raises(RuntimeError) as e:
+        check_torch(version)
+    assert str(e.value) == (
+        f"ztrans: this is torch {version}, and ztrans stands on private APIs of torch>=2.11,<2.15.\n"
+        f"Install such a torch, pip install 'torch>=2.11,<2.15', or a ztrans that was made for torch {version}."
+    )
 
 
 # ---- while tracing

@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ztrans import versions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ztrans"
@@ -25,6 +28,7 @@ FLOORS = {
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
+    **dict.fromkeys(["versions"], 0),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
     **dict.fromkeys(["functional", "cost", "nccl", "recording", "strides"], 5),
     **dict.fromkeys(["trace", "simulate", "products", "execute", "capture"], 6),
@@ -181,6 +185,11 @@ def test_private_torch_has_rooms():
         elif private and not re.search(r"checked\s+on\s+torch\s+\d+\.\d+", ast.get_docstring(tree) or ""):
             unsaid.append(f"{name}: its docstring does not say `checked on torch X.Y`")
     assert not outside + unsaid, "\n".join(outside + unsaid)
+
+
+def test_the_range_of_torch_is_said_twice_and_is_one():
+    wanted = f"torch>={versions.OLDEST},<{versions.BEFORE}"
+    assert wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def test_names():

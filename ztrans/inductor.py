@@ -27,6 +27,7 @@ from .layout import localize
 from .products import other
 from .strides import Strided, run, strides, text
 from .varying import varying
+from .versions import check_torch
 
 
 class Fused(torch.nn.Module):
@@ -42,7 +43,8 @@ class Fused(torch.nn.Module):
 
 
 def check_compiler() -> None:
-    """Raises: ValueError where there is no C++ compiler."""
+    """Raises: ValueError where there is no C++ compiler; RuntimeError for a torch that ztrans does not know."""
+    check_torch()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -35,6 +35,7 @@ from .marks import Marks
 from .refusals import draws, draws_again, reads_value, refuse_closure, seeds
 from .regions import label_regions
 from .source import Source, user_source
+from .versions import check_torch
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     which become inputs, never constants.
 
     Raises: ValueError when the step reads a value while it is traced, closes over a tensor, or
-    returns a state of another structure.
+    returns a state of another structure. RuntimeError for a torch that ztrans does not know.
     """
+    check_torch()
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     names, paths = leaf_names(fn, (state, *batch))
