@@ -62,7 +62,7 @@ class Stream:
 class Block:
     """Memory, and the last launch of each stream that has read or written it."""
 
-    pool: Stream
+    pool: Stream | None
     nbytes: int
     read: dict[Stream, tuple[int, str]] = field(default_factory=dict)
     written: dict[Stream, tuple[int, str]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Block:
 
 
 class Races(TorchDispatchMode):
-    """The double of `torch.cuda`, and what it has found; `share` is how much of a larger block an allocation takes."""
+    """The double of `torch.cuda`, and what it has found; `peak` counts the bytes alive of all that is allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Races(TorchDispatchMode):
     def current_stream(self) -> Stream:
         return self.now
 
-    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802  # the name is that of torch.cuda
+    def Stream(self, priority: int = 0) -> Stream:  # the name is that of torch.cuda
         self.made += 1
         return Stream(f"stream {self.made}")
 
@@ -115,9 +115,9 @@ class Races(TorchDispatchMode):
         outs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         known = {id(b) for _, b in given}
         made = [b for b in (self._block(x, new=True) for x in outs) if id(b) not in known]
-        if not all(id(b) in known for b in map(self._block, outs)) or writes or not outs:
-            if not name.startswith(("empty", "new_empty")):
-                self._launch(name, [b for _, b in given], [*writes, *made])
+        shows = outs and not made and not writes  # a view
+        if not shows and not name.startswith(("empty", "new_empty")):
+            self._launch(name, [b for _, b in given], [*writes, *made])
         return result
 
     def _writes(self, func: Any, args: tuple, kwargs: dict) -> list[Block]:
@@ -143,10 +143,10 @@ class Races(TorchDispatchMode):
             block.written[stream] = stream.clock[stream], name
 
     def _block(self, tensor: torch.Tensor, new: bool = False) -> Block:
-        """Where a tensor lies: in a block of the current pool if it is new, in one of compute's if it was there before."""
+        """Where a tensor lies: in a block of the current stream's pool if it is new, of none if it was there before."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.live:
-            pool, nbytes = self.now if new else self.compute, storage.nbytes()
+            pool, nbytes = self.now if new else None, storage.nbytes()
             fits = [b for b in self.free[pool] if b.nbytes >= nbytes]
             if new and nbytes and fits:
                 block = min(fits, key=lambda b: b.nbytes)
@@ -166,4 +166,5 @@ class Races(TorchDispatchMode):
             if storage.expired():
                 del self.live[key]
                 self.sizes.pop(key, None)
-                self.free[block.pool].append(block)
+                if block.pool is not None:
+                    self.free[block.pool].append(block)

@@ -1,0 +1,176 @@
+"""Streams beside compute: real programs on a GPU that is not there, and races that must be found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import CASES
+from races import Races
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from worlds import ALL, batches, slices
+
+import ztrans as zt
+from ztrans import donation
+from ztrans.collectives import all_gather, wait
+from ztrans.execute import bind, to_fx
+from ztrans.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.streams import Done, Streams
+
+WORLD = 4
+CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "all": ALL}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Four ranks of which this is the second; what the others send does not matter here."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=WORLD, store=FakeStore())
+    yield init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def lowered(mesh, name, stage, chain=ALL, **options):
+    case = CASES[name]
+    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
+    state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
+    low = step.lower(state, *batch)
+    _, local = low.compile()._inputs(state, batch)
+    return low, local
+
+
+def play(low, local, mesh, steps=2):
+    """Some steps of a program under the checker."""
+    with Races() as cuda:
+        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        for _ in range(steps):
+            outputs = program(local)
+            del outputs
+    return cuda
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [("gpt_adam", "as_written"), ("gpt_adam", "overlap")]
+    + [(name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")],
+)
+def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
+    low, local = lowered(mesh, name, stage, CHAINS[chain])
+    cuda = play(low, local, mesh)
+    assert cuda.races == []
+    assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and a lane"
+    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory is used again"
+    # The bytes alive at once, of all pools, are those that the cost model counts, but for alignment.
+    inputs = sum(x.nbytes for x in local)
+    assert cuda.peak <= 1.02 * (low.memory_analysis().peak - inputs) + 512
+
+
+def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
+    """bf16 on the wire, casts both ways, and parts that are not of one size."""
+    low, local = lowered(mesh, "uneven", 3, reduce_dtype=torch.bfloat16)
+    cuda = play(low, local, mesh)
+    assert cuda.races == []
+    assert {"alltoall_base_", "allgather_into_tensor_coalesced_", "cast_pack"} <= {name for name, _ in cuda.launches}
+    packed = {stream for name, stream in cuda.launches if name == "cast_pack"}
+    assert len(packed) == 1 and "compute" not in packed
+    on_compute = {name for name, stream in cuda.launches if stream == "compute"}
+    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "beside compute"
+
+
+class Hasty(Streams):
+    """Lets go of what was packed without waiting for the packing."""
+
+    def release(self):
+        self.packed = None
+
+
+class Early(Streams):
+    """Packs before compute has made what is packed."""
+
+    @contextlib.contextmanager
+    def pack(self, members):
+        with self.cuda.stream(self.packing):
+            yield
+        self.packed = self.packing.record_event(), members
+
+
+class Unpacked(Streams):
+    """Communicates before the packing is over."""
+
+    @contextlib.contextmanager
+    def communicate(self, lane):
+        with self.cuda.stream(lane):
+            yield
+
+
+def forgets(done, *_):
+    done.streams.release()
+
+
+@pytest.mark.parametrize("streams", [Hasty, Early, Unpacked])
+def test_the_checker_finds_a_wait_that_is_missing(mesh, streams, monkeypatch):
+    monkeypatch.setattr("test_streams.Streams", streams)
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_wait_without_an_event(mesh, monkeypatch):
+    monkeypatch.setattr(Done, "wait", forgets)
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_buffer_that_is_let_go_too_early(mesh, monkeypatch):
+    kept = Done.__init__
+    monkeypatch.setattr(Done, "__init__", lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()))
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_host_that_waits():
+    with Races(), pytest.raises(AssertionError, match="the host waits for a value"):
+        torch.ones(1).item()
+
+
+def overwriting():
+    """A gather of w is under way while the new w is computed."""
+    w, b = Var("w", torch.float32, (8,), (Split("dp"),)), Var("b", torch.float32, (8,))
+    start = all_gather([w], ["w.full"], "dp", provenance=Provenance("param", ("w",), "dp"))
+    new = Eqn(torch.ops.aten.mul.Tensor, (w, 0.5), (Var("w.new", w.dtype, w.shape, w.layout),))
+    came = wait(start.outs[0])
+    y = Var("y", torch.float32, (8,))
+    eqns = (start, new, came, Eqn(torch.ops.aten.add.Tensor, (came.outs[0], b), (y,)))
+    return Graph("f", (w, b), eqns, (new.outs[0], y), 1, mesh=(("dp", WORLD),))
+
+
+def test_what_a_collective_reads_is_not_written_in_place_until_it_has_been_waited_for(mesh, monkeypatch):
+    program = SimpleNamespace(graph=overwriting())
+    new = program.graph.eqns[1]
+    assert new not in donation.donation(program.graph).twins
+    assert play(program, [torch.ones(2), torch.ones(8)], mesh).races == []
+    monkeypatch.setattr(donation, "_first_waits", lambda graph: {})
+    assert new in donation.donation(program.graph).twins
+    assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
+
+
+@pytest.mark.distributed
+def test_two_ranks_compute_the_same_bits_on_streams():
+    """Over gloo, whose calls of the same names give what NCCL's do."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(here / "streamed.py")], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    assert len(figures) == 4 * 6
+    assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
