@@ -10,7 +10,6 @@ from .barrier import barrier as barrier
 from .cast_pack import cast_pack as cast_pack
 from .dequantise import dequantise as dequantise
 from .gradient import gradient as gradient
-from .pack import pack as pack
 from .quantise import quantise as quantise
 from .reduce import reduce as reduce
 from .reduce_mark import pmean as pmean
@@ -19,4 +18,5 @@ from .reduce_scatter import reduce_scatter as reduce_scatter
 from .stochastic_round import stochastic_round as stochastic_round
 from .symmetric import Symmetric as Symmetric
 from .symmetric import rendezvous as rendezvous
+from .tables import filled_after_capture as filled_after_capture
 from .unpack import unpack as unpack

@@ -3,14 +3,20 @@
 A launch over many tensors needs their addresses and, for each block, which tensor it belongs to.
 Both repeat from step to step, so each table is made once and kept for good: a captured graph or
 another stream may still read one that nobody asks for any more.
+
+A captured graph has memory of its own, so its tables are new; what would fill them must not be
+captured. `filled_after_capture` fills them when the capture is over, before anything reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+_unfilled: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each capture under way: tables, and what goes there
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -30,11 +36,29 @@ def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]
             raise ValueError(f"{who}: all must be on one device, got {device} and {tensor.device}.")
 
 
+@contextlib.contextmanager
+def filled_after_capture() -> Iterator[None]:
+    """Around the capture of a CUDA graph: tables that it needs are filled when this ends."""
+    _unfilled.append([])
+    try:
+        yield
+    finally:
+        for table, rows in _unfilled.pop():
+            table.copy_(rows)
+
+
 def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`rows` on `device`; while a CUDA graph is captured an error, for the copy would have to be replayed."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("These tensors are new to a kernel: run the step once on them, then capture it.")
-    return rows.to(device)
+    """`rows` on `device`; while a CUDA graph is captured they come later, or it is an error."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return rows.to(device)
+    if not _unfilled:
+        raise RuntimeError(
+            "These tensors are new to a kernel: run the step once on them, then capture it, or capture it in "
+            "ztrans.ops.filled_after_capture()."
+        )
+    table = torch.empty_like(rows, device=device)
+    _unfilled[-1].append((table, rows))
+    return table
 
 
 def blocks(

@@ -100,7 +100,7 @@ def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    device = inputs[0].device.type if inputs else "cpu"
+    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")  # a counter may lie on the CPU
     module, every = recorded(program), []
     run = bind(graph, module)
     with watching() as watchers:

@@ -32,7 +32,8 @@ class Times(NamedTuple):
 
 
 class Record:
-    """The readings of one run: of the processor's clock on CPU, of events on the current stream elsewhere."""
+    """The readings of one run: of the processor's clock on CPU; elsewhere of events, on the current stream but for
+    the end of a collective, which is on its lane. They are compared when the run is over."""
 
     def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
         self.device, self.watchers = device, watchers
@@ -41,11 +42,11 @@ class Record:
         self.done: dict[int, Any] = {}
         self.came: list[Any] = []
 
-    def read(self) -> Any:
+    def read(self, stream: Any = None) -> Any:
         if self.device == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
-        event.record()
+        event.record() if stream is None else event.record(stream)
         return event
 
     def times(self) -> Times:
@@ -91,7 +92,7 @@ def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
     if record.device == "cpu":
         future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
     else:
-        future.work.works[-1].get_future().add_done_callback(lambda _: record.done.__setitem__(k, record.read()))
+        record.done[k] = record.read(future.work.lane)
 
 
 def _wait(record: Record, work: Any, k: int) -> None:

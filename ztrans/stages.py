@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from . import inductor
 from . import plan as plans
 from .bound import bound
+from .capture import Capture, check_device, placed
 from .cluster import Cluster, assumed
 from .collectives import erase_marks, erase_trivial
 from .communicate import all_gather
@@ -156,13 +157,14 @@ class Lowered:
         results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
-    def compile(self, *, backend: str = "eager") -> Compiled:
+    def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
         """A callable program on this rank's devices.
 
         Backend "eager" runs it operation by operation; with "inductor" what lies between collectives and
-        matrix products is compiled, when it first runs.
+        matrix products is compiled, when it first runs. With `cuda_graph` the second call captures the whole
+        step, and it and those that follow replay it: see `capture`, and `Compiled.close`.
 
-        Raises: ValueError for another backend, or where Inductor has no compiler.
+        Raises: ValueError for another backend, where Inductor has no compiler, or for a graph without a GPU.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
@@ -170,7 +172,9 @@ class Lowered:
             inductor.check_compiler()
         if self.mesh is not None:
             check_runs(self.mesh)
-        return Compiled(self, backend)
+        if cuda_graph:
+            check_device(getattr(self.mesh, "device_type", None))
+        return Compiled(self, backend, cuda_graph)
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ class Compiled:
 
     lowered: Lowered
     backend: str = "eager"
+    cuda_graph: bool = False
     _bound: list[tuple[Lowered, Callable]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def as_text(self) -> str:
@@ -202,11 +207,23 @@ class Compiled:
     def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
         """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
 
-        The state is donated and advances. All ranks must call it. See `profile.Profile`.
+        The state is donated and advances. All ranks must call it. A step with `cuda_graph` is recorded as it
+        is without. See `profile.Profile`.
         """
         _, local = self._inputs(state, batch)
         run = self._run(local)
+        local = placed(self.lowered.graph, local) if self.cuda_graph else local
         return profile(self._bound[0][0].graph, run.program, local, steps)
+
+    def close(self) -> None:
+        """Let go of the captured CUDA graph, if there is one.
+
+        Before the process group goes, or to go on with another state: the next call runs the step as it is,
+        and the one after captures it anew.
+        """
+        for _, run in self._bound:
+            if isinstance(run, Capture):
+                run.close()
 
     def tune(self, state: Any, *batch: Any, steps: int = 3) -> tuple[Compiled, Profile]:
         """Plan again from `steps` recorded steps, record as many of that plan, and keep the faster one.
@@ -229,12 +246,13 @@ class Compiled:
         if not self._bound:
             lowered = agree(self.lowered)
             _check_donation(lowered.graph, local)
+            local = placed(lowered.graph, local) if self.cuda_graph else local
             if self.backend == "inductor":
                 graph, run = inductor.executable(lowered.graph, lowered.mesh, local)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
                 run = executable(lowered.graph, lowered.mesh)
-            self._bound.append((lowered, run))
+            self._bound.append((lowered, Capture(run, lowered.graph) if self.cuda_graph else run))
         return self._bound[0][1]
 
     def _inputs(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
