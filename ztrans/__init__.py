@@ -30,6 +30,7 @@ from .transforms.base import chain as chain
 from .transforms.fuse_cast_gather import fuse_cast_gather as fuse_cast_gather
 from .transforms.overlap_grads import overlap_grads as overlap_grads
 from .transforms.prefetch import prefetch as prefetch
+from .transforms.remat import remat as remat
 from .transforms.shard_params import shard_params as shard_params
 
 __version__ = "0.1.0"

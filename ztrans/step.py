@@ -78,9 +78,10 @@ class Step:
                     f"{transform.name}: applied twice with different options, {have!r} and {transform!r}.\n"
                     f"Keep one of them."
                 )
-        if transform.name == "shard_params" and self.transforms:
+        before = [t.name for t in self.transforms if not t.as_written]
+        if transform.name == "shard_params" and before:
             raise ValueError(
-                f"shard_params: applied after {', '.join(t.name for t in self.transforms)}, which work on the program "
+                f"shard_params: applied after {', '.join(before)}, which work on the program "
                 f"that it makes.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
             )
         return Step(self.fn, (*self.transforms, transform), self.plan)

@@ -54,4 +54,6 @@ SUBJECTS = (
         Subject(f"ztrans stage {stage}, inductor", "ztrans:lifted", {"stage": stage, "backend": "inductor"})
         for stage in (0, 1, 2, 3)
     ),
+    Subject("ztrans stage 3, remat", "ztrans:lifted", {"stage": 3, "remat": True}),
+    Subject("ztrans stage 3, remat, inductor", "ztrans:lifted", {"stage": 3, "remat": True, "backend": "inductor"}),
 )

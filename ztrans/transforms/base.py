@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..graph import Graph, Layout
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Transform:
-    """A pure rewrite of a staged train step; equality and hash are those of its options."""
+    """A pure rewrite of a staged train step; equality and hash are those of its options.
+
+    One that is `as_written` works on the program as it was traced, before all that are not.
+    """
+
+    as_written: ClassVar[bool] = False
 
     def rewrite(self, graph: Graph) -> Graph:
         """The program after this transform."""

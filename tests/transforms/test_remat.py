@@ -1,0 +1,85 @@
+"""remat: cheap values are made again in backward; the bits stay, the peak falls."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import CASES
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+from worlds import ALL, batches, sharded, slices
+
+import ztrans as zt
+from ztrans.graph import is_random
+from ztrans.pretty import op_name
+
+EVERY = zt.remat(at_least=0)
+SHARD = zt.shard_params(zt.AbstractMesh(dp=2))
+
+
+def loss(params, x, y):
+    h = F.layer_norm(x @ params["in"], (16,), params["scale"], params["shift"])
+    return (F.gelu(h @ params["up"]) @ params["down"] - y).square().mean()
+
+
+def step(state, batch):
+    grads, value = grad_and_value(loss)(state, *batch)
+    return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+
+def lower(*transforms):
+    shapes = {"in": (8, 16), "scale": (16,), "shift": (16,), "up": (16, 32), "down": (32, 4)}
+    state = {k: torch.zeros(*shape) for k, shape in shapes.items()}
+    return zt.chain(*transforms)(step).lower(state, (torch.zeros(4, 8), torch.zeros(4, 4)))
+
+
+def test_diff(golden):
+    assert zt.diff(lower(), lower(EVERY)) == golden
+
+
+def made_again(graph) -> list[str]:
+    return [v.name for e in graph.eqns for v in e.outs if v is not None and ".again" in v.name]
+
+
+def test_small_values_are_kept():
+    assert made_again(lower(EVERY).graph)
+    assert not made_again(lower(zt.remat()).graph), "all of them are smaller than 64 KiB"
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_same_bits_and_no_higher_peak(name):
+    """In every program: nothing dear is repeated, nothing random, and the peak does not rise."""
+    before, said, a = sharded(CASES[name], 2, steps=2, transforms=())
+    after, says, b = sharded(CASES[name], 2, steps=2, transforms=(EVERY,))
+    assert all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves((before, said)), pytree.tree_leaves((after, says))))
+    assert b.memory_analysis().peak <= a.memory_analysis().peak
+    for op in {e.op for e in a.graph.eqns}:
+        if is_random(op) or any(word in str(op) for word in ("mm", "attention", "conv", "embedding")):
+            assert sum(e.op is op for e in a.graph.eqns) == sum(e.op is op for e in b.graph.eqns), op
+
+
+def test_it_takes_activations_off_the_peak_of_a_gpt():
+    """Of each block gelu, both norms, and the attention's result in the order of the next product."""
+    case = CASES["gpt_adam"]
+    args = case.state(), *slices(batches(case, 1)[0], 2)[0]
+    kept, made = (zt.chain(SHARD, *more, *ALL)(case.step).lower(*args) for more in ((), (EVERY,)))
+    again = Counter(op_name(e.op) for e in made.graph.eqns if any(v and ".again" in v.name for v in e.outs))
+    assert (again["gelu"], again["native_layer_norm"]) == (2, 5) and set(again) == {"gelu", "native_layer_norm", "view"}
+    assert made.memory_analysis().peak < 0.8 * kept.memory_analysis().peak
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "autocast"])
+def test_it_stands_anywhere_in_a_chain(name):
+    case = CASES[name]
+    args = case.state(), *slices(batches(case, 1)[0], 2)[0]
+    orders = [[EVERY, SHARD, *ALL], [SHARD, EVERY, *ALL], *([SHARD, *rest] for rest in itertools.permutations((EVERY, *ALL)))]
+    assert len({str(zt.chain(*order)(case.step).lower(*args)) for order in orders}) == 1
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True, "64k"])
+def test_nonsense_sizes(size):
+    with pytest.raises(ValueError) as caught:
+        zt.remat(at_least=size)
+    assert str(caught.value) == f"remat: at_least={size!r}; it is a number of bytes."
