@@ -53,10 +53,10 @@ def cast_pack(
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
     """What cast_pack means, part by part and row by row."""
-    table, offset = out.view(ranks, sum(sizes)), 0
+    line, table, offset = out.view(-1), out.view(ranks, sum(sizes)), 0
     for part, size in zip(parts, sizes, strict=True):
         if ranks == 1 and part.numel() == size:  # strides of any kind are copied in one pass
-            table[0, offset : offset + size].view(part.shape).copy_(part)
+            line[offset : offset + size].view(part.shape).copy_(part)
         else:
             flat = part.reshape(-1)
             for r in range(ranks):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from worlds import ALL, batches, slices
 
 import ztrans as zt
 from ztrans import donation
-from ztrans.collectives import all_gather, wait
+from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, is_start, wait
 from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.recording import Record, recorded
 from ztrans.streams import Done, Streams
+from ztrans.transport import transport
 
 WORLD = 4
 CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "all": ALL}
@@ -86,6 +89,60 @@ def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
     assert len(packed) == 1 and "compute" not in packed
     on_compute = {name for name, stream in cuda.launches if stream == "compute"}
     assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "beside compute"
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "wire", "said"),
+    [
+        (ALL_GATHER, None, torch.bfloat16, "nccl all_gather (moves bytes; symmetric memory is not measured)"),
+        (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way; "),
+        (REDUCE_SCATTER, "mean", torch.bfloat16, "nccl all_to_all (sums half precision in fp32 and in rank order; "),
+        (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way; "),
+        (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
+    ],
+)
+def test_a_transport_has_a_reason(kind, op, wire, said):
+    assert str(transport(kind, op, wire)).startswith(said)
+
+
+def test_the_program_says_what_carries_its_collectives(mesh):
+    low, _ = lowered(mesh, "gpt_adam", 3)
+    said = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
+    assert "by=nccl all_gather (moves bytes" in said and "by=nccl reduce_scatter (reduces float32" in said
+
+
+class Reading:
+    """An event that is read: what time it was on which stream."""
+
+    read: ClassVar[list] = []
+
+    def __init__(self, device, enable_timing):
+        assert (device, enable_timing) == ("cuda", True)
+
+    def record(self, stream=None):
+        self.at, self.stream = len(self.read), stream
+        self.read.append(self)
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
+    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
+    low, local = lowered(mesh, "gpt_adam", 3)
+    with Races() as cuda:
+        module = recorded(to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        module.record = Record("cuda", {})
+        bind(low.graph, module)(local)
+    times = module.record.times()
+    starts = [e for e in low.graph.eqns if is_start(e)]
+    assert len(times.marks) == len(low.graph.eqns) + 1 and list(times.marks) == sorted(times.marks)
+    assert len(times.started) == len(times.done) == len(times.came) == len(starts)
+    assert all(a < b for a, b in zip(times.started, times.done))
+    lanes = [r.stream for r in Reading.read if r.stream is not None]
+    assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
+    assert cuda.races == []
 
 
 class Hasty(Streams):

@@ -24,6 +24,7 @@ from .collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone
 from .exchange import Exchanges, exchange, is_direct
 from .graph import Eqn, Split, Var
 from .layout import chunk, local_shape, part
+from .ops.cast_pack import reference as pack
 from .redistribute import on_axis
 
 
@@ -129,7 +130,7 @@ class Start(torch.nn.Module):
         dim, sizes = self.dim, [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
-        ops.cast_pack([s.movedim(dim, 0) for s in shards], sizes, self.wire, out=mine)
+        pack([s.movedim(dim, 0) for s in shards], sizes, 1, mine)
         if self.direct:
             works = exchange([mine] * self.size, received, self.group)
         else:
@@ -173,7 +174,7 @@ class Start(torch.nn.Module):
 
     def _over(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece in which the sum is made; None where pieces lie in one buffer, which it would keep."""
-        return pieces[0 if self.rank else 1] if self.direct else None
+        return pieces[0 if self.rank else 1] if self.direct and self.size > 1 else None
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row per rank, zero-padded."""

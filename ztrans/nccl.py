@@ -82,7 +82,8 @@ class StreamedStart(Start):
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
-            work = self.group.allgather_into_tensor_coalesced(*pairs, options)
+            call = _newest(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+            work = call(*pairs, options)
         elif self.kind == ALL_REDUCE.name:
             options = AllreduceCoalescedOptions()
             options.reduceOp, options.asyncOp = _OPS[self.op], False
@@ -94,7 +95,8 @@ class StreamedStart(Start):
         else:
             options = ReduceScatterOptions()
             options.reduceOp, options.asyncOp = _OPS[self.op], False
-            work = self.group.reduce_scatter_tensor_coalesced(received, sent, options)
+            call = _newest(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+            work = call(received, sent, options)
         if work is not None:  # NCCL gives none: it runs on this stream. Other backends are waited for.
             work.wait()
 
@@ -194,6 +196,11 @@ def start(
 ) -> Start:
     """What starts a collective equation, beside compute where there are streams to do so."""
     return Start(eqn, sizes, at, group) if streams is None else StreamedStart(eqn, sizes, at, group, streams)
+
+
+def _newest(group: dist.ProcessGroup, *names: str) -> Callable:
+    """A method of a process group, under the first of its names that this torch knows (2.13 renamed some)."""
+    return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def _back(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -1,4 +1,8 @@
-"""Transport: what carries a collective on GPUs, and why. Nothing is measured or asked here: it is a pure choice."""
+"""Transport: what carries a collective on GPUs, and why.
+
+It is NCCL throughout. `ops.all_gather` and `ops.reduce_scatter` over symmetric memory would serve ranks of
+one node, but nobody has measured yet from and up to which size they are faster; the reason says so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Transport:
-    """The call that carries a collective, and the reason for it."""
+    """The call that carries a collective, and the reason for it, which printed programs show."""
 
     call: str
     reason: str
@@ -28,10 +32,12 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype) -> Transport:
 
     >>> from ztrans.collectives import ALL_GATHER
     >>> print(transport(ALL_GATHER, None, torch.bfloat16))
-    nccl all_gather (bytes move as they are)
+    nccl all_gather (moves bytes; symmetric memory is not measured)
     """
+    unmeasured = "symmetric memory is not measured"
     if kind is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF:
-        return Transport("nccl all_to_all", "half-precision terms are summed here, in fp32 and in rank order")
+        return Transport("nccl all_to_all", f"sums half precision in fp32 and in rank order; {unmeasured}")
     if op is None:
-        return Transport(f"nccl {kind.name}", "bytes move as they are")
-    return Transport(f"nccl {kind.name}", f"reduced on the way, in {str(wire).removeprefix('torch.')}")
+        return Transport(f"nccl {kind.name}", f"moves bytes; {unmeasured}")
+    how = f"reduces {str(wire).removeprefix('torch.')} on the way"
+    return Transport(f"nccl {kind.name}", f"{how}; {unmeasured}" if kind is REDUCE_SCATTER else how)
