@@ -98,6 +98,17 @@ def test_links_are_found_from_messages_that_queue(noise, near):
     assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "they did queue"
 
 
+def test_equal_messages_do_not_tell_latency_from_bandwidth():
+    """All that they tell is their sum: what was known of either stays, where it explains them."""
+    chance, known = random.Random(2), dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8)
+    seen = [
+        Observed("dp", 2, "all_reduce", 2_000_000 + k, "dp reduce", k * 0.1, k * 0.1 + (1e-3 + 2e-2) * chance.lognormvariate(0, 0.2))
+        for k in range(12)
+    ]  # fmt: skip
+    ((_, found),) = explain((("dp", known),), seen)
+    assert found.bandwidth == pytest.approx(1e8, rel=0.15) and found.latency == pytest.approx(1e-3, rel=0.5)
+
+
 def test_an_axis_of_which_nothing_was_seen_stays():
     links = (("dp", GUESS), ("tp", dataclasses.replace(GUESS, name="other")))
     found = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
