@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from programs import CASES
-from worlds import batches, slices
+from worlds import on_ranks
 
 import ztrans as zt
 from ztrans.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
@@ -73,16 +73,14 @@ def test_refusals(make, message):
 
 @pytest.mark.parametrize("missing", ["dp", "host"])
 def test_every_axis_that_is_communicated_over_needs_a_link(missing):
-    case, mesh = CASES["mlp_momentum"], zt.AbstractMesh(host=2, dp=2)
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     links = {axis: "infiniband" for axis in ("host", "dp") if axis != missing}
-    step = zt.chain(zt.shard_params(mesh, replicate_axis="host"), zt.overlap_grads(), zt.prefetch())(case.step)
     with pytest.raises(ValueError, match=f"cluster: no link for mesh axis '{missing}'; it knows '"):
-        step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0], cluster=zt.cluster("h100", **links))
+        on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=zt.cluster("h100", **links))
 
 
 def test_a_timeline_needs_the_links_too():
-    case = CASES["mlp_momentum"]
-    lowered = zt.shard_params(zt.AbstractMesh(dp=2))(case.step).lower(case.state(), *slices(batches(case, 1)[0], 2)[0])
+    lowered = on_ranks(CASES["mlp_momentum"], 2, zt.shard_params(zt.AbstractMesh(dp=2)))
     with pytest.raises(ValueError, match="cluster: no link for mesh axis 'dp'; it knows none"):
         lowered.timeline(zt.cluster("cpu"))
     fast, slow = (lowered.timeline(zt.cluster("cpu", dp=Link("w", 1e-6, b))).seconds for b in (1e12, 1e3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import CASES, EXACT, GPT, ConvNet, adam, autocast, cast_outside, images, params_of, sgd
+from programs import CASES, EXACT, GPT, ConvNet, adam, images, params_of, sgd
 from torch.func import functional_call, grad_and_value
 from worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
 
@@ -40,7 +40,7 @@ def by_hand(case, loss, update, ranks, steps=5):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_autocast_equals_data_parallelism_by_hand(ranks, stage):
     """bf16 gradients are rounded on each rank before they are averaged, so the truth must do so too."""
-    case = autocast()
+    case = CASES["autocast"]
     gpt = GPT(width=16)
 
     def grads(state, batch):
@@ -58,7 +58,7 @@ def test_autocast_equals_data_parallelism_by_hand(ranks, stage):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_for_half_precision_copies(stage):
-    case = cast_outside()
+    case = CASES["cast_outside"]
     state, _, lowered = sharded(case, 4, stage)
     truth, _ = plain(case)
     assert distance(state, truth) <= 2e-2  # each rank's gradient is rounded to 8 bits
@@ -151,7 +151,7 @@ def test_reduce_dtype_is_a_numerics_change_by_name():
 
 
 def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
-    for case in (autocast(), cast_outside()):
+    for case in (CASES["autocast"], CASES["cast_outside"]):
         truth, _ = plain(case)
         state, _, _ = sharded(case, 1, transforms=ALL)
         assert distance(state, truth) <= 1e-6  # what torch.optim does with Python floats is done with tensors
@@ -159,7 +159,7 @@ def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
 
 def test_gradients_that_are_bf16_cross_as_they_are():
     """Widening a gradient and rounding it again for the wire changes nothing, so neither is done."""
-    _, _, lowered = sharded(autocast(), 4, 2, reduce_dtype=torch.bfloat16)
+    _, _, lowered = sharded(CASES["autocast"], 4, 2, reduce_dtype=torch.bfloat16)
     members = [v for e in lowered.graph.eqns if e.op is REDUCE_SCATTER for v in e.ins]
     assert {v.dtype for v in members} == {torch.bfloat16, torch.float32}
     sums = [o for e in lowered.graph.eqns if e.op is REDUCE_SCATTER for o in e.outs]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from programs import CASES
 from torch.utils import _pytree as pytree
-from worlds import ALL, batches, clone, slices
+from worlds import ALL, batches, clone, on_ranks, slices
 
 import ztrans as zt
 from ztrans.collectives import WAIT, is_start
@@ -30,9 +30,8 @@ def kept_in_order(graph: Graph) -> list:
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_that_fuses_is_an_order_of_the_same_program(name, stage):
     case = CASES[name]
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(case.step)
+    graph = on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL).graph
     state, (batch,) = case.state(), batches(case, 1)
-    graph = step.lower(state, *slices(batch, 2)[0]).graph
     fused, groups = fuse(graph)
     fused.check()
     assert set(fused.eqns) == set(graph.eqns) and len(fused.eqns) == len(graph.eqns)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from programs import CASES, autocast
-from worlds import ALL, batches, sharded, slices
+from worlds import ALL, on_ranks, sharded
 
 import ztrans as zt
 from ztrans.collectives import ALL_GATHER, is_start
@@ -78,11 +78,9 @@ def test_fuse_cast_gather_is_bitwise(name, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_schedules_permute(name, stage, schedules):
     """Every equation is there once, before and after: collectives member by member, and but those that a plan drops."""
-    case = CASES[name]
-    shard, args = zt.shard_params(MESH, stage=stage), (case.state(), *slices(batches(case, 1)[0], 4)[0])
-    before = shard(case.step).lower(*args)
-    after = zt.chain(shard, *schedules)(case.step).lower(*args)
-    gone = members(before.graph) - members(after.graph.check())
+    shard = zt.shard_params(MESH, stage=stage)
+    before, after = on_ranks(CASES[name], 4, shard), on_ranks(CASES[name], 4, shard, *schedules)
+    gone = members(before.graph) - members(after.graph)
     assert not members(after.graph) - members(before.graph)
     assert sum(gone.values()) == 2 * len(after.plan.dropped)  # a gather and its wait
 
@@ -113,26 +111,22 @@ def test_shard_params_precedes():
 
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "per_sample", "autocast"])
 def test_on_one_rank_the_collectives_vanish(name):
-    _, _, lowered = sharded(CASES[name], 1, steps=1)
+    lowered = on_ranks(CASES[name], 1, zt.shard_params(zt.AbstractMesh(dp=1)), *ALL)
     assert not any(is_start(e) for e in lowered.graph.eqns)
     assert "@dp" not in str(lowered).split("):")[0]
 
 
 def test_printing_is_deterministic_and_names_are_stable():
-    _, _, a = sharded(autocast(), 4, steps=1, transforms=())
-    _, _, b = sharded(autocast(), 4, steps=1, transforms=())
+    a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two cases: each is traced
     assert str(a) == str(b)
-    _, _, scheduled = sharded(autocast(), 4, steps=1, transforms=(OVERLAP, PREFETCH))
+    scheduled = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH)
     names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}  # noqa: E731
     kept = {n for n in names(a) if ".full_1" in n}  # what is kept is not gathered again
     assert names(a) - kept <= names(scheduled) <= names(a)
 
 
 def test_history_holds_every_stage_and_diff_shows_what_changed():
-    case = CASES["autocast"]
-    lowered = zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(case.step).lower(
-        case.state(), *slices(batches(case, 1)[0], 4)[0]
-    )
+    lowered = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH, FUSE)
     assert [name for name, _ in lowered.history] == [
         "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
     ]  # fmt: skip
@@ -152,7 +146,7 @@ def test_every_transform_is_hashable_and_equal_by_options():
 
 
 def test_gathers_are_params_and_carry_their_path():
-    _, _, lowered = sharded(CASES["gpt_adam"], 4, steps=1)
+    lowered = on_ranks(CASES["gpt_adam"], 4, SHARD, *ALL)
     gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
     assert gathers and all(e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers)
     paths = {path for e in gathers for path in e.provenance.paths}

@@ -11,7 +11,7 @@ from programs import CASES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
-from worlds import ALL, batches, slices
+from worlds import ALL, batches, on_ranks, slices
 
 import ztrans as zt
 from ztrans import stages
@@ -111,9 +111,8 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
 
 def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
     """What the messages of a step tell of the link decides the next plan."""
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *CHAIN)(CASE.step).lower(
-        CASE.state(), *slices(batches(CASE, 1)[0], 4)[0], cluster=zt.cluster("h100", dp="nvlink4")
-    )
+    shard, cluster = zt.shard_params(zt.AbstractMesh(dp=4)), zt.cluster("h100", dp="nvlink4")
+    lowered = on_ranks(CASE, 4, shard, *CHAIN, cluster=cluster)
     slow = tuple(Observed("dp", 4, kind, n, f"dp {kind}", k, k + 1e-3 + n / 1e6)
                  for k, (kind, n) in enumerate([("all_gather", 10**4), ("reduce_scatter", 10**5), ("all_gather", 10**6)]))  # fmt: skip
     again = lowered.replan(zt.Profile(lowered.timeline(), {}, slow, 0.0))

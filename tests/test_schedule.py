@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from programs import CASES
-from worlds import batches, slices
+from worlds import on_ranks
 
 import ztrans as zt
 from ztrans.coalesce import coalesce, key
@@ -126,10 +126,8 @@ def test_an_update_waits_for_the_last_reader_of_its_state():
 
 def test_a_second_reduction_follows_the_first_in_the_same_bucket():
     """HSDP: reduce-scatter inside, all-reduce across, one bucket behind the other."""
-    case = CASES["gpt_adam"]
-    mesh = zt.AbstractMesh(host=2, dp=2)
-    step = zt.chain(zt.shard_params(mesh, replicate_axis="host"), zt.overlap_grads())(case.step)
-    graph = step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0]).graph.check()
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
+    graph = on_ranks(CASES["gpt_adam"], 4, shard, zt.overlap_grads()).graph
     members = {op: Counter() for op in (REDUCE_SCATTER, ALL_REDUCE)}
     for e in graph.eqns:
         if e.op in members and e.provenance.role == "grad":
@@ -161,13 +159,11 @@ def under_way(graph: Graph, ops, roles):
 
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "cast_outside"])
 def test_bytes_in_flight_are_bounded_at_every_point(name):
-    case = CASES[name]
-    traced = zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], 4)[0])
     for stage in (0, 2, 3):
         for bound in (0, 600, 5000):
             schedules = (zt.overlap_grads(max_in_flight=bound), zt.prefetch(max_in_flight=bound))
             transforms = (zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *schedules, zt.fuse_cast_gather())
-            graph = dataclasses.replace(traced, transforms=transforms).lower().graph.check()
+            graph = on_ranks(CASES[name], 4, *transforms).graph
             for ops, roles in (((ALL_GATHER,), ("param",)), ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean"))):
                 sizes = [v.numel * v.dtype.itemsize for e in graph.eqns if e.op in ops and e.provenance.role in roles
                          for v in e.ins]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,17 +50,28 @@ def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any
     return state, outputs
 
 
+@functools.cache
+def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.Traced:
+    """What a rank traces, which is the same whatever the transforms; kept, for it takes most of the time."""
+    return zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], ranks)[0])
+
+
+def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.Lowered:
+    """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
+    traced = _traced(case, ranks, torch.get_default_dtype())
+    lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**how)
+    lowered.graph.check()
+    return lowered
+
+
 def sharded(
     case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any
 ) -> tuple[Any, list, zt.Lowered]:
     """The sharded step on every rank's slice."""
     mesh = options.pop("mesh", None) or zt.AbstractMesh(dp=ranks)
-    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *transforms)(case.step)
+    lowered = on_ranks(case, ranks, zt.shard_params(mesh, stage=stage, **options), *transforms)
     state, outputs = case.state(), []
-    data = batches(case, steps)
-    lowered = step.lower(state, *slices(data[0], ranks)[0])
-    lowered.graph.check()
-    for batch in data:
+    for batch in batches(case, steps):
         state, each = lowered.lockstep(state, slices(batch, ranks))
         outputs.append(each)
     return state, outputs, lowered

@@ -11,14 +11,14 @@ from pathlib import Path
 SHARED = Path("/dev/shm")
 
 
-def run_ranks(ranks: int, **environment: str) -> None:
-    """Run `rank.py` on `ranks` processes over fresh shared memory."""
+def run_ranks(*worlds: int, **environment: str) -> None:
+    """Run `rank.py` on as many processes as the largest world has, one world after the other, over fresh shared memory."""
     with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder:
         command = [sys.executable, str(Path(__file__).parent / "rank.py"), folder]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         started = [
-            subprocess.Popen([*command, str(r), str(ranks)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            for r in range(ranks)
+            subprocess.Popen([*command, *map(str, (r, *worlds))], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for r in range(max(worlds))
         ]
         try:
             output = [process.communicate(timeout=120)[0].decode() for process in started]

@@ -1,4 +1,4 @@
-"""One rank of several processes over shared memory: `python rank.py FOLDER RANK RANKS`, kernels if TRITON_INTERPRET=1.
+"""One rank of several processes over shared memory: `python rank.py FOLDER RANK RANKS...`, kernels if TRITON_INTERPRET=1.
 
 Every collective's result is compared bit by bit with what one process computes from all ranks'
 inputs, which any rank can draw. Exits with an error if anything differs.
@@ -91,15 +91,17 @@ def barriers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 50) -> No
 
 
 if __name__ == "__main__":
-    folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder, rank, *worlds = Path(sys.argv[1]), *map(int, sys.argv[2:])
     kernels = os.environ.get("TRITON_INTERPRET") == "1"
     if kernels:
         sys.path.insert(0, str(Path(__file__).parent / "interpreted"))
         from casts import exact_casts
 
         exact_casts()
-    memory = symmetric.over_files(folder, rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
-    for check in (barriers, gathers, scatters):
-        check(memory, kernels)
-    mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)
-    assert not mine[0].any(), "signals are left"
+    for ranks in (n for n in worlds if rank < n):
+        (folder / str(ranks)).mkdir(exist_ok=True)
+        memory = symmetric.over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
+        for check in (barriers, gathers, scatters):
+            check(memory, kernels)
+        mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)
+        assert not mine[0].any(), "signals are left"

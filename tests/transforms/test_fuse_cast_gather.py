@@ -5,7 +5,7 @@ import torch
 from net import lower
 from programs import CASES
 from torch.func import grad_and_value
-from worlds import sharded
+from worlds import ALL, on_ranks
 
 import ztrans as zt
 from ztrans.collectives import ALL_GATHER
@@ -27,14 +27,15 @@ def test_all_four(golden):
 def test_half_the_bytes(stage):
     """All parameters are used in bf16: exactly half, with prefetch on, at every stage."""
     both = [(zt.overlap_grads(), zt.prefetch()), (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())]
-    plain, fused = (sharded(CASES["cast_inside"], 4, stage, 1, t, reshard="always")[2].cost_analysis() for t in both)
+    shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage, reshard="always")
+    plain, fused = (on_ranks(CASES["cast_inside"], 4, shard, *t).cost_analysis() for t in both)
     assert plain.over("dp", "param") == 2 * fused.over("dp", "param") > 0
     assert plain.over("dp", "grad") == fused.over("dp", "grad")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_under_autocast_what_is_cast_is_fused_and_norms_stay(stage):
-    _, _, lowered = sharded(CASES["autocast"], 4, stage, 1)
+    lowered = on_ranks(CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
     dtypes = {p: e.outs[0].dtype for e in lowered.graph.eqns if e.op is ALL_GATHER for p in e.provenance.paths}
     assert dtypes["params.blocks.0.qkv.weight"] == torch.bfloat16
     assert dtypes["params.norm.weight"] == torch.float32

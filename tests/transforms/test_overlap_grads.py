@@ -7,7 +7,7 @@ import torch
 from net import lower
 from programs import CASES
 from torch.func import grad_and_value
-from worlds import batches, sharded, slices
+from worlds import on_ranks, sharded
 
 import ztrans as zt
 from ztrans import plan as plans
@@ -127,10 +127,9 @@ def test_where_nothing_was_reduced_no_reduction_is_asked_for():
 
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_in_a_gpt_too(most):
-    case = CASES["gpt_adam"]
     overlap = zt.overlap_grads(bucket=1 << 30, max_compute_between=most)
-    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30))
-    lowered = transform(case.step).lower(case.state(), *slices(batches(case, 1)[0], 4)[0], cluster=SLOW_TO_START)
+    shard, ahead = zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30)
+    lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
     assert max(gaps(lowered)) <= max(most, 2), "attention's own backward has two products between gradients"
 
 
@@ -138,16 +137,15 @@ def test_in_a_gpt_too(most):
 def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkeypatch):
     """Should a schedule be wrong after all: the program stays what it was, the plan says so, and it can be saved."""
     case = CASES["mlp_momentum"]
-    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
-    plain = shard(case.step).lower(*args)
+    plain = on_ranks(case, 4, shard)
     if broken == "realise":
         whole = plans.realise
         cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))  # noqa: E731
         monkeypatch.setattr(plans, "realise", lambda *a: cut(whole(*a)))
     else:
         monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ValueError("out of order: Bucket")))
-    lowered = zt.chain(shard, zt.overlap_grads(), zt.prefetch())(case.step).lower(*args)
+    lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
     assert [str(e.outs) for e in lowered.graph.check().eqns] == [str(e.outs) for e in plain.graph.eqns]
     (note,) = lowered.plan.notes
     said = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]

@@ -3,7 +3,7 @@
 import pytest
 from net import lower
 from programs import CASES
-from worlds import batches, slices
+from worlds import on_ranks
 
 import ztrans as zt
 from ztrans.cluster import Link
@@ -38,12 +38,10 @@ def ahead(lowered) -> int:
 def test_a_slower_wire_is_started_on_earlier():
     """Starts are as late as hides the transfer: what is ahead depends on the link, and on the bytes allowed."""
     case = CASES["gpt_adam"]
-    args = case.state(), *slices(batches(case, 1)[0], 4)[0]
-
     def depth(bandwidth, **options):
         machine = zt.cluster("cpu", dp=Link("wire", 0.0, bandwidth))
-        step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30, **options))(case.step)
-        return ahead(step.lower(*args, cluster=machine))
+        early = zt.prefetch(memory=1 << 30, **options)
+        return ahead(on_ranks(case, 4, zt.shard_params(zt.AbstractMesh(dp=4)), early, cluster=machine))
 
     assert depth(1e12) < depth(2e7) > depth(2e7, max_in_flight=0)
 
@@ -62,10 +60,9 @@ def test_nonsense_sizes(options, message):
 
 def test_a_budget_below_what_the_step_needs_says_what_it_needs():
     case = CASES["gpt_adam"]
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1000))(case.step)
+    shard = zt.shard_params(zt.AbstractMesh(dp=4))
     with pytest.raises(ValueError, match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes") as caught:
-        step.lower(case.state(), *slices(batches(case, 1)[0], 4)[0])
+        on_ranks(case, 4, shard, zt.prefetch(memory=1000))
     needs = int(str(caught.value).split("order: ")[1].split()[0])
     assert "programs.py:" in str(caught.value), "the lines that hold it"
-    fits = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=needs))(case.step)
-    assert fits.lower(case.state(), *slices(batches(case, 1)[0], 4)[0]).memory_analysis().peak <= needs
+    assert on_ranks(case, 4, shard, zt.prefetch(memory=needs)).memory_analysis().peak <= needs
