@@ -30,7 +30,7 @@ from ztrans.streams import Done, Streams
 from ztrans.transport import transport
 
 WORLD = 4
-CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "all": ALL}
+CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def play(low, local, mesh, steps=2):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "chain"),
-    [("gpt_adam", "as_written"), ("gpt_adam", "overlap")]
+    [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")]
     + [(name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")],
 )
 def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
@@ -208,12 +208,12 @@ def overwriting():
     return Graph("f", (w, b), eqns, (new.outs[0], y), 1, mesh=(("dp", WORLD),))
 
 
-def test_what_a_collective_reads_is_not_written_in_place_until_it_has_been_waited_for(mesh, monkeypatch):
+def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, monkeypatch):
     program = SimpleNamespace(graph=overwriting())
     new = program.graph.eqns[1]
     assert new not in donation.donation(program.graph).twins
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races == []
-    monkeypatch.setattr(donation, "_first_waits", lambda graph: {})
+    monkeypatch.setattr(donation, "_let_go", lambda graph: {})
     assert new in donation.donation(program.graph).twins
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
 

@@ -2,8 +2,7 @@
 
 The state of a step is donated: its storage is the caller's to lose. Elementwise updates of it are
 done in place, and so are those of temporaries, where an argument fills its storage, dies with the
-equation, and is not under way in a collective: on a GPU a collective reads its members beside what
-follows, until the first wait for it.
+equation, and is not read by a collective under way.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .collectives import SHARD, WAIT
+from .collectives import SHARD, WAIT, is_start
 from .graph import Eqn, Graph, Var, is_view, producers
 from .groups import is_wait
 from .liveness import liveness
@@ -25,7 +24,7 @@ from .liveness import liveness
 class Donation:
     """`twins`: the in-place operation of each equation that has one; `moved`: results that live in
     the storage of an argument; `last`: as in `Liveness`, with that taken into account; `owner`: who
-    first had the storage of each value; `read`: where each storage that a collective reads is let go."""
+    first had the storage of each value; `read`: where each storage is let go by the collectives that read it."""
 
     twins: dict[Eqn, Any]
     moved: frozenset[Var]
@@ -40,8 +39,8 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
     last = dict(live.last)
     exact = set(graph.inputs[: graph.num_state])  # values that fill a storage which the program may write
     moved: dict[Var, Var] = {}  # results that live in the storage of an argument
-    waits = _first_waits(graph)
-    read: dict[Var, int] = {}  # by storage, the last of the first waits for collectives that read it
+    until = _let_go(graph)
+    read: dict[Var, int] = {}  # by storage, where the last collective that reads it lets it go
 
     def owner(v: Var) -> Var:
         v = live.root[v]
@@ -68,19 +67,33 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             for target, out in pairs:  # from here on the storage holds the result
                 last[owner(target)] = last[out]
                 moved[out] = owner(target)
-        for v in e.ins if e in waits else ():
-            read[owner(v)] = max(waits[e], read.get(owner(v), -1))
+        for v in e.ins if e in until else ():
+            read[owner(v)] = max(until[e], read.get(owner(v), -1))
         if not is_view(e) and e.op is not SHARD:
             exact.update(out for out in e.outs if out is not None and not out.future)
     return Donation(found, frozenset(moved), last, {v: owner(v) for v in live.root}, read)
 
 
-def _first_waits(graph: Graph) -> dict[Eqn, int]:
-    """Of every equation that starts a collective, the index of the first wait for it."""
-    made, found = producers(graph.eqns), dict[Eqn, int]()
+def _let_go(graph: Graph) -> dict[Eqn, int]:
+    """Of every equation that starts a collective, the index of the one up to which its members are read.
+
+    A GPU packs them beside what follows, until the next start or the first wait for one; the user's own
+    collectives read theirs until they are waited for. What is sent as it lies is alive until then anyway.
+    """
+    made, waited = producers(graph.eqns), set[Eqn]()
+    found: dict[Eqn, int] = {}
+    packing: Eqn | None = None
     for i, e in enumerate(graph.eqns):
-        if e.op is WAIT or is_wait(e):
-            found.setdefault(made[e.args[0]], i)
+        start = made[e.args[0]] if e.op is WAIT or is_wait(e) else None
+        first = start is not None and start not in waited
+        if first:
+            waited.add(start)
+        if first and is_wait(e):
+            found[start] = i
+        elif packing is not None and (first or is_start(e)):
+            found[packing], packing = i, None
+        if is_start(e):
+            packing = e
     return found
 
 
