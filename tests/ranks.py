@@ -228,12 +228,13 @@ def inductor() -> None:
     for name, stages in {"adamw_fused": (0, 3), "uneven": (1,), "cast_inside": (3,)}.items():
         case = CASES[name]
         for stage in stages:
-            step = zt.chain(zt.shard_params(mesh, stage=stage), *ALL)(case.step)
+            transforms = zt.shard_params(mesh, stage=stage), *ALL
+            step, lowered = zt.chain(*transforms)(case.step), on_ranks(case, WORLD, *transforms)
             data = [slices(batch, WORLD)[RANK] for batch in batches(case, 3)]
             results = []
             for backend in ("eager", "inductor"):
                 state = step.shard(case.state())
-                compiled = step.lower(state, *data[0]).compile(backend=backend)
+                compiled = lowered.compile(backend=backend)
                 state, _ = compiled(state, *data[0])
                 with messages() as sent:
                     for batch in data[1:]:
