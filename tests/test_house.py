@@ -23,12 +23,11 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams"], 0),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
-    **dict.fromkeys(["versions"], 0),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
     **dict.fromkeys(["functional", "cost", "nccl", "recording", "strides"], 5),
     **dict.fromkeys(["trace", "simulate", "products", "execute", "capture"], 6),
