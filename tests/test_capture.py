@@ -16,7 +16,7 @@ from worlds import batches
 
 import ztrans as zt
 from ztrans import ops
-from ztrans.capture import Capture, check_device, placed
+from ztrans.capture import Capture, check_device, fed, placed, with_rates
 from ztrans.execute import executable
 from ztrans.ops.tables import on_device
 
@@ -241,19 +241,64 @@ def test_the_graph_goes_before_the_process_group_when_the_process_ends(monkeypat
     close(*args)  # what is gone already is let be
 
 
-def test_state_on_the_cpu_is_refused_by_name():
+def test_state_on_the_cpu_is_refused_by_name_where_it_changes():
     lowered = zt.Step.of(step).lower(state_of(), batch_of(0))
-    inputs = [torch.empty(3, 2, device="meta"), torch.zeros(()), torch.zeros((), dtype=torch.float64)]
-    graph = lowered.graph
-    order = [v.name for v in graph.inputs[: graph.num_state]]
-    given = [inputs[0] if name == "w" else inputs[1] for name in order]
+    there, here = torch.empty(3, 2, device="meta"), torch.zeros(())
+    given = [there if v.name == "w" else here for v in lowered.graph.inputs[:2]]
     with pytest.raises(ValueError) as refused:
-        placed(graph, [*given, inputs[2]], "meta")
+        placed(lowered.graph, [*given, here], "meta")
     said = str(refused.value)
     assert said.startswith("step: state leaf steps lies on cpu, and a CUDA graph would not see it change.\n")
     assert "capturable=True or fused=True" in said
-    there = placed(graph, [inputs[0], inputs[0], inputs[2]], "meta")
-    assert [x.device.type for x in there] == ["meta"] * 3, "numbers go to the device"
+    placed_ = placed(lowered.graph, [there, there, here], "meta")
+    assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"
+
+
+def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
+    """As `lift` keeps it; a fused optimizer on a GPU reads it in fp32."""
+
+    def lifted():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2**-7, fused=True)
+
+        def loop(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return zt.lift(loop, model, optimizer)
+
+    def run(compiled, state):
+        losses = []
+        for k in range(5):
+            state["lr"][0] = 2.0 ** -(7 - k)
+            state, loss = compiled(state, batch_of(k)[1][0])
+            losses.append(loss)
+        return state, losses
+
+    function, state = lifted()
+    lowered = zt.Step.of(function).lower(state, batch_of(0)[1][0])
+    graph, cuda = with_rates(lowered.graph), Cuda()
+    names = [v.name for v in graph.inputs]
+    assert fed(graph, [torch.empty((), device="cpu" if n == "lr.0" else "meta") for n in names], "meta") == [
+        names.index("lr.0"),
+        names.index("x"),
+    ]
+    # Here the state lies where the graph is; the rate is to come with every call all the same, as on a GPU.
+    monkeypatch.setattr("ztrans.capture.fed", lambda *_: [names.index("lr.0"), names.index("x")])
+    compiled = lowered.compile()
+    compiled._bound.append((lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
+    found, losses = run(compiled, state)
+    function, truth = lifted()
+    plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
+    wanted, expected = run(plain, truth)
+    assert same(losses, expected) and same(found["params"], wanted["params"])
+    assert [e.op for e in graph.eqns].count(torch.ops.aten._to_copy.default) == 1
+    assert {e.kwargs["lr"].dtype for e in graph.eqns if "lr" in e.kwargs} == {torch.float32}
+    assert cuda.graphs[0].replays == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")

@@ -4,7 +4,8 @@ The first call runs the step as it is, on a stream of its own: communicators com
 compiled, libraries take their workspaces. The second is captured, and replayed as every call after it.
 A graph knows addresses, so
 
-- the batch is copied into buffers that stay, numbers such as lr too: they are read on the device;
+- the batch is copied into buffers that stay, and numbers such as lr too: they are read on the device, by
+  fused optimizers in fp32;
 - the state is updated where it lies, and each call must bring the state that was captured;
 - what the step gives beside the state is copied out of the graph's memory, which the next call overwrites.
 
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 from . import ops
-from .graph import Graph
+from .fusion import is_update
+from .graph import Eqn, Graph, Var
 
 
 def check_device(device: str | None) -> None:
@@ -39,20 +41,45 @@ def check_device(device: str | None) -> None:
         )
 
 
-def placed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[torch.Tensor]:
-    """The inputs of a step as its capture reads them: the batch on the device of the state.
+def fed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
+    """Which inputs come anew with every call of a captured step: the batch, and what of the state the step leaves
+    as it is and keeps elsewhere, such as a learning rate.
 
-    Raises: ValueError naming a state leaf that lies elsewhere.
+    Raises: ValueError naming a state leaf that lies elsewhere and changes.
     """
-    state, batch = inputs[: graph.num_state], inputs[graph.num_state :]
-    for v, x in zip(graph.inputs, state):
-        if x.device.type != device:
+    found = []
+    for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
+        if i >= graph.num_state or (x.device.type != device and graph.outputs[i] is v):
+            found.append(i)
+        elif x.device.type != device:
             raise ValueError(
                 f"{graph.name}: state leaf {v.name} lies on {x.device}, and a CUDA graph would not see it change.\n"
-                f"All state of a captured step is on the GPU: move it there. An optimizer of PyTorch keeps its step "
-                f"counter there with capturable=True or fused=True."
+                f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
+                f"step counter there with capturable=True or fused=True."
             )
-    return [*state, *(x.to(state[0].device if state else device) for x in batch)]
+    return found
+
+
+def placed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[torch.Tensor]:
+    """The inputs of a step as its capture reads them: all on one device."""
+    given, to = set(fed(graph, inputs, device)), next((x.device for x in inputs if x.device.type == device), device)
+    return [x.to(to) if i in given else x for i, x in enumerate(inputs)]
+
+
+def with_rates(graph: Graph) -> Graph:
+    """The program with the learning rates of fused optimizers in fp32, which is all that these read on a GPU."""
+    narrow: dict[Var, Var] = {}
+    eqns: list[Eqn] = []
+    for e in graph.eqns:
+        rate = e.kwargs.get("lr")
+        if is_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
+            if rate not in narrow:
+                narrow[rate] = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
+                cast = {"dtype": torch.float32}
+                eqns.append(Eqn(torch.ops.aten._to_copy.default, (rate,), (narrow[rate],), cast, e.region, e.source))
+            e = e.replace(kwargs={**e.kwargs, "lr": narrow[rate]})
+        eqns.append(e)
+    return graph.replace(eqns=tuple(eqns))
 
 
 class Capture:
@@ -70,30 +97,35 @@ class Capture:
     ) -> None:
         self.run, self.graph, self.cuda, self.device = run, graph, cuda, device
         self.stream: Any = None
-        self.batch: list[torch.Tensor] = []
+        self.buffers: dict[int, torch.Tensor] = {}  # of what comes anew with every call
         self.captured: Any = None
-        self.state: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = []
 
     @property
     def program(self) -> torch.fx.GraphModule:
+        """The FX module that is captured."""
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        n = self.graph.num_state
-        state, batch = list(inputs[:n]), inputs[n:]
-        if self.stream is None:
+        n, first = self.graph.num_state, self.stream is None
+        if first:
+            there = placed(self.graph, inputs, self.device)
+            self.buffers = {i: torch.empty_like(there[i]) for i in fed(self.graph, inputs, self.device)}
             self.stream = self.cuda.Stream()
-            self.batch = [torch.empty_like(x) for x in placed(self.graph, inputs, self.device)[n:]]
-            self._fill(batch)
-            return self._first(state)
-        if self.captured is not None:
-            self._check_same(state)
-        self._fill(batch)
-        if self.captured is None:
-            self._capture(state)
-        self.captured.replay()
-        return [*state, *map(_copy, self.outputs[n:])]
+        elif self.captured is not None:
+            self._check_same(inputs)
+        for i, buffer in self.buffers.items():
+            _fill(buffer, inputs[i])
+        read = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
+        if first:
+            outputs = self._beside(read)
+        else:
+            if self.captured is None:
+                self._capture(read)
+            self.captured.replay()
+            outputs = self.outputs
+        return [*inputs[:n], *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:])]
 
     def close(self) -> None:
         """Let go of the graph and its memory; a later call begins anew, with any state."""
@@ -101,24 +133,17 @@ class Capture:
             self.cuda.synchronize()
             self.captured.reset()
         self.captured = self.stream = None
-        self.batch, self.state, self.outputs = [], [], []
+        self.buffers, self.inputs, self.outputs = {}, [], []
 
-    def _fill(self, batch: Sequence[torch.Tensor]) -> None:
-        for buffer, x in zip(self.batch, batch, strict=True):
-            if x.ndim == 0 and x.device.type == "cpu":
-                buffer.fill_(x.item())  # the number goes with the launch: no copy from the host to wait for
-            else:
-                buffer.copy_(x, non_blocking=True)
-
-    def _first(self, state: list[torch.Tensor]) -> list[Any]:
+    def _beside(self, inputs: list[torch.Tensor]) -> list[Any]:
         here = self.cuda.current_stream()
         self.stream.wait_stream(here)
         with self.cuda.stream(self.stream):
-            outputs = self.run([*state, *self.batch])
+            outputs = self.run(inputs)
         here.wait_stream(self.stream)
-        return [*state, *map(_copy, outputs[len(state) :])]
+        return outputs
 
-    def _capture(self, state: list[torch.Tensor]) -> None:
+    def _capture(self, inputs: list[torch.Tensor]) -> None:
         captured = self.cuda.CUDAGraph()
         try:
             # Only this thread is captured: those that load data or watch NCCL may go on.
@@ -126,7 +151,7 @@ class Capture:
                 ops.filled_after_capture(),
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
-                self.outputs = self.run([*state, *self.batch])
+                self.outputs = self.run(inputs)
         except Exception as error:
             cause = error.__context__ or error
             raise RuntimeError(
@@ -134,12 +159,12 @@ class Capture:
                 f"A graph holds launches alone: nothing that waits for the device, reads a value, or copies from "
                 f"pageable memory. Without cuda_graph the step runs as it did before."
             ) from error
-        self.captured, self.state = captured, state
+        self.captured, self.inputs = captured, inputs
         atexit.register(_close, weakref.ref(self))
 
-    def _check_same(self, state: Sequence[torch.Tensor]) -> None:
-        for v, old, x in zip(self.graph.inputs, self.state, state):
-            if old.data_ptr() != x.data_ptr():
+    def _check_same(self, inputs: Sequence[torch.Tensor]) -> None:
+        for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
+            if i not in self.buffers and old.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
                     f"CUDA graph works on what lies there.\n"
@@ -148,8 +173,11 @@ class Capture:
                 )
 
 
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else x
+def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
+    if x.ndim == 0 and x.device.type == "cpu":
+        buffer.fill_(x.item())  # the number goes with the launch: no copy from the host to wait for
+    else:
+        buffer.copy_(x, non_blocking=True)
 
 
 def _close(capture: weakref.ref[Capture]) -> None:

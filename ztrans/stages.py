@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from . import inductor
 from . import plan as plans
 from .bound import bound
-from .capture import Capture, check_device, placed
+from .capture import Capture, check_device, placed, with_rates
 from .cluster import Cluster, assumed
 from .collectives import erase_marks, erase_trivial
 from .communicate import all_gather
@@ -246,7 +246,9 @@ class Compiled:
         if not self._bound:
             lowered = agree(self.lowered)
             _check_donation(lowered.graph, local)
-            local = placed(lowered.graph, local) if self.cuda_graph else local
+            if self.cuda_graph:
+                lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
+                local = placed(lowered.graph, local)
             if self.backend == "inductor":
                 graph, run = inductor.executable(lowered.graph, lowered.mesh, local)
                 lowered = dataclasses.replace(lowered, graph=graph)
