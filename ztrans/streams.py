@@ -63,8 +63,8 @@ class Streams:
     def release(self) -> None:
         """Compute waits for the last packing, so that what this read may be freed and used again."""
         if self.packed is not None:
-            self.cuda.current_stream().wait_event(self.packed[0])
-            self.packed = None
+            event, self.packed = self.packed[0], None
+            self.cuda.current_stream().wait_event(event)
 
 
 @dataclass(eq=False)
