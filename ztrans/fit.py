@@ -55,7 +55,7 @@ class Figures:
     """What messages tell of links, as one vector: latency, bandwidth, the efficiency of each kind but one."""
 
     def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
-        self.links, self.kinds = links, []
+        self.links, self.seen, self.kinds = links, seen, []
         for i in range(len(links)):
             # Bandwidth is that of gathers, or of the first kind seen where there are none.
             kinds = sorted({kind for k, kind in seen if k == i}, key=lambda kind: (kind != "all_gather", kind))
@@ -87,17 +87,19 @@ def solve(
     took: Sequence[float],
     start: Sequence[float],
     prior: float = _PRIOR,
+    other: Sequence[float] = (),
 ) -> list[float]:
     """The positive figures with which `predict` is nearest to `took`: damped Newton steps in their logarithms.
 
-    Each figure of `start` counts as much as `prior` messages.
+    Each figure of `start` counts as much as `prior` messages. Where `start` may be far off, so far that
+    no message tells which way to go, the steps are also taken from `other` figures.
 
     >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
     [3.0, 2.0]
     """
     if not start:
         return []
-    first = found = np.log(start)
+    first = np.log(start)
     wanted = np.log(took)
 
     def error(at: np.ndarray) -> np.ndarray:
@@ -110,21 +112,24 @@ def solve(
     def loss(error: np.ndarray, at: np.ndarray) -> float:
         return size(error) + prior * size(at - first)
 
-    now = error(found)
-    for _ in range(_STEPS):
-        slope = np.stack([(error(found + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(found))])
-        weight, hold = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, found - first))
-        pull = slope @ (weight * now) + prior * hold * (found - first)
-        bend = (slope * weight) @ slope.T + prior * np.diag(hold)
-        step = np.clip(np.linalg.solve(bend, pull), -1, 1)
-        for _ in range(8):
-            tried = error(found - step)
-            if loss(tried, found - step) < loss(now, found):
+    def descended(found: np.ndarray) -> tuple[float, list[float]]:
+        now = error(found)
+        for _ in range(_STEPS):
+            slope = np.stack([(error(found + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(found))])
+            weight, hold = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, found - first))
+            pull = slope @ (weight * now) + prior * hold * (found - first)
+            bend = (slope * weight) @ slope.T + prior * np.diag(hold)
+            step = np.clip(np.linalg.solve(bend, pull), -1, 1)
+            for _ in range(8):
+                tried = error(found - step)
+                if loss(tried, found - step) < loss(now, found):
+                    break
+                step = step / 2
+            else:
                 break
-            step = step / 2
-        else:
-            break
-        found, now = found - step, tried
-        if np.abs(step).max() < 1e-4:
-            break
-    return np.exp(found).tolist()
+            found, now = found - step, tried
+            if np.abs(step).max() < 1e-4:
+                break
+        return loss(now, found), np.exp(found).tolist()
+
+    return min(descended(np.log(begin)) for begin in (start, other) if len(begin))[1]

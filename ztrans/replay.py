@@ -7,6 +7,7 @@ they came.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,8 +49,17 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
     axes = [axis for axis, _ in links]
     figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
     took = [max(m.done - m.issued, 0.0) + _NOISE for m in observed]
-    found = solve(lambda values: _took(dict(zip(axes, figures.put(values))), observed), took, figures.start, _PRIOR)
+    slow = Figures([_slow(link, axis, observed) for axis, link in links], figures.seen)
+    predict = lambda values: _took(dict(zip(axes, figures.put(values))), observed)  # noqa: E731
+    found = solve(predict, took, figures.start, _PRIOR, slow.start)
     return tuple(zip(axes, figures.put(found)))
+
+
+def _slow(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
+    """`link` with the bandwidth that the largest message would have had alone."""
+    sizes = [(m.received, m.done - m.issued) for m in observed if m.axis == axis and m.done > m.issued]
+    received, seconds = max(sizes, default=(0, 0.0))
+    return dataclasses.replace(link, bandwidth=received / seconds) if received else link
 
 
 def _took(links: Mapping[str, Link], observed: Sequence[Observed]) -> list[float]:
