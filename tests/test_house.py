@@ -31,12 +31,13 @@ FLOORS = {
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
     **dict.fromkeys(["functional", "cost", "nccl", "recording", "strides"], 5),
     **dict.fromkeys(["trace", "simulate", "products", "execute", "capture"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile", "inductor"], 7),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "profile", "inductor", "arguments"], 7),
     **dict.fromkeys(["mesh", "plan"], 8),
-    **dict.fromkeys(["stages", "calibrate"], 9),
-    **dict.fromkeys(["step"], 10),
-    **dict.fromkeys(["lift"], 10),
-    **dict.fromkeys(["__init__"], 11),
+    **dict.fromkeys(["calibrate", "agreement"], 9),
+    **dict.fromkeys(["compiled"], 10),
+    **dict.fromkeys(["stages"], 11),
+    **dict.fromkeys(["step", "lift"], 12),
+    **dict.fromkeys(["__init__"], 13),
 }
 TRANSFORM = 8  # every other module of transforms/
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, on_ranks, slices
 
 import ztrans as zt
-from ztrans import stages
+from ztrans import compiled as bound
 from ztrans.execute import executable
 from ztrans.graph import is_view
 from ztrans.profile import profile
@@ -94,13 +94,13 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     """What the new plan took decides, not what was expected of it."""
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
-    compiled, real, took = step.compiled(state, *batch), stages.profile, iter([2.0, second])
+    compiled, real, took = step.compiled(state, *batch), bound.profile, iter([2.0, second])
 
     def pretended(*args):
         found = real(*args)
         return dataclasses.replace(found, timeline=dataclasses.replace(found.timeline, seconds=next(took)))
 
-    monkeypatch.setattr(stages, "profile", pretended)
+    monkeypatch.setattr(bound, "profile", pretended)
     kept, _ = compiled.tune(state, *batch, steps=1)
     said = f"measured {second:.4g} s a step, where the plan before took 2 s"
     assert kept.lowered.plan.notes[-1] == (said if second < 2 else f"{said} and was kept")

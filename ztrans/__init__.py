@@ -4,6 +4,7 @@ from .calibrate import calibrate as calibrate
 from .check import check as check
 from .cluster import Cluster as Cluster
 from .cluster import cluster as cluster
+from .compiled import Compiled as Compiled
 from .cost import Cost as Cost
 from .cost import Memory as Memory
 from .evaluate import evaluate as evaluate
@@ -20,7 +21,6 @@ from .ops import psum as psum
 from .plan import Plan as Plan
 from .pretty import diff as diff
 from .profile import Profile as Profile
-from .stages import Compiled as Compiled
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced
 from .step import Step as Step

@@ -1,40 +1,36 @@
-"""Traced, Lowered, Compiled: the stages of a step, as `jax.stages`.
+"""Traced and Lowered: the stages of a step before it is compiled, as `jax.stages`.
 
 `Traced` is the program as written; `Lowered` the program of one rank, transforms applied and order
-fixed; `Compiled` that program bound to this rank's devices. Each prints as its program.
+fixed. Each prints as its program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from . import inductor
 from . import plan as plans
+from .arguments import local_part
 from .bound import bound
-from .capture import Capture, check_device, placed, with_rates
+from .capture import check_device
 from .cluster import Cluster, assumed
 from .collectives import erase_marks, erase_trivial
-from .communicate import all_gather
+from .compiled import Compiled
 from .cost import Cost, Memory, cost, memory
 from .evaluate import join, lockstep, scatter
-from .execute import executable
-from .graph import Graph, Var, dce
+from .graph import Graph, dce
 from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .plan import Plan
 from .pose import pose
-from .profile import Profile, profile
+from .profile import Profile
 from .schedule import skeleton
 from .simulate import simulate
 from .timeline import Timeline
@@ -148,7 +144,8 @@ class Lowered:
         """
         graph, program = self.graph, self.program
         static = {i for i, _ in program.static}
-        flat = [[_local(x) for i, x in enumerate(pytree.tree_leaves((state, *b))) if i not in static] for b in batches]
+        leaves = [enumerate(pytree.tree_leaves((state, *b))) for b in batches]
+        flat = [[local_part(x) for i, x in each if i not in static] for each in leaves]
         n = graph.num_state
         whole = [x.contiguous() for x in flat[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), flat, strict=True)]
@@ -175,175 +172,3 @@ class Lowered:
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
-
-    The first call compares programs over all ranks, and takes rank 0's plan where they differ.
-    """
-
-    lowered: Lowered
-    backend: str = "eager"
-    cuda_graph: bool = False
-    _bound: list[tuple[Lowered, Callable]] = dataclasses.field(default_factory=list, compare=False, repr=False)
-
-    def as_text(self) -> str:
-        """The program that runs."""
-        return str(self._bound[0][0] if self._bound else self.lowered)
-
-    def __str__(self) -> str:
-        return self.as_text()
-
-    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        flat, local = self._inputs(state, batch)
-        outputs = self._run(local)(local)
-        for i, old in enumerate(flat[: self.lowered.graph.num_state]):
-            # the same DTensor objects, whose storage now holds the new state
-            outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
-
-    def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
-        """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
-
-        The state is donated and advances. All ranks must call it. A step with `cuda_graph` is recorded as it
-        is without. See `profile.Profile`.
-        """
-        _, local = self._inputs(state, batch)
-        run = self._run(local)
-        local = placed(self.lowered.graph, local) if self.cuda_graph else local
-        return profile(self._bound[0][0].graph, run.program, local, steps)
-
-    def close(self) -> None:
-        """Let go of the captured CUDA graph, if there is one.
-
-        Before the process group goes, or to go on with another state: the next call runs the step as it is,
-        and the one after captures it anew.
-        """
-        for _, run in self._bound:
-            if isinstance(run, Capture):
-                run.close()
-
-    def tune(self, state: Any, *batch: Any, steps: int = 3) -> tuple[Compiled, Profile]:
-        """Plan again from `steps` recorded steps, record as many of that plan, and keep the faster one.
-
-        Returns that, and what was recorded first. The plan's notes say what a step took on the slowest
-        rank. The state is donated and advances. All ranks must call it.
-        """
-        before = self.profile(state, *batch, steps=steps)
-        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(before), _bound=[])
-        after = again.profile(state, *batch, steps=steps)
-        first, second = _slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
-        lowered, run = (again if second < first else self)._bound[0]
-        note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
-        notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
-        plan = dataclasses.replace(lowered.plan, notes=notes)
-        lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)
-        return dataclasses.replace(self, lowered=lowered, _bound=[(lowered, run)]), before
-
-    def _run(self, local: Sequence[torch.Tensor]) -> Callable:
-        if not self._bound:
-            lowered = agree(self.lowered)
-            _check_donation(lowered.graph, local)
-            if self.cuda_graph:
-                lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
-                local = placed(lowered.graph, local)
-            if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, lowered.mesh, local)
-                lowered = dataclasses.replace(lowered, graph=graph)
-            else:
-                run = executable(lowered.graph, lowered.mesh)
-            self._bound.append((lowered, Capture(run, lowered.graph) if self.cuda_graph else run))
-        return self._bound[0][1]
-
-    def _inputs(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
-        """The flat arguments, and what they hold on this rank."""
-        program, graph = self.lowered.program, self.lowered.graph
-        leaves, tree = pytree.tree_flatten((state, *batch))
-        if tree != program.in_tree:
-            raise TypeError(f"{graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
-        for i, value in program.static:
-            if leaves[i] != value:
-                raise TypeError(f"{graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
-        static = {i for i, _ in program.static}
-        flat = [x for i, x in enumerate(leaves) if i not in static]
-        local = [_local(x) for x in flat]
-        for v, x, y in zip(graph.inputs, flat, local, strict=True):
-            if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-                got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-                raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
-        return flat, local
-
-
-def _local(x: Any) -> torch.Tensor:
-    if isinstance(x, DTensor):
-        return x.to_local()
-    if not isinstance(x, torch.Tensor):
-        return torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
-    return x.detach()
-
-
-def _check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """State is written in place, so each leaf of it needs memory of its own, contiguous as it was traced."""
-    spans = []
-    for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
-        if i < graph.num_state and not x.is_contiguous():
-            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
-        if x.numel():
-            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-            spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
-    spans.sort()
-    for (_, end, i), (start, _, j) in itertools.pairwise(spans):
-        if start < end and min(i, j) < graph.num_state:
-            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
-
-
-def _donated(graph: Graph, what: str) -> str:
-    return (
-        f"{graph.name}: {what}, and a step writes its state in place.\n"
-        f"Call `state = step.shard(state)` once, before the loop: it copies."
-    )
-
-
-def agree(lowered: Lowered) -> Lowered:
-    """Compare hashes of program and plan over all ranks, so that a disagreement is an error and not a hang.
-
-    Ranks that planned otherwise, having measured otherwise, take rank 0's plan.
-
-    Raises: RuntimeError naming the ranks that differ.
-    """
-    if not isinstance(lowered.mesh, DeviceMesh) or lowered.mesh.size() == 1:
-        return lowered
-    mine = torch.tensor(
-        [_number(plans.fingerprint(lowered.hinted)), _number(lowered.plan.digest)], device=lowered.mesh.device_type
-    )
-    every = mine.new_empty(2 * dist.get_world_size())
-    all_gather(every, mine)
-    programs, digests = every.view(-1, 2).T.tolist()
-    differ = [rank for rank, value in enumerate(programs) if value != programs[0]]
-    if differ:
-        inputs = ", ".join(repr(v) for v in lowered.graph.inputs[lowered.graph.num_state :])
-        raise RuntimeError(
-            f"{lowered.graph.name}: ranks {differ} lowered another program than rank 0 did.\n"
-            f"On rank {dist.get_rank()} its batch is {inputs}; every rank must pass the same shapes and "
-            f"take the same branches. Compare print(step.lower(state, batch)) of two ranks."
-        )
-    if len(set(digests)) == 1:
-        return lowered
-    sent = [lowered.plan]
-    dist.broadcast_object_list(sent, src=0)
-    return lowered if digests[dist.get_rank()] == digests[0] else lowered.planned(sent[0])
-
-
-def _slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:
-    """Each of these as it was on the rank where it was longest."""
-    every: list[Any] = [seconds]
-    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, seconds)
-    return list(map(max, zip(*every)))
-
-
-def _number(digest: str) -> int:
-    return int(digest[:15], 16)

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .cluster import Cluster
+from .compiled import Compiled
 from .graph import Layout
 from .layout import AbstractMesh, placements, shard_leaf
 from .mesh import check_runs
 from .plan import Plan
 from .profile import Profile
-from .stages import Compiled, Lowered, Traced
+from .stages import Lowered, Traced
 from .trace import Abstract, global_leaf, leaf_names, trace
 from .transforms.base import Chain, Transform
 
