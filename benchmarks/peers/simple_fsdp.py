@@ -6,14 +6,31 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 from torch.utils import _runtime_estimation
+from torch.utils.flop_counter import flop_registry
 
 from .model import Task
 from .native import loop
+
+FLOPS, MEMORY, WIRE = 1e11, 2e10, 1.2e8  # of one core a second, in bytes a second of its memory and of a gigabit
+
+
+def milliseconds(node: fx.Node, size: int | None = None) -> float:
+    """About what a node takes here: a collective by its bytes, a product by its operations, the rest by memory."""
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    moved = size or sum(x.numel() * x.itemsize for x in tensors)
+    if "c10d" in str(node.target):
+        return 1e3 * moved / WIRE
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 1e3 * moved / MEMORY
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    return 1e3 * count(*args, **kwargs, out_val=node.meta["val"]) / FLOPS
 
 
 class Whole(nn.Module):
@@ -37,8 +54,9 @@ def compiled(task: Task) -> Callable[[], Tensor]:
             setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
             parametrize.register_parametrization(module, name, Whole(dtype), unsafe=True)
     # Inductor asks triton for the bandwidth of a GPU; without one it is to go by that of a processor, in GB/s.
-    _runtime_estimation.get_gpu_dram_gbps = lambda: 20.0
+    _runtime_estimation.get_gpu_dram_gbps = lambda: MEMORY / 1e9
     options = torch._inductor.config.aten_distributed_optimizations
+    options.custom_runtime_estimation = milliseconds  # its own way is to time kernels on a GPU
     options.enable_overlap_scheduling = True
     options.collective_bucketing = True
     return loop(task, model, compile=True)
