@@ -41,11 +41,13 @@ FLOORS = {
 }
 TRANSFORM = 8  # every other module of transforms/
 
-# The imports that go up: from a method, to give a value its face.
+# The imports that go up: from a method, to give a value its face; or for the name of a type alone.
 DOORS = {
     "graph": {"check", "pretty", "execute"},
     "timeline": {"timetable", "figure", "page", "perfetto"},
     "transforms.base": {"step"},
+    "agreement": {"stages"},
+    "compiled": {"stages"},
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.

@@ -9,6 +9,7 @@ from worlds import ALL, batches, on_ranks, slices
 
 import ztrans as zt
 from ztrans.cluster import Link
+from ztrans.collectives import is_start
 
 CASE = CASES["gpt_adam"]
 
@@ -85,10 +86,11 @@ def test_replan_says_what_it_expects():
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "lora", "sam"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_stays_within_the_budget(name, stage):
-    """"auto" lets it rise by 5% over the unscheduled program; what does not fit is said in the notes."""
+    """"auto" lets it rise by 5% over the unscheduled program, or by what one message needs; the notes say so."""
     case = CASES[name]
     plain, planned = lower(case, stage=stage, transforms=(ALL[2],)), lower(case, stage=stage)
     fits = planned.memory_analysis().peak <= 1.05 * plain.memory_analysis().peak
     assert fits != any("above the budget" in note for note in planned.plan.notes)
     over = planned.memory_analysis().peak - 1.05 * plain.memory_analysis().peak
-    assert over <= 160, "more than what packing a few values of some bytes takes for a moment"
+    largest = max(v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs)
+    assert over <= 2 * largest, "more than one message takes while it is under way, sent and received"

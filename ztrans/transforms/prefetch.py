@@ -23,7 +23,7 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
 
     Args:
         memory: bytes that may be live on a rank, a hard limit on the whole step; "auto" allows 5% more
-            than the unscheduled program needs.
+            than the unscheduled program needs, or what one message at a time needs, if that is more.
         max_in_flight: bytes of gathers started and not yet waited for. One bucket is always allowed.
 
     Raises: ValueError, when the program is lowered, if it needs more memory than that in any order.
