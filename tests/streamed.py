@@ -16,21 +16,22 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, slices
 
 import ztrans as zt
+from ztrans.arguments import flat
 from ztrans.execute import bind, to_fx
 from ztrans.streams import Streams
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", 0))
 OPTIONS = [(name, {}) for name in ("gpt_adam", "autocast", "accumulation", "uneven", "muon")]
 OPTIONS.append(("uneven", {"reduce_dtype": torch.bfloat16}))
 
 
 def trained(case, step, low, mesh, streams) -> list[torch.Tensor]:
     """The state on this rank after two steps."""
-    program = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
+    run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     state = step.shard(case.state())
     for batch in batches(case, 2):
-        _, local = low.compile()._inputs(state, slices(batch, 2)[RANK])
-        program(local)
+        _, local = flat(low.program, low.graph, state, slices(batch, 2)[RANK])
+        run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)]
 
 
@@ -49,4 +50,5 @@ def main() -> None:
                 print(json.dumps({"case": name, "stage": stage, "bitwise": same, "races": cuda.races}), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
