@@ -22,6 +22,7 @@ from worlds import ALL, batches, slices
 
 import ztrans as zt
 from ztrans import donation
+from ztrans.arguments import flat
 from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, is_start, wait
 from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
@@ -48,7 +49,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
     low = step.lower(state, *batch)
-    _, local = low.compile()._inputs(state, batch)
+    _, local = flat(low.program, low.graph, state, batch)
     return low, local
 
 
