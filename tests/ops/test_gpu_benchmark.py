@@ -10,6 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left():
+    """The benchmark's mesh of one makes a process group; the tests of other files make their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
