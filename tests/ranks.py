@@ -225,7 +225,7 @@ def messages():
 def inductor() -> None:
     """Either backend: the same state, the same messages."""
     mesh = zt.make_mesh(dp=2)
-    for name, stages in {"adamw_fused": (0, 3), "uneven": (1,), "cast_inside": (3,)}.items():
+    for name, stages in {"adamw_fused": (0, 1, 2, 3), "uneven": (3,), "cast_inside": (3,)}.items():
         case = CASES[name]
         for stage in stages:
             transforms = zt.shard_params(mesh, stage=stage), *ALL

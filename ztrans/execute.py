@@ -2,22 +2,26 @@
 
 `to_fx` writes the program as a `torch.fx.GraphModule`, whose generated code drops each value after
 its last use. `donate` makes elementwise equations write over a value that dies there, state first
-of all, so that a step holds one copy of its state and few temporaries.
+of all, so that a step holds one copy of its state and few temporaries. `fused` makes one kernel of a
+function, for those who choose what becomes one.
 
 Private torch APIs live here; checked on torch 2.13.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import communicator, wait
@@ -28,6 +32,7 @@ from .groups import by_group
 from .layout import cut, localize
 from .nccl import start
 from .streams import Streams, side_streams
+from .versions import check_torch
 
 
 class _Cut(torch.nn.Module):
@@ -184,3 +189,40 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
         if value is not None:
             old.copy_(value)
         outputs[i] = old
+
+
+@contextlib.contextmanager
+def fake() -> Iterator[None]:
+    """Tensors made in here have types and strides, and no elements."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+def fused(function: Callable, like: Callable[[], list[torch.Tensor]]) -> Callable[[list], Sequence]:
+    """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes."""
+    from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
+    from torch._inductor.decomposition import select_decomp_table
+
+    with fake():
+        fakes = like()
+        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+    (output,) = module.graph.find_nodes(op="output")
+    made = [x.meta["val"].stride() for x in output.args[0]]
+    output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
+    with torch.no_grad():
+        return compile_fx_inner(module, fakes)
+
+
+def check_compiler() -> None:
+    """Raises: ValueError where Inductor has no C++ compiler; RuntimeError for a torch that ztrans does not know."""
+    check_torch()
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compile: backend 'inductor' needs a C++ compiler, and there is none.\n"
+            "Install g++ or clang, or name one in the environment variable CXX; or compile(backend='eager')."
+        ) from None

@@ -4,8 +4,6 @@ Groups are compared as text, with their values numbered, so the layers of a mode
 kernels. Nothing is sent while a program is being compiled. Results are those of the eager backend but
 for rounding: a fused sum is made in another order, half-precision values inside a kernel are not
 rounded, and a product may be made by another library.
-
-Private torch APIs live here; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -14,12 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .donation import Donation, donation
-from .execute import Kernel, bind, to_fx
+from .execute import Kernel, bind, fused, to_fx
 from .fusion import Group, fuse
 from .graph import Eqn, Graph, Var
 from .groups import by_group
@@ -27,7 +23,6 @@ from .layout import localize
 from .products import other
 from .strides import Strided, run, strides, text
 from .varying import varying
-from .versions import check_torch
 
 
 class Fused(torch.nn.Module):
@@ -40,21 +35,6 @@ class Fused(torch.nn.Module):
     def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
         made = iter(self.kernel(list(args)))
         return [next(made) if k is None else args[k] for k in self.over]
-
-
-def check_compiler() -> None:
-    """Raises: ValueError where there is no C++ compiler; RuntimeError for a torch that ztrans does not know."""
-    check_torch()
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise ValueError(
-            "compile: backend 'inductor' needs a C++ compiler, and there is none.\n"
-            "Install g++ or clang, or name one in the environment variable CXX; or compile(backend='eager')."
-        ) from None
 
 
 def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]) -> tuple[Graph, Callable]:
@@ -122,8 +102,6 @@ def _compiled(
     lies: Mapping[Var, Strided],
 ) -> Callable[[list], Sequence]:
     """A kernel of these equations, which returns the results that take nobody's place."""
-    from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
-    from torch._inductor.decomposition import select_decomp_table
 
     def computed(*args: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(ins, args))
@@ -134,11 +112,4 @@ def _compiled(
                 args[k].copy_(env[v])
         return [env[v] for v, k in zip(outs, over) if k is None]
 
-    with torch.no_grad():
-        with FakeTensorMode():
-            fakes = [lies[v].empty() for v in ins]
-            module = make_fx(computed, decomposition_table=select_decomp_table())(*fakes)
-        (output,) = module.graph.find_nodes(op="output")
-        made = [x.meta["val"].stride() for x in output.args[0]]
-        output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
-        return compile_fx_inner(module, fakes)
+    return fused(computed, lambda: [lies[v].empty() for v in ins])

@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from . import inductor
 from . import plan as plans
 from .arguments import local_part
 from .bound import bound
@@ -24,6 +23,7 @@ from .collectives import erase_marks, erase_trivial
 from .compiled import Compiled
 from .cost import Cost, Memory, cost, memory
 from .evaluate import join, lockstep, scatter
+from .execute import check_compiler
 from .graph import Graph, dce
 from .groups import by_axis
 from .layout import AbstractMesh
@@ -166,7 +166,7 @@ class Lowered:
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
         if backend == "inductor":
-            inductor.check_compiler()
+            check_compiler()
         if self.mesh is not None:
             check_runs(self.mesh)
         if cuda_graph:

@@ -1,8 +1,6 @@
 """Strides: how every value of a program lies in memory on one rank, found without computing anything.
 
 Each kind of equation is run once, on fake tensors.
-
-Private torch APIs live here; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .collectives import SHARD, WAIT, is_start
+from .execute import fake
 from .graph import Eqn, Graph, Var, substitute
 from .layout import local_shape, localize
 
@@ -55,7 +53,7 @@ def strides(
             e = localize(e.replace(op=twin), graph.axes, at)
             key = text([e], e.ins, (), lies)
             if key not in seen:
-                with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                with fake():
                     made = run(e, {v: lies[v].empty() for v in e.ins})
                 seen[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in made]
             lies.update((v, x) for v, x in zip(e.outs, seen[key]) if v is not None)
