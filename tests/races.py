@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,18 @@ class Races(TorchDispatchMode):
         self.free: defaultdict[Stream, list[Block]] = defaultdict(list)
         self.live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self.sizes: dict[int, int] = {}
+        self.behind: dict[torch.Tensor, torch.Tensor] = {}  # what a launch reads too that is given these addresses
         self.peak = self.made = 0
+
+    def knows(self, make: Callable) -> Callable:
+        """`make`, of whose symmetric memories it knows that who is given the addresses reads what lies there."""
+
+        def known(*args):
+            memory = make(*args)
+            self.behind[memory.buffers] = memory.mine
+            return memory
+
+        return known
 
     def current_device(self) -> int:
         return 0
@@ -110,6 +122,7 @@ class Races(TorchDispatchMode):
         assert not name.startswith(SYNCS), f"the host waits for a value: {func}"
         self._collect()
         given = [(x, self._block(x)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given += [(x, self._block(x)) for at, x in self.behind.items() if any(at is y for y, _ in given)]
         writes = self._writes(func, args, kwargs)
         result = func(*args, **kwargs)
         outs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from programs import CASES
 from races import Races
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,38 +21,88 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, slices
 
 import ztrans as zt
+from ztrans import near
 from ztrans.arguments import flat
+from ztrans.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.execute import bind, to_fx
+from ztrans.ops.symmetric import Symmetric, over_files
 from ztrans.streams import Streams
+from ztrans.transport import Times
 
 RANK = int(os.environ.get("RANK", 0))
-OPTIONS = [(name, {}) for name in ("gpt_adam", "autocast", "accumulation", "uneven", "muon")]
-OPTIONS.append(("uneven", {"reduce_dtype": torch.bfloat16}))
+HALF = {"reduce_dtype": torch.bfloat16}
+RUNS = [(name, {}, (0, 1, 2, 3), False) for name in ("gpt_adam", "autocast", "accumulation", "uneven", "muon")]
+RUNS += [("uneven", HALF, (0, 1, 2, 3), False), ("uneven", HALF, (2, 3), True), ("gpt_adam", HALF, (1, 3), True)]
 
 
-def trained(case, step, low, mesh, streams) -> list[torch.Tensor]:
-    """The state on this rank after two steps."""
+class Files:
+    """Makes symmetric memories of files, each in a folder of its own."""
+
+    def __init__(self) -> None:
+        folder = [tempfile.mkdtemp(dir="/dev/shm") if RANK == 0 else None]
+        dist.broadcast_object_list(folder)
+        self.folder, self.made = Path(folder[0]), []
+
+    def __call__(self, nbytes: int, group: dist.ProcessGroup) -> Symmetric:
+        folder = self.folder / str(len(self.made))
+        folder.mkdir(exist_ok=True)
+        self.made.append(over_files(folder, group.rank(), group.size(), nbytes))
+        return self.made[-1]
+
+    def end(self) -> None:
+        dist.barrier()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Always(near.Near):
+    """Symmetric memory, faster whatever the message."""
+
+    def times(self, group, kind, wire, nbytes):
+        return Times(1e-6, 2e-6, nbytes)
+
+
+def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
+    """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     state = step.shard(case.state())
     for batch in batches(case, 2):
         _, local = flat(low.program, low.graph, state, slices(batch, 2)[RANK])
         run(local)
-    return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)]
+    return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
+
+
+def report(**figures) -> None:
+    if RANK == 0:
+        print(json.dumps(figures), flush=True)
+
+
+def contest(group: dist.ProcessGroup, files: Files) -> None:
+    """Messages that go both ways, by a clock that is another on each rank, until one way gives other bits."""
+    near._seconds = lambda run: (run(), 1.0 + RANK)[1]
+    for kind, wire in ((ALL_GATHER, torch.float32), (REDUCE_SCATTER, torch.bfloat16)):
+        report(contest=kind.name, said=near.Near(files).times(group, kind, wire, 1000))
+    true, near.gather = near.gather, lambda memory, sent, outs, sizes: outs[0].zero_()
+    report(contest="zeros", said=near.Near(files).times(group, ALL_GATHER, torch.float64, 1000))
+    near.gather = true
 
 
 def main() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    for name, options in OPTIONS:
-        for stage in (0, 1, 2, 3):
+    files = Files()
+    contest(mesh.get_group(), files)
+    for name, options, stages, symmetric in RUNS:
+        for stage in stages:
             case = CASES[name]
             step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(case.step)
             low = step.lower(step.shard(case.state()), *slices(batches(case, 1)[0], 2)[RANK])
             with Races() as cuda:
-                streamed = trained(case, step, low, mesh, Streams(cuda))
-            plain = trained(case, step, low, mesh, None)
+                by = Always(cuda.knows(files)) if symmetric else None
+                streamed, text = trained(case, step, low, mesh, Streams(cuda, by))
+            plain, _ = trained(case, step, low, mesh, None)
             same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed))
-            if RANK == 0:
-                print(json.dumps({"case": name, "stage": stage, "bitwise": same, "races": cuda.races}), flush=True)
+            ways = sorted(set(re.findall(r"by=(\w+ \w+)", text)))
+            report(case=name, stage=stage, bitwise=same, races=cuda.races, symmetric=symmetric, ways=ways)
+    files.end()
 
 
 if __name__ == "__main__":

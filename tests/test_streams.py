@@ -21,14 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from worlds import ALL, batches, slices
 
 import ztrans as zt
-from ztrans import donation
+from ztrans import donation, ops
 from ztrans.arguments import flat
 from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, is_start, wait
 from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.near import MOST, Near
+from ztrans.ops.symmetric import in_one_process
 from ztrans.recording import Record, recorded
 from ztrans.streams import Done, Streams
-from ztrans.transport import transport
+from ztrans.transport import Times, transport
 
 WORLD = 4
 CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
@@ -95,15 +97,48 @@ def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
 @pytest.mark.parametrize(
     ("kind", "op", "wire", "said"),
     [
-        (ALL_GATHER, None, torch.bfloat16, "nccl all_gather (moves bytes; symmetric memory is not measured)"),
-        (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way; "),
-        (REDUCE_SCATTER, "mean", torch.bfloat16, "nccl all_to_all (sums half precision in fp32 and in rank order; "),
-        (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way; "),
+        (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12 us for 64 KiB, NCCL 20 us)"),
+        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20 us for 64 KiB, symmetric memory 30 us)"),
+        (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32 MiB)"),
+        (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way)"),
+        (
+            REDUCE_SCATTER,
+            "mean",
+            torch.bfloat16,
+            "symmetric reduce_scatter (sums half precision in fp32 and in rank order; 12 us for 64 KiB, NCCL 20 us)",
+        ),
+        (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way)"),
         (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
     ],
 )
 def test_a_transport_has_a_reason(kind, op, wire, said):
-    assert str(transport(kind, op, wire)).startswith(said)
+    times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32 MiB"}
+    assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == said
+
+
+def test_who_cannot_read_the_others_memory_is_told_why(mesh):
+    group = mesh.get_group()
+    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
+    alone = dist.new_group([1])
+    assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
+
+
+def test_the_checker_knows_what_a_kernel_reads_through_addresses():
+    with Races() as cuda:
+        memory = cuda.knows(lambda nbytes: in_one_process(1, nbytes)[0])(8)
+        with cuda.stream(cuda.Stream()):
+            memory.mine.fill_(1)
+        ops.all_gather(memory, [torch.empty(8, dtype=torch.uint8)], [8])
+    assert cuda.races
+
+
+def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
+    near = Near(lambda nbytes, group: in_one_process(2, nbytes)[0])
+    near.reserve("dp", 8)
+    near.check()
+    near.memory("dp").error.fill_(2)
+    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
+        near.check()
 
 
 def test_the_program_says_what_carries_its_collectives(mesh):
@@ -230,5 +265,10 @@ def test_two_ranks_compute_the_same_bits_on_streams():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     figures = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
-    assert len(figures) == 4 * 6
+    contests, figures = figures[:3], figures[3:]
+    assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
+    assert len(figures) == 4 * 6 + 4
     assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
+    for f in figures:
+        ways = {"symmetric all_gather", "symmetric reduce_scatter"}
+        assert set(f["ways"]) & ways == (ways if f["symmetric"] else set()), f

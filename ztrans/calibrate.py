@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, nccl
+from . import collectives, symmetric
 from .cluster import Cluster, Device, Link
 from .fit import Sample, fit
 from .graph import DTYPES, Partial, Split, Var
 from .mesh import check_runs
-from .streams import side_streams
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _SIZES = tuple(4096 * 4**k for k in range(7))  # bytes that a rank receives: 4 KiB to 16 MiB
@@ -171,7 +170,7 @@ def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device
         eqn = collectives.all_gather([x], ["y"], "axis")
     else:
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
-    start = nccl.start(eqn, ranks, {"axis": group.rank()}, group, side_streams(on.type))
+    start = symmetric.start(eqn, ranks, {"axis": group.rank()}, group, symmetric.side_streams(on.type))
     member = torch.zeros(rows // (group.size() if kind == "all_gather" else 1), device=on)
     return lambda: start(member)[0][0].work, collectives.wire_bytes(eqn, ranks)
 

@@ -85,7 +85,8 @@ def with_rates(graph: Graph) -> Graph:
 class Capture:
     """A step that is run once, then captured, then replayed; `run` is a function of flat inputs.
 
-    `cuda` is `torch.cuda`, or what stands in for it on a machine without a GPU, with its `device`.
+    `check` raises before a replay if the one before has failed. `cuda` is `torch.cuda`, or what stands in for it
+    on a machine without a GPU, with its `device`.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Capture:
         graph: Graph,
         cuda: Any = torch.cuda,
         device: str = "cuda",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.run, self.graph, self.cuda, self.device = run, graph, cuda, device
+        self.run, self.graph, self.cuda, self.device, self.check = run, graph, cuda, device, check
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # of what comes anew with every call
         self.captured: Any = None
@@ -123,6 +125,7 @@ class Capture:
         else:
             if self.captured is None:
                 self._capture(read)
+            self.check()
             self.captured.replay()
             outputs = self.outputs
         return [*inputs[:n], *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:])]

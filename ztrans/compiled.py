@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .arguments import check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
 from .profile import Profile, profile
+from .symmetric import check
 
 if TYPE_CHECKING:
     from .stages import Lowered
@@ -98,5 +100,7 @@ class Compiled:
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
                 run = executable(lowered.graph, lowered.mesh)
-            self._bound.append((lowered, Capture(run, lowered.graph) if self.cuda_graph else run))
+            if self.cuda_graph:
+                run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
+            self._bound.append((lowered, run))
         return self._bound[0][1]

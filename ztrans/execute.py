@@ -30,8 +30,8 @@ from .fusion import Group
 from .graph import Eqn, Graph, Split, Var, substitute
 from .groups import by_group
 from .layout import cut, localize
-from .nccl import start
-from .streams import Streams, side_streams
+from .streams import Streams
+from .symmetric import side_streams, start
 from .versions import check_torch
 
 

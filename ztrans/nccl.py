@@ -25,7 +25,7 @@ from .communicate import Future, Member, Start
 from .graph import Eqn
 from .layout import part
 from .streams import Done, Streams
-from .transport import transport
+from .transport import Transport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ALIGNED = 16  # elements: what is read where it lies in a buffer of many should start at a multiple
@@ -50,11 +50,16 @@ class StreamedStart(Start):
     """Starts one collective equation, like `Start`, beside what compute does."""
 
     def __init__(
-        self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup, streams: Streams
+        self,
+        eqn: Eqn,
+        sizes: Mapping[str, int],
+        at: Mapping[str, int],
+        group: dist.ProcessGroup,
+        streams: Streams,
+        by: Transport,
     ) -> None:
         super().__init__(eqn, sizes, at, group)
-        self.streams, self.lane = streams, streams.lane(group)
-        self.transport = transport(eqn.op, self.op, self.wire)
+        self.streams, self.lane, self.transport = streams, streams.lane(group), by
         self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}[eqn.op]
 
     def extra_repr(self) -> str:
@@ -111,7 +116,7 @@ class StreamedStart(Start):
             return Message(mine, [value], lambda: packed(mine), lambda: whole, lambda _: None)
         shapes = [self.shapes[k] for k in ks]
         sent = new(sum(sizes), dtype=self.wire)
-        values = [new(_back(shape, self.dim), dtype=self.wire) for shape in shapes]
+        values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
         received = lambda: new(n * sent.numel(), dtype=self.wire)  # noqa: E731
         return Message(
             sent, values, lambda: packed(sent), received, lambda got: self._deliver(got, n, sizes, shapes, values)
@@ -129,7 +134,7 @@ class StreamedStart(Start):
         rows = [t.movedim(self.dim, 0) for t in terms]
         pack = (lambda: None) if as_it_lies else lambda: ops.cast_pack(rows, sizes, self.wire, ranks=n, out=sent)
         if self.transport.call == "nccl all_to_all":
-            values = [new(_back(shape, self.dim), dtype=dtype) for shape in shapes]
+            values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
 
             def summed(got: torch.Tensor) -> None:
                 flat = ops.reduce(list(got.view(n, total)), self.op, torch.float32)
@@ -140,7 +145,7 @@ class StreamedStart(Start):
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
             return Message(sent, [value], pack, lambda: mine, self._scale)
-        values = [new(_back(shape, self.dim), dtype=dtype) for shape in shapes]
+        values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
 
         def scaled(got: torch.Tensor) -> None:
             self._scale(got)
@@ -187,22 +192,11 @@ class StreamedStart(Start):
                 value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
-def start(
-    eqn: Eqn,
-    sizes: Mapping[str, int],
-    at: Mapping[str, int],
-    group: dist.ProcessGroup | None,
-    streams: Streams | None,
-) -> Start:
-    """What starts a collective equation, beside compute where there are streams to do so."""
-    return Start(eqn, sizes, at, group) if streams is None else StreamedStart(eqn, sizes, at, group, streams)
-
-
 def _newest(group: dist.ProcessGroup, *names: str) -> Callable:
     """A method of a process group, under the first of its names that this torch knows (2.13 renamed some)."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
-def _back(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+def moved_back(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """A shape with its first dim where it belongs."""
     return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :]) if shape else ()

@@ -35,9 +35,11 @@ HIGH = -1  # the priority of what is short, and waited for
 
 
 class Streams:
-    """The streams of a program. `cuda` is `torch.cuda`, or what stands in for it on a machine without a GPU."""
+    """The streams of a program, and its symmetric memory (`near.Near`), if there is any. `cuda` is `torch.cuda`, or
+    what stands in for it on a machine without a GPU."""
 
-    def __init__(self, cuda: Any = torch.cuda) -> None:
+    def __init__(self, cuda: Any = torch.cuda, near: Any = None) -> None:
+        self.near = near
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
         self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the last packing: its event, what it read
 
@@ -80,11 +82,6 @@ class Done:
         """Let compute wait; not the host."""
         self.streams.release()
         self.streams.cuda.current_stream().wait_event(self.event)
-
-
-def side_streams(device: str) -> Streams | None:
-    """Streams beside compute, where a device of this type has them: CUDA; elsewhere None."""
-    return Streams() if device == "cuda" else None
 
 
 @functools.cache
