@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gpu_near
 import torch
 import torch.distributed as dist
 from gpu_kernels import MIB, copy_seconds, seconds
 
+import ztrans as zt
 from ztrans import ops
 from ztrans.ops import symmetric
 from ztrans.ops.all_gather import launch as gather
 from ztrans.ops.barrier import meet
 from ztrans.ops.kernel import kernel
 from ztrans.ops.reduce_scatter import launch as scatter
+from ztrans.streams import Streams
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -208,7 +211,7 @@ def processes(device: torch.device, left: Callable[[], float] = lambda: 100.0) -
     for ranks in (2, 4):
         if left() > 30:
             meeting(ranks, min(60, left()))
-            what = "rendezvous, barrier, all_gather, reduce_scatter in processes"
+            what = "rendezvous, barrier, all_gather, reduce_scatter, steps of stage 3 in processes"
             lines.append({"ranks": ranks, "what": what, "result": "right"})
         else:
             lines.append({"ranks": ranks, "failed": "not run: the time was over"})
@@ -255,6 +258,7 @@ def one_process(folder: str, rank: int, ranks: int) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(wholes, truth)), "all_gather"
     summed = ops.reduce([e[rank] for e in everyone], "sum", torch.float32)
     assert torch.equal(torch.cat(parts).cpu(), summed), "reduce_scatter"
+    assert gpu_near.stepped(zt.make_mesh("cuda", dp=-1), Streams(near=gpu_near.Always())), "a step sends nothing"
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_near import Always, stepped
 from programs import CASES
 from races import Races
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,6 @@ from ztrans.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.execute import bind, to_fx
 from ztrans.ops.symmetric import Symmetric, over_files
 from ztrans.streams import Streams
-from ztrans.transport import Times
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
@@ -52,13 +52,6 @@ class Files:
     def end(self) -> None:
         dist.barrier()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class Always(near.Near):
-    """Symmetric memory, faster whatever the message."""
-
-    def times(self, group, kind, wire, nbytes):
-        return Times(1e-6, 2e-6, nbytes)
 
 
 def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
@@ -90,6 +83,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     files = Files()
     contest(mesh.get_group(), files)
+    report(benchmark="stepped", sent=stepped(mesh, Streams(Races(), Always(files))))
     for name, options, stages, symmetric in RUNS:
         for stage in stages:
             case = CASES[name]
