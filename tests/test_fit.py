@@ -114,3 +114,19 @@ def test_an_axis_of_which_nothing_was_seen_stays():
     found = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
     assert found["tp"] == links[1][1] and found["dp"] != GUESS
     assert explain(links, []) == links
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(1e-4, 1e9), (1e-3, 1e8), (2e-5, 5e10)])
+def test_a_link_is_found_from_far_away_without_more_latency_than_was_known(latency, bandwidth):
+    """Some messages of about one size, and from 5e10 B/s none is slowed by a little less: no way to go."""
+    start = (("dp", Link("wire", latency, bandwidth)),)
+    equal = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
+    kinds = [("all_gather", "dp gather"), ("reduce_scatter", "dp reduce")]
+    mixed = [
+        Observed("dp", 2, kinds[k % 2][0], 10**6 * (1 + k % 3), kinds[k % 2][1], k * 0.02, k * 0.2 + 0.3)
+        for k in range(12)
+    ]
+    for observed in (equal, mixed):
+        ((_, link),) = explain(start, observed)
+        assert link.bandwidth == pytest.approx(1e7, rel=0.15)
+        assert link.latency < 2 * latency

@@ -19,7 +19,7 @@ from .cluster import Cluster
 from .cost import Memory, memory
 from .graph import Graph
 from .outcome import validate
-from .planner import Infeasible, solve
+from .planner import EFFORT, Infeasible, solve
 from .pose import pose
 from .pretty import size_text
 from .problem import Bucket, Problem, Schedule
@@ -110,9 +110,9 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
 
     Raises: ValueError when the memory budget is below what any order needs, or the cluster lacks a link.
     """
-    s = skeleton(graph)
+    s, program = skeleton(graph), fingerprint(graph)
     if not s.gathers and not s.reductions:
-        return Plan(fingerprint(graph)), s.graph
+        return Plan(program), s.graph
     asked = [p.start.order.memory for p in s.gathers if p.start.order.memory is not None]
     unscheduled = memory(graph).peak
     budget = min(asked) if asked else int(unscheduled * (1 + SLACK))
@@ -122,14 +122,15 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     # problem gets less; then updates come last; then nothing is packed.
     attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
     best: tuple[int, Plan, Graph] | None = None
-    for how, packed in attempts:
+    for number, (how, packed) in enumerate(attempts, 1):
         if not packed and how == update:
             problem = dataclasses.replace(_alone(problem), memory=budget)
+        effort = EFFORT // number
         try:
-            schedule = solve(problem)
+            schedule = solve(problem, effort)
         except Infeasible as error:
             problem = dataclasses.replace(problem, memory=error.needs)
-            schedule = solve(problem)
+            schedule = solve(problem, effort)
         try:
             validate(problem, schedule)
             found = realise(s, schedule, how, _kept(problem, schedule)).check()
@@ -138,11 +139,11 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
             break
         peak = memory(found).peak
         if best is None or peak < best[0]:
-            best = (peak, _named(s, fingerprint(graph), schedule, how), found)
+            best = (peak, _named(s, program, schedule, how), found)
         if peak <= budget:
             break
         problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
-    written = Plan(fingerprint(graph), update=WRITTEN), _as_written(graph)
+    written = Plan(program, update=WRITTEN), _as_written(graph)
     if best is None:
         return _noted(*written, notes)
     peak, plan, found = best

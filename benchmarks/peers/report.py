@@ -35,6 +35,10 @@ LEGEND = """\
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
   before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
   includes a compiler's modules.
+- *remat*: cheap activations are made again in backward. *remat spent*: and the plan may use the memory of the step
+  without it, so that more gathered parameters stay until backward.
+- *bf16*: FSDP2, DeepSpeed, the schedule by hand and ztrans from stage 1 on cast parameters; DDP, compute alone,
+  SimpleFSDP and ztrans stage 0 use autocast.
 - *loss*: mean over ranks after the last step. An exclamation mark: not that of plain training on the whole batch.
 - AdamW(fused=True) in all but JAX. Every batch is the same one; rank 0's clock.
 """
@@ -48,11 +52,12 @@ def line(run: dict) -> str:
 
 
 def pooled(runs: list[dict]) -> dict:
-    """The rounds of one subject as one run: all their steps, the last round's other figures."""
+    """The rounds of one subject as one run: all steps, the median of what was said of them, the last round's memory."""
     good = [run for run in runs if "seconds" in run]
     if len(good) < len(runs) or not runs:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
-    return good[-1] | {"seconds": [s for run in good for s in run["seconds"]]}
+    said = {k: statistics.median(run[k] for run in good) for k in ("first", "simulated", "bound") if k in good[-1]}
+    return good[-1] | said | {"seconds": [s for run in good for s in run["seconds"]]}
 
 
 def agrees(losses: list[float], truth: list[float], precision: str) -> bool:
