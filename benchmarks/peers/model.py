@@ -82,5 +82,5 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 LR, EPS = 1e-3, 1e-6
 
 
-def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=LR, eps=EPS, fused=True)
+def adamw(params: Iterable[nn.Parameter], fused: bool = True) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=LR, eps=EPS, fused=fused)

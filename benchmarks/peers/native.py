@@ -16,9 +16,9 @@ from .model import Task, adamw, loss_of
 from .wire import AllGather, ReduceScatter
 
 
-def loop(task: Task, model: nn.Module, compile: bool = False) -> Callable[[], Tensor]:
+def loop(task: Task, model: nn.Module, compile: bool = False, fused: bool = True) -> Callable[[], Tensor]:
     """A step of the ordinary loop, on one batch again and again."""
-    optimizer, (x, y) = adamw(model.parameters()), task.batch()
+    optimizer, (x, y) = adamw(model.parameters(), fused), task.batch()
     model = torch.compile(model) if compile else model
 
     def step() -> Tensor:
@@ -33,8 +33,8 @@ def loop(task: Task, model: nn.Module, compile: bool = False) -> Callable[[], Te
     return step
 
 
-def plain(task: Task, compile: bool = False) -> Callable[[], Tensor]:
-    return loop(task, task.model(), compile)
+def plain(task: Task, compile: bool = False, fused: bool = True) -> Callable[[], Tensor]:
+    return loop(task, task.model(), compile, fused)
 
 
 def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], Tensor]:
