@@ -24,6 +24,7 @@ from .transport import Times
 
 MOST = 32 * 2**20  # bytes of a whole message: a larger one takes what the wire takes, whichever way it goes
 _TIMES = 20  # messages in a row
+_SPINS = 1 << 30  # looks at a signal: tens of minutes, for a rank may be writing a checkpoint
 
 
 Make = Callable[[int, dist.ProcessGroup], ops.Symmetric]
@@ -114,13 +115,13 @@ def _times(group: dist.ProcessGroup, make: Make, kind: Primitive, wire: torch.dt
 def gather(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: list[int]) -> None:
     """Put this rank's parts where the others read them, and read theirs."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
-    ops.all_gather(memory, outs, sizes)
+    ops.all_gather(memory, outs, sizes, spins=_SPINS)
 
 
 def scatter(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: list[int], op: str) -> None:
     """Put this rank's terms where the others read them, and sum those that are for this rank."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
-    ops.reduce_scatter(memory, outs, sizes, op, sent.dtype)
+    ops.reduce_scatter(memory, outs, sizes, op, sent.dtype, spins=_SPINS)
 
 
 def _seconds(run: Callable[[], object]) -> float:
