@@ -25,7 +25,7 @@ FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "variation", "replay"], 2),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),

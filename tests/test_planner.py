@@ -21,7 +21,6 @@ from ztrans.outcome import evaluate, memory, validate
 from ztrans.placement import Placement
 from ztrans.planner import Infeasible, later, one_ahead, solve
 from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
-from ztrans.variation import Variation
 
 INF = float("inf")
 SMALL = settings(max_examples=200)
@@ -331,25 +330,3 @@ def test_plans_are_the_same_in_every_process():
         for seed in ("1", "2")
     }
     assert len(found) == 1 and "Bucket(" in found.pop()
-
-
-# Times that vary.
-
-
-def test_of_schedules_that_take_as_long_the_one_with_time_to_spare_is_taken():
-    n, use = 12, 9
-    p = Problem(
-        seconds=(1.0,) * n,
-        live=(0,) * n,
-        matmul=(False,) * n,
-        gathers=(Gather("w", wire=4, held=4, use=use, last=use),),
-        reductions=(),
-        wires={"w": Wire("gather", "wire", latency=0.0, pace=1.0)},
-    )
-    at = {start: Schedule((Bucket((0,), start, use),), ()) for start in range(use + 1)}
-    just = use - 4
-    assert {evaluate(p, at[start]).seconds for start in range(just + 1)} == {float(n)}, "all are on time"
-    took = [Variation(p).seconds(at[start]) for start in range(use + 1)]
-    assert took[just - 2] < took[just] < took[just + 1]
-    (bucket,) = solve(p).gathers
-    assert bucket.start < just

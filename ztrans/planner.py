@@ -13,8 +13,7 @@ from .loads import Loads, kept
 from .outcome import evaluate, issue_order, validate
 from .play import play
 from .problem import Bucket, Problem, Schedule
-from .search import NEAR, Search
-from .variation import Variation
+from .search import Search
 
 EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win
@@ -29,9 +28,7 @@ class Infeasible(Exception):
 
 
 def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
-    """The best schedule found: of those that hardly differ, the one that takes least when times vary.
-
-    The same problem has the same one everywhere: effort is counted, not timed.
+    """The best schedule found. The same problem has the same one everywhere: effort is counted, not timed.
 
     Raises: Infeasible when no schedule fits the memory.
     """
@@ -42,11 +39,9 @@ def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
     search.sow()
     search.merge()
     search.climb()
-    found = [s for placed in search.near() for s in (later(problem, placed.schedule), placed.schedule)]
-    simple = one_ahead(problem, search.free)
-    seconds = {s: evaluate(problem, s).seconds for s in ([*found, simple] if simple else found)}
-    near, variation = min(seconds.values()) * (1 + NEAR), Variation(problem)
-    return min((s for s in seconds if seconds[s] <= near), key=variation.seconds)
+    found = search.best.schedule
+    choices = [later(problem, found), found, one_ahead(problem, search.free)]
+    return min((s for s in choices if s is not None), key=lambda s: evaluate(problem, s).seconds)
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:

@@ -22,11 +22,9 @@ from .placement import Placed, Placement
 from .problem import Problem
 
 _LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
-_LEADS = (1.25, 1.5, 2.0, 3.0, 4.0, 1e6)  # not to the second: see variation
+_LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
 _RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 _LITTLE = 2000  # messages placed for the smallest problem: the seeds alone take hundreds
-NEAR = 0.002  # of the time, by which choices hardly differ
-_FINAL = 10  # choices that hardly differ, at most
 _WORSE = 0.0003  # of the time, what a change may cost while much effort is left
 
 
@@ -50,7 +48,6 @@ class Search:
         )
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
         self.best = self.place(self._alone())
-        self.found = [self.best]
 
     def _alone(self) -> Choice:
         """Every message alone, every gather at its use."""
@@ -82,23 +79,15 @@ class Search:
         placed = self.place(choice, max(slower, self.enough))
         if placed is not None:
             self.effort -= len(choice.gathers) + len(choice.reductions)
-            if placed.seconds <= max(self.best.seconds, self.enough) * (1 + NEAR):
-                self.found.append(placed)
             if self.rank(placed) < self.rank(self.best):
                 self.best = placed
         return placed
-
-    def near(self) -> list[Placed]:
-        """The best, and some that hardly take longer, evenly chosen."""
-        limit = max(self.best.seconds, self.enough) * (1 + NEAR)
-        near = sorted((p for p in self.found if p.seconds <= limit), key=self.rank)
-        return [self.best, *near[:: -(-len(near) // _FINAL)]]
 
     def sow(self) -> None:
         """Try the seeds."""
         found = []
         for dropped in self._kept():
-            for lead, reserve in ((1.5, 0.0), (3.0, 1.0)):
+            for lead, reserve in ((1.0, 0.0), (2.0, 1.0)):
                 placed = self._seed(dropped, (0.3, 0.12, 0.2), 1.0, lead, reserve)
                 if placed is not None:
                     found.append((placed.seconds, dropped, lead, reserve))

@@ -11,7 +11,7 @@ from .base import Transform
 
 
 def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
-    """Start each parameter's gather as late as hides it with something to spare, in buckets, within a memory budget.
+    """Start each parameter's gather as late as still hides the transfer, in buckets, within a memory budget.
 
     Where `shard_params(reshard="auto")` allows it, gathered parameters are also kept from forward to
     backward as far as the budget goes and time is saved: the second gather is then dropped.
