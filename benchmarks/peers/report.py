@@ -27,7 +27,7 @@ HEAD = (
 )
 LEGEND = """\
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
-- *simulated*: what ztrans says of its plan before it is timed, from a calibration and eight recorded steps; and the
+- *simulated*: what ztrans says of its plan before it is timed, from a calibration and five recorded steps; and the
   median over that. *bound*: what no order of the same messages can beat on the same figures; and the median over it.
   *first plan*: seconds of the recorded steps, which were planned for the calibration alone; of it and the plan made
   from them, the one that was faster while recorded is the one timed.

@@ -12,7 +12,7 @@ import ztrans as zt
 
 from .model import Task, adamw, loss_of
 
-PROFILED = 8  # steps that the plan is made from
+PROFILED = 5  # steps that the plan is made from
 
 
 class Lifted:
