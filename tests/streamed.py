@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu_near import Always, stepped
 from programs import CASES
 from races import Races
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, slices
 
 import ztrans as zt
+from benchmarks.gpu_near import Always, stepped
 from ztrans import near
 from ztrans.arguments import flat
 from ztrans.collectives import ALL_GATHER, REDUCE_SCATTER

@@ -258,7 +258,7 @@ def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, mon
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose calls of the same names give what NCCL's do."""
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}:{here.parent / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(here / "streamed.py")], env=environment, capture_output=True, text=True, timeout=280
