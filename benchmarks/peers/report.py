@@ -35,8 +35,7 @@ LEGEND = """\
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
   before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
   includes a compiler's modules.
-- *remat*: cheap activations are made again in backward. *remat spent*: and the plan may use the memory of the step
-  without it, so that more gathered parameters stay until backward.
+- *remat*: cheap activations are made again in backward.
 - *bf16*: FSDP2, DeepSpeed, the schedule by hand and ztrans from stage 1 on cast parameters; DDP, compute alone,
   SimpleFSDP and ztrans stage 0 use autocast.
 - *loss*: mean over ranks after the last step. An exclamation mark: not that of plain training on the whole batch.

@@ -56,8 +56,4 @@ SUBJECTS = (
     ),
     Subject("ztrans stage 3, remat", "ztrans:lifted", {"stage": 3, "remat": True}),
     Subject("ztrans stage 3, remat, inductor", "ztrans:lifted", {"stage": 3, "remat": True, "backend": "inductor"}),
-    *(
-        Subject(f"ztrans stage 3, remat spent{name}", "ztrans:lifted", {"stage": 3, "remat": True, "spend": True} | how)
-        for name, how in {"": {}, ", inductor": {"backend": "inductor"}}.items()
-    ),
 )

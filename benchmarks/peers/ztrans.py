@@ -34,11 +34,8 @@ class Lifted:
         return {"first": self.first, "simulated": timeline.seconds, "bound": seconds, "binds": binds}
 
 
-def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False, spend: bool = False) -> Lifted:
-    """In bf16, stage 0 has autocast, as DDP has; from stage 1 on parameters are cast, as by FSDP2 and DeepSpeed.
-
-    With `remat` activations are made again; to `spend` what this frees is to plan for the memory of the step without.
-    """
+def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) -> Lifted:
+    """In bf16, stage 0 has autocast, as DDP has; from stage 1 on parameters are cast, as by FSDP2 and DeepSpeed."""
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
@@ -60,13 +57,9 @@ def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False, 
     # The others do not average their losses over the ranks either.
     shard = zt.shard_params(mesh, axis="dp", stage=stage, reduce_dtype=dtype, outputs="local")
     step, state = zt.lift(loop_step, model, optimizer)
-    cluster, budget = zt.calibrate(mesh), "auto"
-    if spend:
-        plain = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(step)
-        budget = plain.lower(plain.shard(state), *batch, cluster=cluster).memory_analysis().peak
     more = (zt.remat(),) if remat else ()
-    step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=budget), zt.fuse_cast_gather(), *more)(step)
-    lowered = step.lower(step.shard(state), *batch, cluster=cluster)
+    step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather(), *more)(step)
+    lowered = step.lower(step.shard(state), *batch, cluster=zt.calibrate(mesh))
     made = Lifted(lowered, lambda: step.shard(state), batch, backend)
     for param in model.parameters():  # the state is all that is needed now
         param.data = param.data.new_empty(0)
