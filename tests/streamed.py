@@ -31,8 +31,10 @@ from ztrans.streams import Streams
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
-RUNS = [(name, {}, (0, 1, 2, 3), False) for name in ("gpt_adam", "autocast", "accumulation", "uneven", "muon")]
-RUNS += [("uneven", HALF, (0, 1, 2, 3), False), ("uneven", HALF, (2, 3), True), ("gpt_adam", HALF, (1, 3), True)]
+NAMES, SINGLE, DOUBLE = ("gpt_adam", "autocast", "accumulation", "uneven", "muon"), torch.float32, torch.float64
+RUNS = [(name, {}, (0, 1, 2, 3), False, SINGLE) for name in NAMES]
+RUNS += [("uneven", HALF, (0, 1, 2, 3), False, SINGLE), ("uneven", HALF, (2, 3), True, SINGLE)]
+RUNS += [("gpt_adam", HALF, (1, 3), True, SINGLE), ("uneven", HALF, (3,), True, DOUBLE)]
 
 
 class Files:
@@ -84,7 +86,8 @@ def main() -> None:
     files = Files()
     contest(mesh.get_group(), files)
     report(benchmark="stepped", sent=stepped(mesh, Streams(Races(), Always(files))))
-    for name, options, stages, symmetric in RUNS:
+    for name, options, stages, symmetric, dtype in RUNS:
+        torch.set_default_dtype(dtype)
         for stage in stages:
             case = CASES[name]
             step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(case.step)

@@ -119,6 +119,7 @@ def test_a_transport_has_a_reason(kind, op, wire, said):
 def test_who_cannot_read_the_others_memory_is_told_why(mesh):
     group = mesh.get_group()
     assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
+    assert Near().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
     alone = dist.new_group([1])
     assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
 
@@ -268,7 +269,7 @@ def test_two_ranks_compute_the_same_bits_on_streams():
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
     assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
-    assert len(figures) == 4 * 6 + 4
+    assert len(figures) == 4 * 6 + 5
     assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
     for f in figures:
         ways = {"symmetric all_gather", "symmetric reduce_scatter"}

@@ -46,6 +46,8 @@ class Near:
 
         All ranks of the group must ask.
         """
+        if wire.itemsize > 8:
+            return "elements of more than 8 bytes"
         if nbytes > MOST:
             return f"above {MOST >> 20} MiB"
         return refusal(group, self.make) or _times(group, self.make, kind, wire, 1 << max(nbytes - 1, 0).bit_length())

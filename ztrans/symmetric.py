@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +23,22 @@ from .graph import Eqn
 from .layout import local_shape, part
 from .nccl import Message, StreamedStart, moved_back
 from .near import Near, gather, scatter
+from .ops.kernel import FLOATS
 from .streams import Streams
-from .transport import Transport, transport
+from .transport import transport
 
 
 class SymmetricStart(StreamedStart):
     """Starts one collective equation, like `StreamedStart`, over symmetric memory."""
 
-    def __init__(
-        self,
-        eqn: Eqn,
-        sizes: Mapping[str, int],
-        at: Mapping[str, int],
-        group: dist.ProcessGroup,
-        streams: Streams,
-        by: Transport,
-    ) -> None:
-        super().__init__(eqn, sizes, at, group, streams, by)
+    def __init__(self, eqn: Eqn, *where: Any) -> None:
+        super().__init__(eqn, *where)
         self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered}[eqn.op]
-        self.near = streams.near
+        self.near = self.streams.near
         rows = 1 if eqn.op is ALL_GATHER else self.size
-        self.near.reserve(group, max(rows * sum(self.parts[k] for k in ks) for ks in self.groups) * self.wire.itemsize)
+        self.near.reserve(
+            self.group, max(rows * sum(self.parts[k] for k in ks) for ks in self.groups) * self.wire.itemsize
+        )
 
     def _call(self, received: list, sent: list[torch.Tensor]) -> None:
         """Nothing: each message is read by a kernel of its own."""
@@ -74,11 +70,14 @@ class SymmetricStart(StreamedStart):
     ) -> Message:
         values = [sent.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
 
+        # Sums are made in fp32 or half precision; other values are made of those.
+        made = dtype if ranks == 1 or dtype in FLOATS else torch.float32
+
         def finish(_: None) -> None:
-            if self.dim == 0:
+            if self.dim == 0 and made == dtype:
                 read([v.view(-1) for v in values])
                 return
-            flat = [torch.empty(math.prod(shape), dtype=dtype, device=sent.device) for shape in shapes]
+            flat = [torch.empty(math.prod(shape), dtype=made, device=sent.device) for shape in shapes]
             read(flat)
             for x, value, shape in zip(flat, values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim))
