@@ -50,6 +50,8 @@ def parsed() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
     chosen = [s for s in SUBJECTS if re.search(args.only, s.name)]
+    if not chosen:
+        sys.exit(f"no subject has {args.only!r} in its name; there are: {', '.join(s.name for s in SUBJECTS)}")
     jobs = [(s, precision) for precision in args.precision for s in chosen if precision in s.precisions]
     runs: dict[tuple[str, str], list[dict]] = {(s.name, precision): [] for s, precision in jobs}
     print(f"plain training on the whole batch, {args.warmup + args.steps} steps", flush=True)
