@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .collectives import WAIT
-from .graph import Graph, Var, variables
+from .graph import Eqn, Graph, Var, variables
 
 
 def check(graph: Graph) -> None:
@@ -15,10 +15,13 @@ def check(graph: Graph) -> None:
     bound: set[Var] = set()
     names: set[str] = set()
     waits: dict[Var, int] = {}
-    where = "the inputs"
+    eqn: Eqn | None = None
+
+    def at() -> str:
+        return f"at {', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]" if eqn else "at the inputs"
 
     def bind(var: Var) -> None:
-        assert var not in bound and var.name not in names, f"{var} is bound twice, at {where}"
+        assert var not in bound and var.name not in names, f"{var} is bound twice, {at()}"
         bound.add(var)
         names.add(var.name)
         if var.future:
@@ -27,25 +30,24 @@ def check(graph: Graph) -> None:
     for var in graph.inputs:
         bind(var)
     for eqn in graph.eqns:
-        where = f"{', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]"
         for var in eqn.ins:
-            assert var in bound, f"{var} is read before it is bound, at {where}"
+            assert var in bound, f"{var} is read before it is bound, {at()}"
             if eqn.op is WAIT:
-                assert var.future, f"{var} is waited for but is not a future, at {where}"
+                assert var.future, f"{var} is waited for but is not a future, {at()}"
                 waits[var] += 1
-                assert waits[var] == 1, f"{var} is waited for twice, at {where}"
+                assert waits[var] == 1, f"{var} is waited for twice, {at()}"
             else:
-                assert not var.future, f"{var} is a future and is read before its wait, at {where}"
+                assert not var.future, f"{var} is a future and is read before its wait, {at()}"
         outs = [out for out in eqn.outs if out is not None]
         if eqn.op is WAIT:
             for future, out in zip(eqn.ins, outs, strict=True):
                 same = (future.dtype, future.shape, future.layout) == (out.dtype, out.shape, out.layout)
-                assert same and not out.future, f"wait changes the type of {future}, at {where}"
+                assert same and not out.future, f"wait changes the type of {future}, {at()}"
         elif any(out.future for out in outs):
-            assert eqn.provenance is not None, f"a collective has no provenance, at {where}"
-            assert eqn.provenance.axis in graph.axes, f"no such mesh axis, at {where}"
-            assert len(outs) == len(eqn.ins), f"members and futures differ in number, at {where}"
-            assert all(i.shape == o.shape for i, o in zip(eqn.ins, outs)), f"shapes differ, at {where}"
+            assert eqn.provenance is not None, f"a collective has no provenance, {at()}"
+            assert eqn.provenance.axis in graph.axes, f"no such mesh axis, {at()}"
+            assert len(outs) == len(eqn.ins), f"members and futures differ in number, {at()}"
+            assert all(i.shape == o.shape for i, o in zip(eqn.ins, outs)), f"shapes differ, {at()}"
         for out in outs:
             bind(out)
     for var in variables(graph.outputs):

@@ -17,7 +17,6 @@ from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, wire
 from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
-from .liveness import liveness
 from .pretty import size_text
 
 
@@ -120,7 +119,7 @@ def memory(graph: Graph) -> Memory:
     Buffers count too: what a collective receives from its start on, what a reduction packs, casts or
     pads until its wait. Inputs are live throughout, being the caller's; state outputs replace them.
     """
-    size, live, given = local_bytes(graph), liveness(graph), donation(graph)
+    size, given = local_bytes(graph), donation(graph)
     n = len(graph.eqns)
     waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
     held: list[tuple[int, int, Var, int, str]] = []  # from, to, value, bytes, line
@@ -129,7 +128,7 @@ def memory(graph: Graph) -> Memory:
         held.append((0, n - 1, v, size(v), "state" if i < graph.num_state else "batch"))
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
-            if out is not None and live.root[out] is out and out not in given.moved:
+            if out is not None and given.owner[out] is out:
                 allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
                 held.append((i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if is_start(e) and (sent := sent_bytes(e, graph.axes)):

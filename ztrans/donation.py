@@ -22,12 +22,11 @@ from .liveness import liveness
 
 @dataclass(frozen=True)
 class Donation:
-    """`twins`: the in-place operation of each equation that has one; `moved`: results that live in
-    the storage of an argument; `last`: as in `Liveness`, with that taken into account; `owner`: who
-    first had the storage of each value; `read`: where each storage is let go by the collectives that read it."""
+    """`twins`: the in-place operation of each equation that has one; `last`: as in `Liveness`, with results
+    in the storage of arguments taken into account; `owner`: who first had the storage of each value; `read`:
+    where each storage is let go by the collectives that read it."""
 
     twins: dict[Eqn, Any]
-    moved: frozenset[Var]
     last: dict[Var, int]
     owner: dict[Var, Var]
     read: dict[Var, int]
@@ -71,7 +70,7 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             read[owner(v)] = max(until[e], read.get(owner(v), -1))
         if not is_view(e) and e.op is not SHARD:
             exact.update(out for out in e.outs if out is not None and not out.future)
-    return Donation(found, frozenset(moved), last, {v: owner(v) for v in live.root}, read)
+    return Donation(found, last, {v: owner(v) for v in live.root}, read)
 
 
 def _let_go(graph: Graph) -> dict[Eqn, int]:

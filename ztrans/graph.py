@@ -282,5 +282,9 @@ def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
             var = alias[var]
         return var
 
-    eqns = (e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read)) for e in graph.eqns)
-    return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))
+    def renamed(e: Eqn) -> Eqn:
+        if not any(v in alias for v in e.ins):
+            return e
+        return e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
+
+    return graph.replace(eqns=tuple(map(renamed, graph.eqns)), outputs=substitute(graph.outputs, read))
