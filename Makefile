@@ -19,7 +19,7 @@ lint: install
 	$(BIN)/ruff check
 
 test: lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 golden: install
 	$(BIN)/pytest -q --update-golden

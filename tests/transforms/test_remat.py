@@ -1,6 +1,5 @@
 """remat: cheap values are made again in backward; the bits stay, the peak falls."""
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -74,7 +73,9 @@ def test_it_takes_activations_off_the_peak_of_a_gpt():
 def test_it_stands_anywhere_in_a_chain(name):
     case = CASES[name]
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
-    orders = [[EVERY, SHARD, *ALL], [SHARD, EVERY, *ALL], *([SHARD, *rest] for rest in itertools.permutations((EVERY, *ALL)))]
+    chain = [SHARD, *ALL]
+    orders = [[*chain[:k], EVERY, *chain[k:]] for k in range(len(chain) + 1)]
+    orders.append([SHARD, *ALL[::-1], EVERY])
     assert len({str(zt.chain(*order)(case.step).lower(*args)) for order in orders}) == 1
 
 
