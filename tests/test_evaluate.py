@@ -50,6 +50,7 @@ def test_own_collectives_of_several(kind):
     assert exchanged(both, [X, Y], *how) == [[w, [-v for v in w]] for w in wanted]
 
 
+@pytest.mark.skipif(not hasattr(own, "isend"), reason="this torch has no functional isend")
 def test_what_goes_from_rank_to_rank():
     with pytest.raises(ValueError) as e:
         exchanged(own.isend, X, 1, 0)

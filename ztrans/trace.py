@@ -204,12 +204,13 @@ def _check_state(graph: Graph, paths: list[str]) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
-    with (
-        fx_traceback.preserve_node_meta(),
-        torch.autograd.set_multithreading_enabled(False),
-        torch.compiler._compile_session_context(),
-    ):
-        yield
+    before = torch.compiler._is_compiling_flag
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
+        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 class _Lines(TorchDispatchMode):
