@@ -202,10 +202,12 @@ def fused(function: Callable, like: Callable[[], list[torch.Tensor]]) -> Callabl
     """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes."""
     from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     with fake():
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+        module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
     made = [x.meta["val"].stride() for x in output.args[0]]
     output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
