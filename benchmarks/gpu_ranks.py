@@ -233,7 +233,8 @@ def meeting(ranks: int, limit: float) -> None:
             for process in started:
                 process.kill()
     if any(process.returncode for process in started):
-        raise RuntimeError(" | ".join(text.strip().splitlines()[-1] for text in said if text))
+        ends = (f"code {process.returncode}" for process in started)
+        raise RuntimeError(" | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(said, ends)))
 
 
 def one_process(folder: str, rank: int, ranks: int) -> None:

@@ -1,5 +1,7 @@
 """compile(backend="inductor") computes what the eager backend does, with few kernels."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from worlds import batches, clone, distance, on_ranks
 
 import ztrans as zt
 from ztrans import products
+from ztrans.execute import fused
 from ztrans.simulate import signature
 from ztrans.strides import Strided
 
@@ -113,6 +116,55 @@ def test_the_program_that_runs_is_printed_and_profiled(two_layers):
     run = compiled._bound[0][0].graph
     assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(lowered)
     assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
+
+
+def test_a_kernel_writes_over_what_is_donated_and_nothing_else():
+    """The same function twice: what is compiled for a donated argument must not be taken for another's."""
+    kernels = [fused(lambda x, y: [x * y + 1], lambda: [torch.empty(64), torch.empty(64)], d) for d in ([], [1], [0])]
+    for kernel, over in zip(kernels, (None, 1, 0)):
+        given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
+        (made,) = kernel(list(given))
+        assert torch.equal(made, torch.full((64,), 7.0))
+        assert [x.data_ptr() == made.data_ptr() for x in given] == [over == 0, over == 1]
+
+
+def test_kernels_are_donated_what_dies_with_them_and_lies_alone():
+    def step(state, x):
+        h = (state @ x).exp()  # dies with the kernel
+        kept = state @ h.sin()
+        shown = (kept + 1).view(-1)[:8]
+        y = kept.cos() + 2  # read again, and returned in part
+        return state - (y @ kept) * 1e-3, (shown.tanh() + 1, kept)
+
+    state, x = torch.eye(8), torch.full((8, 8), 0.5)
+    lowered = zt.Step.of(step).lower(state, x)
+    compiled = lowered.compile(backend="inductor")
+    truth = step(state, x)
+    for _ in range(2):
+        found = compiled(state.clone(), x)
+        for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(truth)):
+            torch.testing.assert_close(a, b)
+    said = {key.rpartition(" donated ")[2] for key in compiled._bound[0][1].kernels}
+    assert "[0]" in said and x.eq(0.5).all()
+
+
+def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
+    """What is scattered into zeros is compared with an index instead."""
+    aten = torch.ops.aten
+
+    def grads(logits, target, one):
+        log = aten._log_softmax(logits, 1, False)
+        loss, weight = aten.nll_loss_forward(log, target, None, 1, -100)
+        scattered = aten.nll_loss_backward(one, log, target, None, 1, -100, weight)
+        return [loss, aten._log_softmax_backward_data(scattered, log, 1, torch.float32)]
+
+    logits, target, one = torch.randn(64, 512), torch.randint(512, (64,)), torch.ones(())
+    target[3] = -100
+    kernel = fused(grads, lambda: [torch.empty(64, 512), torch.empty(64, dtype=torch.int64), torch.empty(())])
+    for a, b in zip(kernel([logits, target, one]), grads(logits, target, one)):
+        torch.testing.assert_close(a, b)
+    code = Path(kernel.current_callable.__globals__["__file__"]).read_text()
+    assert code.count("empty_strided_cpu((64, 512)") == 1
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):

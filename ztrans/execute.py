@@ -5,7 +5,7 @@ its last use. `donate` makes elementwise equations write over a value that dies 
 of all, so that a step holds one copy of its state and few temporaries. `fused` makes one kernel of a
 function, for those who choose what becomes one.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import communicator, wait
@@ -192,27 +194,35 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def fake() -> Iterator[None]:
+def fake() -> Iterator[FakeTensorMode]:
     """Tensors made in here have types and strides, and no elements."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
+        yield mode
 
 
-def fused(function: Callable, like: Callable[[], list[torch.Tensor]]) -> Callable[[list], Sequence]:
-    """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes."""
+def fused(
+    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = ()
+) -> Callable[[list], Sequence]:
+    """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
+    write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it."""
     from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    with fake():
+    with fake() as mode:
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
         module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
     made = [x.meta["val"].stride() for x in output.args[0]]
     output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
-    with torch.no_grad():
-        return compile_fx_inner(module, fakes)
+    for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        node.target = f"donated_{k}" if k in donated else f"given_{k}"  # Inductor's cache knows it by its text alone
+    module.recompile()
+    context = TracingContext(mode)
+    context.fw_metadata = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
+    with torch.no_grad(), tracing(context):
+        return compile_fx_inner(module, fakes, is_backward=True)
 
 
 def check_compiler() -> None:

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .donation import Donation, donation
 from .execute import Kernel, bind, fused, to_fx
-from .fusion import Group, fuse
-from .graph import Eqn, Graph, Var
-from .groups import by_group
+from .fusion import Group, fuse, shows
+from .graph import Eqn, Graph, Var, producers
+from .groups import by_group, is_users, is_wait
 from .layout import localize
 from .products import other
 from .strides import Strided, run, strides, text
@@ -50,14 +50,17 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
     groups = tuple(g for g in groups if g.updates or _on_one_device([lies[v] for v in (*g.ins, *g.outs)]))
     compiled: dict[str, Callable] = {}
     kernels: dict[Group, Kernel] = {}
+    made, place = producers(graph.eqns), {e: i for i, e in enumerate(graph.eqns)}
     for group in (g for g in groups if not g.updates):
-        old = _over(graph, group, given)
+        end = place[group.eqns[-1]]
+        old = _over(graph, group, given, end)
         eqns = [localize(e, graph.axes, at) for e in group.eqns]
         ins = tuple(dict.fromkeys((*group.ins, *old.values())))
         places = [ins.index(old[v]) if v in old else None for v in group.outs]
-        key = f"{text(eqns, ins, group.outs, lies)} over {places}"
+        donated = [k for k, v in enumerate(ins) if v in made and _dies(v, made[v], ins, given, end)]
+        key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}"
         if key not in compiled:
-            compiled[key] = _compiled(eqns, ins, group.outs, places, lies)
+            compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies)
         kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
     # What does not vary must be equal on all ranks to the bit, and another may find another library faster.
     over = varying(graph, ("batch",))
@@ -78,10 +81,9 @@ def _on_one_device(values: Sequence[Strided]) -> bool:
     return len({x.device for x in values if x.shape} or {x.device for x in values}) == 1
 
 
-def _over(graph: Graph, group: Group, given: Donation) -> dict[Var, Var]:
+def _over(graph: Graph, group: Group, given: Donation, end: int) -> dict[Var, Var]:
     """The new state that a group writes over the old one, which nothing reads any more."""
     old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
-    end = graph.eqns.index(group.eqns[-1])
 
     def may(new: Var) -> bool:
         v = old.get(new)
@@ -94,11 +96,20 @@ def _over(graph: Graph, group: Group, given: Donation) -> dict[Var, Var]:
     return {new: old[new] for new in group.outs if may(new)}
 
 
+def _dies(v: Var, maker: Eqn, ins: Sequence[Var], given: Donation, end: int) -> bool:
+    """Whether a value dies with the group that ends at `end` and nothing else that this reads lies in its storage."""
+    alone = isinstance(maker.op, torch._ops.OpOverload) and not (shows(maker) or is_users(maker) or is_wait(maker))
+    if not alone or given.owner[v] is not v or max(given.last[v], given.read.get(v, -1)) > end:
+        return False
+    return not any(given.owner[x] is v for x in ins if x is not v)
+
+
 def _compiled(
     eqns: Sequence[Eqn],
     ins: Sequence[Var],
     outs: Sequence[Var],
     over: Sequence[int | None],
+    donated: Sequence[int],
     lies: Mapping[Var, Strided],
 ) -> Callable[[list], Sequence]:
     """A kernel of these equations, which returns the results that take nobody's place."""
@@ -112,4 +123,4 @@ def _compiled(
                 args[k].copy_(env[v])
         return [env[v] for v, k in zip(outs, over) if k is None]
 
-    return fused(computed, lambda: [lies[v].empty() for v in ins])
+    return fused(computed, lambda: [lies[v].empty() for v in ins], donated)

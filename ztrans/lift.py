@@ -3,7 +3,7 @@
 The loop body is not changed. While it is traced, the module's parameters and buffers and the
 optimizer's state are swapped for the tensors of the state; what it did to them is the new state.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A torch-function mode sees every `torch.autograd.grad`, which `torch.func.grad` 
 what it returns (see `ops.gradient`). `.backward()` is expressed by it, and scalars that are tensors
 by arithmetic.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

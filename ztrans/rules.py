@@ -4,7 +4,7 @@ Asked about one equation at a time, with shapes only: no process group, no data,
 DTensor says which layouts the inputs must have and which the outputs will; the collectives that
 this takes are placed in the program by the caller.
 
-Private torch APIs live here too; checked on torch 2.13.
+Private torch APIs live here too; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

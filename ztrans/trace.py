@@ -4,7 +4,7 @@
 operation keeps the user's line and its region. A backward operation knows its line through the
 autograd node that runs it, whose sequence number the forward operation drew.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
