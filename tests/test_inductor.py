@@ -128,6 +128,19 @@ def test_a_kernel_writes_over_what_is_donated_and_nothing_else():
         assert [x.data_ptr() == made.data_ptr() for x in given] == [over == 0, over == 1]
 
 
+def test_no_result_of_a_kernel_is_an_argument_that_it_was_given():
+    """What reads nothing but it, and what would be equal to it, is a value of its own: both may be written over."""
+    aten = torch.ops.aten
+
+    def same(x, h):
+        wide, cast = h.float(), x.bfloat16().float()
+        return [x * aten.ones_like(x), x + aten.zeros_like(x), aten.clone(x), x / 1, cast, wide.bfloat16(), wide + 0]
+
+    x, h = torch.randn(64), torch.randn(64).bfloat16()
+    made = fused(same, lambda: [torch.empty(64), torch.empty(64, dtype=torch.bfloat16)])([x, h])
+    assert len({v.data_ptr() for v in (x, h, *made)}) == 2 + len(made)
+
+
 def test_kernels_are_donated_what_dies_with_them_and_lies_alone():
     def step(state, x):
         h = (state @ x).exp()  # dies with the kernel

@@ -205,6 +205,7 @@ def fused(
 ) -> Callable[[list], Sequence]:
     """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
     write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -212,7 +213,8 @@ def fused(
     with fake() as mode:
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        module = joint_graph_passes(module)
+        with config.patch(joint_graph_constant_folding=False):  # of x * 1 it makes x, which is somebody else's
+            module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
     made = [x.meta["val"].stride() for x in output.args[0]]
     output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
