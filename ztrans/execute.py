@@ -205,8 +205,8 @@ def fused(
 ) -> Callable[[list], Sequence]:
     """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
     write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner  # here, for it takes a second to import
+    from torch._inductor import config  # here, for it takes a second to import
+    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 

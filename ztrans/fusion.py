@@ -79,8 +79,7 @@ def _is_fusible(e: Eqn) -> bool:
     return known and not is_random(e.op) and not literal
 
 
-def shows(e: Eqn) -> bool:
-    """Whether its results lie in the storage of what it reads, said or unsaid."""
+def _shows(e: Eqn) -> bool:
     return is_view(e) or _name(e) == "_unsafe_view"
 
 
@@ -125,11 +124,11 @@ def _items(graph: Graph) -> list[_Item]:
         home.update((out, target) for out in e.outs if out is not None)
 
     for e in _waits_together(graph):
-        if all(v in free for v in e.ins) and (shows(e) or _name(e) in _MAKES) and (e.ins or _name(e) in _MAKES):
+        if all(v in free for v in e.ins) and (_shows(e) or _name(e) in _MAKES) and (e.ins or _name(e) in _MAKES):
             free.update((out, e) for out in e.outs if out is not None)
             continue
         latest = max((home[v] for v in e.ins if v in home), key=lambda item: item.place, default=items[0])
-        if shows(e):
+        if _shows(e):
             place(e, latest)
         elif _is_fusible(e):
             # A scalar costs nothing wherever it stands; early, it stands between no updates.
@@ -182,12 +181,12 @@ def _same_call(a: Eqn, b: Eqn) -> bool:
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
     """The group of an item, if it has one, and apart from it the views that only others read."""
-    grouped = [e for e in item.eqns if not shows(e)]
+    grouped = [e for e in item.eqns if not _shows(e)]
     if item.fusible and sum(_is_fusible(e) for e in grouped) < 2:
         grouped = []
     read = {v for e in grouped for v in e.ins}
     for e in reversed(item.eqns if grouped else ()):
-        if shows(e) and any(out in read for out in e.outs):
+        if _shows(e) and any(out in read for out in e.outs):
             read.update(e.ins)
             grouped.append(e)
     together = set(grouped)

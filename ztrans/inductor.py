@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .donation import Donation, donation
 from .execute import Kernel, bind, fused, to_fx
-from .fusion import Group, fuse, shows
+from .fusion import Group, fuse
 from .graph import Eqn, Graph, Var, producers
-from .groups import by_group, is_users, is_wait
+from .groups import by_group, is_users
 from .layout import localize
 from .products import other
 from .strides import Strided, run, strides, text
@@ -98,10 +98,10 @@ def _over(graph: Graph, group: Group, given: Donation, end: int) -> dict[Var, Va
 
 def _dies(v: Var, maker: Eqn, ins: Sequence[Var], given: Donation, end: int) -> bool:
     """Whether a value dies with the group that ends at `end` and nothing else that this reads lies in its storage."""
-    alone = isinstance(maker.op, torch._ops.OpOverload) and not (shows(maker) or is_users(maker) or is_wait(maker))
-    if not alone or given.owner[v] is not v or max(given.last[v], given.read.get(v, -1)) > end:
+    if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or given.owner[v] is not v:
         return False
-    return not any(given.owner[x] is v for x in ins if x is not v)
+    dies = max(given.last[v], given.read.get(v, -1)) <= end
+    return dies and not any(given.owner[x] is v for x in ins if x is not v)
 
 
 def _compiled(
