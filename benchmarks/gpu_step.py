@@ -101,9 +101,14 @@ class Theirs:
 
 
 class Ours:
-    """The same loop by ztrans: plain, or in stage 3 with its collectives sent to a group of one."""
+    """The same loop by ztrans: plain, or in stage 3 with its collectives sent to a group of one.
 
-    def __init__(self, task: Task, backend: str, cuda_graph: bool = False, collectives: bool = False) -> None:
+    `remat` makes cheap activations again in backward, as torch.compile's partitioner does.
+    """
+
+    def __init__(
+        self, task: Task, backend: str, cuda_graph: bool = False, collectives: bool = False, remat: bool = False
+    ) -> None:
         model = task.model()
         self.batch, optimizer = task.batch(), task.optimizer(model)
 
@@ -115,6 +120,7 @@ class Ours:
             return loss
 
         step, self.state = zt.lift(loop_step, model, optimizer)
+        step = zt.remat()(step) if remat else step
         self.lowered = (_sent if collectives else _plain)(step, task, self.state, self.batch)
         options = {"cuda_graph": True} if cuda_graph else {}
         self.compiled = self.lowered.compile(backend=backend, **options)
@@ -145,6 +151,7 @@ SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "ztrans, stage 3 over NCCL, CUDA graph": partial(Ours, backend="eager", cuda_graph=True, collectives=True),
     "torch.compile": partial(Theirs, mode="default"),
     "ztrans, inductor": partial(Ours, backend="inductor"),
+    "ztrans, remat, inductor": partial(Ours, backend="inductor", remat=True),
     "ztrans, inductor, CUDA graph": partial(Ours, backend="inductor", cuda_graph=True),
     "torch.compile, reduce-overhead": partial(Theirs, mode="reduce-overhead"),
     "torch.compile, max-autotune-no-cudagraphs": partial(Theirs, mode="max-autotune-no-cudagraphs"),
