@@ -59,7 +59,8 @@ def adamw(state: dict, grads: dict, b1=0.9, b2=0.999, decay=0.01) -> dict:
 def fsdp(task: Task) -> Callable[[], float]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    jax.distributed.initialize(coordinator, task.ranks, task.rank)
+    # Its hosts are stopped between turns, and dead to each other when no heart beats.
+    jax.distributed.initialize(coordinator, task.ranks, task.rank, heartbeat_timeout_seconds=100_000)
     mesh = jax.make_mesh((task.ranks,), ("dp",), axis_types=(AxisType.Auto,))
     cut, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
     mine = partial(jax.make_array_from_process_local_data, cut)

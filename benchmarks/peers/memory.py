@@ -47,9 +47,14 @@ class Peak:
         self.thread.join()
 
 
+def trim() -> None:
+    """Give the operating system what malloc keeps for later."""
+    _libc.malloc_trim(0)
+
+
 def forget_peak() -> None:
     """Forget it, and what malloc has kept so far: what was needed to get ready is nobody's step."""
-    _libc.malloc_trim(0)
+    trim()
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -26,15 +26,16 @@ HEAD = (
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 LEGEND = """\
+- All subjects are there at once and take turns of a few steps, the others stopped.
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
-- *simulated*: what ztrans says of its plan before it is timed, from a calibration and five recorded steps; and the
-  median over that. *bound*: what no order of the same messages can beat on the same figures; and the median over it.
-  *first plan*: seconds of the recorded steps, which were planned for the calibration alone; of it and the plan made
-  from them, the one that was faster while recorded is the one timed.
+- *simulated*: the plan played with what two steps, recorded after the timed ones of each turn, say of compute and
+  links; and the median over that. *bound*: what no order of the same messages can beat on the same figures; and the
+  median over it. *first plan*: seconds of five steps recorded before all turns, which were planned for a calibration
+  alone; of it and the plan made from them, the one that was faster while recorded is the one timed.
 - *sent*: what one host sends in a step, headers included.
-- *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in one untimed step, since
-  before the model was built. *resident*: the same for memory lent by the operating system, in the timed steps; it
-  includes a compiler's modules.
+- *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in the untimed step of each
+  turn, since before the model was built. *resident*: the same for memory lent by the operating system, in all steps
+  of the turns; it includes a compiler's modules.
 - *remat*: cheap activations are made again in backward.
 - *bf16*: FSDP2, DeepSpeed, the schedule by hand and ztrans from stage 1 on cast parameters; DDP, compute alone,
   SimpleFSDP and ztrans stage 0 use autocast.
@@ -51,11 +52,13 @@ def line(run: dict) -> str:
 
 
 def pooled(runs: list[dict]) -> dict:
-    """The rounds of one subject as one run: all steps, the median of what was said of them, the last round's memory."""
+    """The turns of one subject as one run: all steps, the median of what was said of them, the most memory."""
     good = [run for run in runs if "seconds" in run]
     if len(good) < len(runs) or not runs:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
-    said = {k: statistics.median(run[k] for run in good) for k in ("first", "simulated", "bound") if k in good[-1]}
+    middle = ("sent", "first", "simulated", "bound")
+    said = {k: statistics.median(run[k] for run in good) for k in middle if k in good[-1]}
+    said |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
     return good[-1] | said | {"seconds": [s for run in good for s in run["seconds"]]}
 
 
@@ -105,13 +108,13 @@ def ratios(runs: dict[str, dict]) -> list[str]:
 
 def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
     """Writes the three files, and returns the text of the first."""
-    by_precision = {p: {n: pooled(r) for (n, q), r in runs.items() if q == p} for p in args.precision}
+    by_precision = {p: {n: pooled(turns) for n, turns in each.items()} for p, each in runs.items()}
     names = ("torch", "deepspeed", "jax")
     versions = {n: importlib.metadata.version(n) for n in names if importlib.util.find_spec(n)}
     where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
     where += ", ".join(f"{n} {v}" for n, v in versions.items())
     network = f"{args.hosts} hosts, {args.rate} links"
-    steps = f"{args.steps * args.rounds} steps timed, {args.rounds} round{'s' * (args.rounds > 1)}"
+    steps = f"{args.steps * args.rounds} steps timed, in {args.rounds} turns"
     text = [f"# Training steps: {network}", "", f"{date.today()}; {where}. {steps}.", ""]
     text += [f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.", ""]
     text += [f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.", ""]
