@@ -29,6 +29,7 @@ from .running import NETLAB, ROOT, Running
 from .subjects import SUBJECTS, Subject
 
 PORT = 29511  # the first of those at which ranks meet
+PROCESS = 0.4e9  # bytes that one takes while it waits for its turn
 
 
 def parsed() -> argparse.Namespace:
@@ -52,6 +53,10 @@ def main(args: argparse.Namespace) -> None:
     chosen = [s for s in SUBJECTS if re.search(args.only, s.name)]
     if not chosen:
         sys.exit(f"no subject has {args.only!r} in its name; there are: {', '.join(s.name for s in SUBJECTS)}")
+    processes = args.hosts * max(sum(p in s.precisions for s in chosen) for p in args.precision)
+    needed, free = processes * PROCESS, memory.available()
+    if needed > free:
+        sys.exit(f"{processes} processes need {needed / 1e9:.0f} GB, and {free / 1e9:.0f} are free: --only for fewer.")
     steps = args.warmup + args.rounds * (1 + args.steps)
     print(f"plain training on the whole batch, {steps} steps", flush=True)
     losses = truth(Task(config, args.hosts), steps)

@@ -59,14 +59,19 @@ def forget_peak() -> None:
 
 
 def resident() -> int:
-    return _status("VmRSS")
+    return _said("/proc/self/status", "VmRSS")
 
 
 def resident_peak() -> int:
     """Since the last `forget_peak`."""
-    return _status("VmHWM")
+    return _said("/proc/self/status", "VmHWM")
 
 
-def _status(key: str) -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
+def available() -> int:
+    """Bytes that the machine has left."""
+    return _said("/proc/meminfo", "MemAvailable")
+
+
+def _said(file: str, key: str) -> int:
+    (line,) = (x for x in Path(file).read_text().splitlines() if x.startswith(f"{key}:"))
     return 1024 * int(line.split()[1])
