@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
     config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
     chosen = [s for s in SUBJECTS if re.search(args.only, s.name)]
     if not chosen:
-        sys.exit(f"no subject has {args.only!r} in its name; there are: {', '.join(s.name for s in SUBJECTS)}")
+        sys.exit("\n  ".join([f"no subject has {args.only!r} in its name; there are:", *(s.name for s in SUBJECTS)]))
     processes = args.hosts * max(sum(p in s.precisions for s in chosen) for p in args.precision)
     needed, free = processes * PROCESS, memory.available()
     if needed > free:
