@@ -21,17 +21,18 @@ MIB = 2**20
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
 REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
 HEAD = (
-    "| | seconds a step, median | least | of compute | simulated | bound | sent, MiB | malloc, MiB "
+    "| | seconds a step, median | least | of compute | foretold | simulated | bound | sent, MiB | malloc, MiB "
     "| resident, MiB | loss | |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 LEGEND = """\
 - All subjects are there at once and take turns of a few steps, the others stopped.
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
-- *simulated*: the plan played with what two steps, recorded after the timed ones of each turn, say of compute and
-  links; and the median over that. *bound*: what no order of the same messages can beat on the same figures; and the
-  median over it. *first plan*: seconds of five steps recorded before all turns, which were planned for a calibration
-  alone; of it and the plan made from them, the one that was faster while recorded is the one timed.
+- *foretold*: the plan played with what was known before all turns, a calibration and five recorded steps of the
+  plan before it; and the median over that. *simulated*: played with what two steps of its own, recorded after the
+  timed ones of each turn, say of compute and links; this says how well the simulator plays. *bound*: what no order of
+  the same messages can beat on these same figures. *first plan*: seconds of the five recorded steps; of their plan
+  and the plan made from them, the one that was faster while recorded is the one timed.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in the untimed step of each
   turn, since before the model was built. *resident*: the same for memory lent by the operating system, in all steps
@@ -56,7 +57,7 @@ def pooled(runs: list[dict]) -> dict:
     good = [run for run in runs if "seconds" in run]
     if len(good) < len(runs) or not runs:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
-    middle = ("sent", "first", "simulated", "bound")
+    middle = ("sent", "first", "foretold", "simulated", "bound")
     said = {k: statistics.median(run[k] for run in good) for k in middle if k in good[-1]}
     said |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
     return good[-1] | said | {"seconds": [s for run in good for s in run["seconds"]]}
@@ -72,7 +73,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
     rows = list(HEAD)
     for name, run in runs.items():
         if "seconds" not in run:
-            rows.append(f"| {name} | | | | | | | | | | {line(run)} |")
+            rows.append(f"| {name} | | | | | | | | | | | {line(run)} |")
             continue
         median, least = statistics.median(run["seconds"]), min(run["seconds"])
         memory = f"{run['lent'] / MIB:.0f} | {run['resident'] / MIB:.0f}"
@@ -81,7 +82,8 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
-        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in ("simulated", "bound")]
+        keys = ("foretold", "simulated", "bound")
+        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in keys]
         times = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {' | '.join(said)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
         remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subjects[name].remark

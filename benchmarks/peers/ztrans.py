@@ -24,6 +24,7 @@ class Lifted:
         self.batch = batch
         self.compiled, profile = lowered.compile(backend=backend).tune(shard(), *batch, steps=PROFILED)
         self.first, self.state = profile.timeline.seconds, shard()
+        self.foretold = self.compiled.lowered.timeline().seconds
 
     def __call__(self) -> Tensor:
         self.state, loss = self.compiled(self.state, *self.batch)
@@ -34,8 +35,9 @@ class Lifted:
         lowered, copies = self.compiled.lowered, pytree.tree_map(clone, self.state)  # recorded steps train too
         profile = self.compiled.profile(copies, *self.batch, steps=RECORDED)
         timeline = lowered.timeline(profile.cluster(lowered.cluster))
-        seconds, binds = timeline.bound
-        return {"first": self.first, "simulated": timeline.seconds, "bound": seconds, "binds": binds}
+        bound, binds = timeline.bound
+        before = {"first": self.first, "foretold": self.foretold}
+        return before | {"simulated": timeline.seconds, "bound": bound, "binds": binds}
 
 
 def clone(x: object) -> object:
