@@ -59,9 +59,11 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
 
 @kernel
 def _patience(error, looks, left):
-    # The error word is the host's memory, far away: looked at now and then.
+    # The error word is the host's memory, far away: looked at now and then. Threads may see it change at
+    # different looks, and must leave together: what one of them sees counts for all.
     if looks % 1024 == 0:
-        left = tl.where(tl.load(error, volatile=True) == 0, left, 0)
+        seen = tl.load(error + tl.zeros([256], tl.int32), volatile=True)
+        left = tl.where(tl.max(seen, 0) == 0, left, 0)
     return left
 
 

@@ -44,8 +44,8 @@ class Kernel:
         return triton.jit(functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        # Said, because Triton's default is about to change.
-        return functools.partial(self.jit[grid], enable_fp_fusion=True)
+        # Every product and every sum rounds, as they do one by one in the reference.
+        return functools.partial(self.jit[grid], enable_fp_fusion=False)
 
 
 def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:

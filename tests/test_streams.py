@@ -51,7 +51,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
     low = step.lower(state, *batch)
-    _, local = flat(low.program, low.graph, state, batch)
+    _, local = flat(low.program, low.graph, low.mesh, state, batch)
     return low, local
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .graph import Graph, Var
+from .graph import Graph, Layout, Var
+from .layout import AbstractMesh, placements
 from .trace import Program
 
 
-def flat(program: Program, graph: Graph, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
+def flat(
+    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, state: Any, batch: tuple
+) -> tuple[list, list[torch.Tensor]]:
     """The flat arguments of a call, and what they hold on this rank.
 
     Raises: TypeError where they are not what the program was compiled for.
@@ -27,6 +32,9 @@ def flat(program: Program, graph: Graph, state: Any, batch: tuple) -> tuple[list
             raise TypeError(f"{graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
     static = {i for i, _ in program.static}
     found = [x for i, x in enumerate(leaves) if i not in static]
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # one rank holds everything, however it is called
+        layouts = [v.layout for v in graph.inputs[: graph.num_state]]
+        check_laid_out(graph.name, mesh, program.paths, found, layouts, lowered=True)
     local = [local_part(x) for x in found]
     for v, x, y in zip(graph.inputs, found, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
@@ -35,24 +43,61 @@ def flat(program: Program, graph: Graph, state: Any, batch: tuple) -> tuple[list
     return found, local
 
 
+def check_laid_out(
+    name: str,
+    mesh: DeviceMesh | AbstractMesh | None,
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    layouts: Sequence[Layout],
+    lowered: bool = False,
+) -> None:
+    """State must lie as shard_params wants it: on this mesh, cut in this way. Leaves beyond `layouts` are not state.
+
+    Layouts of a lowered program say nothing about axes of size 1.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return
+    wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
+    wrong = []
+    for path, leaf, layout in zip(paths, leaves, layouts):
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim or isinstance(leaf, DTensor)):
+            want = wanted[layout]
+            if not isinstance(leaf, DTensor):
+                wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
+            elif leaf.device_mesh != mesh:
+                wrong.append(f"{path}: lies on another mesh, {leaf.device_mesh}")
+            elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
+                wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
+    if wrong:
+        raise TypeError(
+            f"shard_params: {name} was called with state that is not laid out "
+            f"for it. {len(wrong)} of {len(layouts)} leaves, including:\n"
+            + "".join(f"  * {line}\n" for line in wrong[:3])
+            + "Call `state = train_step.shard(state)` once, before the loop."
+        )
+
+
 def local_part(x: Any) -> torch.Tensor:
     """What this rank holds of an argument, a number as a tensor."""
     if isinstance(x, DTensor):
-        return x.to_local()
-    if not isinstance(x, torch.Tensor):
-        return torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
-    return x.detach()
+        x = x.to_local()
+    elif not isinstance(x, torch.Tensor):
+        return torch.tensor(x, dtype=torch.int64 if isinstance(x, Integral) else torch.float64)
+    return x.detach() if x.requires_grad else x
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     """State is written in place, so each leaf of it needs memory of its own, contiguous as it was traced."""
     spans = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
-        if i < graph.num_state and not x.is_contiguous():
-            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
-        if x.numel():
-            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-            spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
+        size = x.numel()
+        if not x.is_contiguous():
+            if i < graph.num_state:
+                raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
+            size = size and 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+        if size:
+            start = x.data_ptr()
+            spans.append((start, start + size * x.itemsize, i))
     spans.sort()
     for (_, end, i), (start, _, j) in itertools.pairwise(spans):
         if start < end and min(i, j) < graph.num_state:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from . import collectives, symmetric
 from .cluster import Cluster, Device, Link
 from .fit import Sample, fit
 from .graph import DTYPES, Partial, Split, Var
-from .mesh import check_runs
+from .mesh import check_runs, everywhere
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _SIZES = tuple(4096 * 4**k for k in range(7))  # bytes that a rank receives: 4 KiB to 16 MiB
@@ -49,12 +49,10 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
     device = _device(on)
     if mesh.size() == 1:
         return Cluster(device, ())
-    wires = [_wire(axis, mesh.get_group(axis), on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (device, _host_name(), wires))
-    answer = [_agreed(every, links or {})]
-    dist.broadcast_object_list(answer, src=0)  # a sum may differ in its last bit between machines
-    return answer[0]
+    wires = [_wire(axis, mesh, on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
+    every = everywhere((device, _host_name(), wires), mesh)
+    mine = _agreed(dict(zip(mesh.mesh.flatten().tolist(), every)), links or {})
+    return everywhere(mine, mesh)[0]  # a sum may differ in its last bit between machines
 
 
 class _Wire(NamedTuple):
@@ -66,16 +64,17 @@ class _Wire(NamedTuple):
     host: float
 
 
-def _agreed(every: Sequence[tuple[Device, str, list[_Wire]]], names: Mapping[str, str]) -> Cluster:
+def _agreed(every: Mapping[int, tuple[Device, str, list[_Wire]]], names: Mapping[str, str]) -> Cluster:
     """One cluster of what all ranks measured: medians."""
-    devices, hosts, wires = zip(*every)
+    devices, hosts, wires = zip(*every.values())
+    host_of = dict(zip(every, hosts))
     rates = [(dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops]
     bandwidth, launch = median(d.bandwidth for d in devices), median(d.launch for d in devices)
     memory = min(d.memory / (hosts.count(host) if d.name.startswith("cpu") else 1) for d, host in zip(devices, hosts))
     found = []
     for same in zip(*wires):
         axis, ranks = same[0].axis, len(same[0].ranks)
-        name = "network" if any(len({hosts[r] for r in wire.ranks}) > 1 for wire in same) else "local"
+        name = "network" if any(len({host_of[r] for r in wire.ranks}) > 1 for wire in same) else "local"
         samples = [
             row[0]._replace(seconds=median(s.seconds for s in row)) for row in zip(*(wire.samples for wire in same))
         ]
@@ -132,15 +131,15 @@ def _once(run: Callable[[], Any], on: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _wire(axis: str, group: dist.ProcessGroup, on: torch.device) -> _Wire:
+def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     """Messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
-    samples, largest = [], {}
+    group, samples, largest = mesh.get_group(axis), [], {}
     for kind in _KINDS:
         for size in _SIZES:
             start, received = _collective(kind, size, group, on)
-            once = lambda start=start: _once(lambda: start().wait(), on)  # noqa: E731
+            once = lambda start=start: _once(lambda: _waited(start()), on)  # noqa: E731
             once()
-            slowest = _slowest(once(), on)
+            slowest = max(everywhere(once(), mesh))  # so that all decide alike
             # Each collective waits for all ranks, so nothing else must keep them in step.
             taken = [once() for _ in range(max(3, min(15, int(_BURST / slowest))))]
             samples.append(Sample(kind, received, median(taken)))
@@ -149,15 +148,9 @@ def _wire(axis: str, group: dist.ProcessGroup, on: torch.device) -> _Wire:
                 break
     size, slowest = largest["all_gather"]
     start, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), group, on)
-    host = median(_taken(start, on) for _ in range(3)) / received
+    # A GPU's transfers cost its processor nothing.
+    host = median(_taken(start, mesh, on) for _ in range(3)) / received if on.type == "cpu" else 0.0
     return _Wire(axis, tuple(dist.get_process_group_ranks(group)), samples, host)
-
-
-def _slowest(seconds: float, on: torch.device) -> float:
-    """The greatest over all ranks, so that all decide alike."""
-    every = torch.tensor(seconds, dtype=torch.float32, device=on)
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    return every.item()
 
 
 def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:
@@ -172,10 +165,14 @@ def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
     start = symmetric.start(eqn, ranks, {"axis": group.rank()}, group, symmetric.side_streams(on.type))
     member = torch.zeros(rows // (group.size() if kind == "all_gather" else 1), device=on)
-    return lambda: start(member)[0][0].work, collectives.wire_bytes(eqn, ranks)
+    return lambda: start(member)[0][0], collectives.wire_bytes(eqn, ranks)
 
 
-def _taken(start: Callable[[], Any], on: torch.device) -> float:
+def _waited(future: Any) -> None:
+    future.work.wait()  # `future` holds what it receives into until then
+
+
+def _taken(start: Callable[[], Any], mesh: DeviceMesh, on: torch.device) -> float:
     """The seconds of matmuls that a collective under way costs: of the wall clock, less what other processes took."""
     run = _matmul(256, torch.float32, on)
     clocks = (time.perf_counter, time.process_time)
@@ -184,9 +181,9 @@ def _taken(start: Callable[[], Any], on: torch.device) -> float:
         _once(run, on)
         alone += 1
     each = [(clock() - at) / alone for clock, at in zip(clocks, began)]
-    dist.barrier()
+    everywhere(None, mesh)  # all begin together
     began, beside = [clock() for clock in clocks], 0
-    under_way = threading.Thread(target=start().wait)
+    under_way = threading.Thread(target=_waited, args=(start(),))
     under_way.start()
     while under_way.is_alive():
         _once(run, on)

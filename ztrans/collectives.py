@@ -102,8 +102,10 @@ ALONE = 1 << 16  # bytes of one rank's part from which on a member crosses in a 
 
 def is_alone(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
     """Whether a member of a started collective crosses in a message of its own, and is not packed with others:
-    one large enough that a copy would cost more than a message, and the only one of its equation."""
-    return len(eqn.outs) == 1 or buffer_bytes(eqn, index, sizes) >= ALONE * sizes[eqn.kwargs["axis"]]
+    one large enough that a copy would cost more than a message, and one that has none to be packed with."""
+    enough = ALONE * sizes[eqn.kwargs["axis"]]
+    small = [k for k in range(len(eqn.outs)) if buffer_bytes(eqn, k, sizes) < enough]
+    return index not in small or len(small) == 1
 
 
 def sends_as_it_lies(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:

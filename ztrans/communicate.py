@@ -196,9 +196,10 @@ class Start(torch.nn.Module):
             works = exchange([send] * self.size, pieces, self.group)
             reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))  # noqa: E731
         else:
-            kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+            sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
+            kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
             total = send.clone() if len(flat) == 1 else send  # the sum is made in place
-            works = [dist.all_reduce(total, kinds.get(self.op, dist.ReduceOp.SUM), group=self.group, async_op=True)]
+            works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
             reduced = lambda: (total.div_(self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)  # noqa: E731
 
         def finish() -> list[torch.Tensor]:

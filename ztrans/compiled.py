@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from . import inductor
@@ -43,7 +44,7 @@ class Compiled:
         return self.as_text()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        leaves, local = flat(self.lowered.program, self.lowered.graph, state, batch)
+        leaves, local = self._flat(state, batch)
         outputs = self._run(local)(local)
         for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
             # the same DTensor objects, whose storage now holds the new state
@@ -56,7 +57,7 @@ class Compiled:
         The state is donated and advances. All ranks must call it. A step with `cuda_graph` is recorded as it
         is without. See `profile.Profile`.
         """
-        _, local = flat(self.lowered.program, self.lowered.graph, state, batch)
+        _, local = self._flat(state, batch)
         run = self._run(local)
         local = placed(self.lowered.graph, local) if self.cuda_graph else local
         return profile(self._bound[0][0].graph, run.program, local, steps)
@@ -78,9 +79,11 @@ class Compiled:
         rank. The state is donated and advances. All ranks must call it.
         """
         before = self.profile(state, *batch, steps=steps)
-        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(before), _bound=[])
+        mesh = self.lowered.mesh
+        known = before.agreed(mesh) if isinstance(mesh, DeviceMesh) else before  # all ranks plan alike, or none can
+        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(known), _bound=[])
         after = again.profile(state, *batch, steps=steps)
-        first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
+        first, second = slowest([before.timeline.seconds, after.timeline.seconds], mesh)
         lowered, run = (again if second < first else self)._bound[0]
         note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
@@ -88,10 +91,15 @@ class Compiled:
         lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)
         return dataclasses.replace(self, lowered=lowered, _bound=[(lowered, run)]), before
 
+    def _flat(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
+        lowered = self.lowered
+        leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, state, batch)
+        check_donation(lowered.graph, local)  # each time: one leaf may since have been set to another
+        return leaves, local
+
     def _run(self, local: Sequence[torch.Tensor]) -> Callable:
         if not self._bound:
             lowered = agree(self.lowered)
-            check_donation(lowered.graph, local)
             if self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
                 local = placed(lowered.graph, local)

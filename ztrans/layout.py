@@ -106,11 +106,13 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
     """A full tensor (the same on every rank, or good only on rank `source`, or meta) as a DTensor."""
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
-    leaf, wanted = leaf.detach(), placements(layout, mesh)
+    leaf, wanted, trained = leaf.detach(), placements(layout, mesh), leaf.requires_grad
     if source is not None:
         if leaf.is_meta:
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source)
+        else:  # what is sent whole is otherwise the leaf itself
+            leaf = leaf.clone(memory_format=torch.contiguous_format)
+        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
     local = leaf
     for split in layout:
         if isinstance(split, Split):
@@ -121,4 +123,17 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
     else:  # a copy: the step writes its state in place, never the tensors it was made from
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+    whole = {"shape": leaf.shape, "stride": stride}
+    return DTensor.from_local(local, mesh, wanted, run_check=False, **whole).requires_grad_(trained)
+
+
+def copied(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor, contiguous and with memory of its own."""
+    return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+
+
+def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """A DTensor, of this mesh or another, copied and laid out like this: a collective call where it lies otherwise."""
+    if leaf.device_mesh != mesh:
+        return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
+    return copied(leaf.detach().redistribute(mesh, placements(layout, mesh))).requires_grad_(leaf.requires_grad)

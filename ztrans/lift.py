@@ -18,23 +18,12 @@ import torch
 from torch import nn
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .first_state import make
 
 State = dict[str, Any]
-
-# State that optimizers make at their first step, as it is before that step.
-_FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
-    (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-    ),
-    0.0,
-)
 
 
 def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[Callable, State]:
@@ -45,7 +34,8 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
     inputs (`state["lr"][group]`); other hyperparameters are constants of the program.
 
     Raises: ValueError for optimizers that need a closure, hold parameters that are not the
-    module's, or make state that `lift` does not know before its first step.
+    module's, or make state that `lift` does not know before its first step; and when it is traced,
+    for a loop step that steps another optimizer, or none.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,13 +61,15 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
         raise ValueError(
             "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
         )
-    _first_state(optimizer, names)
+    make(optimizer, names)
 
     def step(state: State, *batch: Any) -> tuple[State, Any]:
         with _swapped(model, optimizer, names, state) as (params, buffers):
             versions = [getattr(lr, "_version", 0) for lr in state["lr"]]
-            output = loop_step(*batch)
+            with _stepped(optimizer):
+                output = loop_step(*batch)
             _check_rates(optimizer, state["lr"], versions)
+            _check_kept(optimizer, params, state["optimizer"])
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
@@ -96,6 +88,44 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
     given = inspect.signature(loop_step).parameters.values()
     step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
     return step, _state(model, optimizer, names)
+
+
+@contextlib.contextmanager
+def _stepped(optimizer: Optimizer) -> Iterator[None]:
+    """See to it that the loop steps this optimizer, and no other: that would hold parameters without gradients."""
+    seen = []
+
+    def watch(stepped: Optimizer, *_: Any) -> None:
+        if stepped is not optimizer:
+            raise ValueError(
+                f"lift: the loop step calls step() of another optimizer, {type(stepped).__name__}, which would train "
+                f"nothing.\nUse one optimizer for all parameters, with a group for each kind: "
+                f"[{{'params': ..., 'lr': ...}}, ...]; or write the step as a function of its state."
+            )
+        seen.append(stepped)
+
+    handle = register_optimizer_step_pre_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not seen:
+        raise ValueError(
+            "lift: the loop step did not call optimizer.step(), and what it does while it is traced it does for ever."
+            "\nTo accumulate gradients, take all micro-batches in one call, and step after them."
+        )
+
+
+def _check_kept(optimizer: Optimizer, params: dict[str, torch.Tensor], known: dict[str, dict]) -> None:
+    """State that the optimizer made just now would be lost after the step, and made anew in the next."""
+    for name, p in params.items():
+        made = [k for k, v in optimizer.state.get(p, {}).items() if isinstance(v, (torch.Tensor, int, float))]
+        new = [k for k in made if k not in known.get(name, {})]
+        if new:
+            raise ValueError(
+                f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
+                f"A parameter that is trained from now on, or another setting of the optimizer: call lift again."
+            )
 
 
 def _check_rates(optimizer: Optimizer, rates: list, versions: list[int]) -> None:
@@ -141,51 +171,6 @@ def _state(model: nn.Module, optimizer: Optimizer, names: dict[int, str]) -> Sta
     }
 
 
-def _first_state(optimizer: Optimizer, names: dict[int, str]) -> None:
-    """Make the state that the optimizer would make at its first step, by a step that changes nothing."""
-    params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    new = [p for p in params if not optimizer.state.get(p)]
-    if not new:
-        return
-    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
-        raise ValueError(
-            f"lift: {type(optimizer).__name__} with dampening does not dampen its first gradient.\n"
-            f"Take one ordinary step first, so that the optimizer's state exists."
-        )
-    held = [(p, p.grad, p.detach().clone()) for p in params]
-    had = {
-        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-        for p, s in optimizer.state.items()
-    }
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    finally:
-        with torch.no_grad():
-            for p, g, value in held:
-                p.grad = g
-                p.copy_(value)
-        for group, lr in zip(optimizer.param_groups, rates):
-            group["lr"] = lr
-        optimizer.state.update(had)
-    for p in new:
-        for key, value in optimizer.state.get(p, {}).items():
-            if value is None:
-                continue
-            if key not in _FRESH:
-                raise ValueError(
-                    f"lift: {type(optimizer).__name__} keeps {key!r} for {names[id(p)]}, and lift does not know "
-                    f"its first value.\nTake one ordinary step first, so that the optimizer's state exists."
-                )
-            optimizer.state[p][key] = (
-                value.fill_(_FRESH[key]) if isinstance(value, torch.Tensor) else type(value)(_FRESH[key])
-            )
-
-
 @contextlib.contextmanager
 def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], state: State) -> Iterator[tuple]:
     """The module and the optimizer on the state's tensors."""
@@ -205,10 +190,25 @@ def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], stat
         if not group.get("fused"):
             group.update({k: v for k, v in (("foreach", False), ("capturable", True)) if k in group})
     tensors = {**params, **state["buffers"]}
-    with stateless._reparametrize_module(model, tensors, tie_weights=True):
+    with _without_gradients(model), stateless._reparametrize_module(model, tensors, tie_weights=True):
         optimizer.param_groups = groups
         optimizer.state = defaultdict(dict, {params[name]: dict(s) for name, s in state["optimizer"].items()})
         try:
             yield params, lambda: dict(model.named_buffers())
         finally:
             optimizer.param_groups, optimizer.state = old_groups, old_state
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Who asks the module's own parameters for gradients, as from a list that was made before, is told while the
+    loop is traced: the gradients would be None, and `clip_grad_norm_` would clip nothing without a word."""
+    held = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    try:
+        with _disable_current_modes():  # real tensors, which a traced step may not read
+            for p, _ in held:
+                p.grad = torch.full((), float("nan"), dtype=p.dtype, device=p.device).expand(p.shape)
+        yield
+    finally:
+        for p, grad in held:
+            p.grad = grad

@@ -49,13 +49,17 @@ def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
     set_proxy_slot(x, tracer, get_proxy_slot(value, tracer))
 
 
-def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_) -> None:
-    """`loss.backward()` as gradients added to `.grad`."""
-    losses = [loss] if isinstance(loss, torch.Tensor) else list(loss)
-    leaves = list(inputs) if inputs is not None else _leaves(losses)
-    seeds = None if gradient is None else [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False) -> None:
+    """`loss.backward(gradient)` and `torch.autograd.backward(losses, grad_tensors)`: gradients added to `.grad`."""
+    losses, seeds = _listed(loss), gradient if grad_tensors is None else grad_tensors
+    leaves = _leaves(losses) if inputs is None else _listed(inputs)
     grads = torch.autograd.grad(
-        losses, leaves, seeds, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        losses,
+        leaves,
+        None if seeds is None else _listed(seeds),
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=True,
     )
     for leaf, g in zip(leaves, grads):
         if g is not None:
@@ -67,6 +71,11 @@ def _backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs
                     leaf.grad.add_(g)
             for hook in (leaf._post_accumulate_grad_hooks or {}).values():
                 hook(leaf)
+
+
+def _listed(x) -> list:
+    """A tensor, or several, as autograd takes them."""
+    return [x] if isinstance(x, torch.Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
 
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:

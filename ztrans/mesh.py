@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,17 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
 def _end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def everywhere(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """What each rank of a mesh brings, in the order of `mesh.mesh`: all of them must call it, and no others."""
+    every = [value]
+    for axis in reversed(mesh.mesh_dim_names or ()):
+        group = mesh.get_group(axis)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, every, group=group)
+        every = [x for part in parts for x in part]
+    return every
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:

@@ -98,7 +98,7 @@ def _times(group: dist.ProcessGroup, make: Make, kind: Primitive, wire: torch.dt
             lambda: all_gather(theirs.view(torch.uint8), sent.view(torch.uint8), group=group),
         )
     else:
-        sent, (mine, theirs) = new(n * count, dtype=wire), (new(count) for _ in range(2))
+        sent, (mine, theirs) = new(n * count, dtype=wire), (new(count, dtype=torch.float32) for _ in range(2))
         terms = torch.empty_like(sent)
 
         def by_nccl() -> None:
@@ -106,7 +106,8 @@ def _times(group: dist.ProcessGroup, make: Make, kind: Primitive, wire: torch.dt
             theirs.copy_(ops.reduce(list(terms.view(n, count)), "sum", torch.float32))
 
         ways = (lambda: scatter(memory, sent, [mine], [count], "sum"), by_nccl)
-    sent.copy_(torch.randn(sent.shape))
+    own = torch.Generator().manual_seed(group.rank())  # and not the one that the user draws from
+    sent.copy_(torch.randn(sent.shape, generator=own))
     seconds = [_seconds(way) for way in ways]
     if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
         seconds[0] = math.inf

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .cluster import Cluster
 from .cost import Memory, memory
 from .graph import Graph
@@ -98,8 +100,15 @@ class Plan:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A hash of a program as text, by which a plan knows what it is for."""
-    return hashlib.sha256(str(graph).encode()).hexdigest()[:16]
+    """A hash of a program, by which a plan knows what it is for: its text but for the user's lines, which a comment
+    moves, and its literals."""
+    found = hashlib.sha256(str(graph.replace(eqns=tuple(e.replace(source=None) for e in graph.eqns))).encode())
+    for e in graph.eqns:
+        for x in (*e.args, *e.kwargs.values()):
+            for literal in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(literal, torch.Tensor):
+                    found.update(literal.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +16,7 @@ from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
 from .graph import Graph
+from .mesh import everywhere
 from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain
 from .simulate import messages, signature
@@ -65,8 +64,7 @@ class Profile:
         """
         if mesh.size() == 1:
             return self
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (dict(self.seconds_by_signature), self.messages))
+        every = everywhere((dict(self.seconds_by_signature), self.messages), mesh)
         known = sorted({key for seconds, _ in every for key in seconds})
         seconds = {key: median(seconds[key] for seconds, _ in every if key in seconds) for key in known}
         return dataclasses.replace(self, seconds_by_signature=seconds, messages=_together([m for _, m in every]))

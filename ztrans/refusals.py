@@ -17,7 +17,25 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
     raise ValueError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n"
-        f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch."
+        f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
+        f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters()."
+    )
+
+
+def no_state(path: str, leaf: Any) -> TypeError:
+    """A leaf of the state that cannot be updated."""
+    return TypeError(
+        f"trace: state leaf {path} is {leaf!r}, which is neither a tensor nor a number.\n"
+        f"Keep it outside of the state, or make it a tensor."
+    )
+
+
+def no_argument(leaf: Any) -> TypeError:
+    """An argument that can be neither an input nor a constant of a program."""
+    return TypeError(
+        f"trace: an argument holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, "
+        f"a number, nor a constant to be compared.\n"
+        f"Make it a tensor: torch.as_tensor(...)."
     )
 
 

@@ -80,9 +80,18 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         wanted, given = _ask(eqn, ins, have, axis, size)
     extreme = any(isinstance(p, Partial) and p.op in ("max", "min", "norminf", "norm-inf") for g in given for p in g)
     empty = extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted))
-    if empty or _makes_terms(have, wanted):  # nothing has no greatest element
+    given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
+    unknown = any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
+    if empty or unknown or _makes_terms(have, wanted):  # nothing has no greatest element
         return [()] * len(ins), [()] * len(given)
     return wanted, given
+
+
+def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
+    """Truth values are reduced by `min` where all of them must hold, and by `max` where one is enough."""
+    if isinstance(p, Partial) and v is not None and v.dtype == torch.bool:
+        return Partial(p.axis, {"product": "min", "sum": "max"}.get(p.op, p.op))
+    return p
 
 
 def _makes_terms(have: list[Layout], wanted: list[Layout]) -> bool:

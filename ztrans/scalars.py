@@ -21,7 +21,7 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     """
     name = getattr(func, "__name__", "")
     plain = name.removeprefix("_foreach_").rstrip("_")
-    if plain not in ("add", "sub", "addcmul", "addcdiv"):
+    if plain not in ("add", "sub", "addcmul", "addcdiv") or "out" in kwargs:
         return NotImplemented
     count = 3 if plain.startswith("addc") else 2
     key = "value" if count == 3 else "alpha"
@@ -42,7 +42,8 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _one(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
     x, *rest = operands
-    rest = [y.to(torch.result_type(x, y)) for y in rest]  # as the operation does, before it scales
+    # As the operation does, before it scales; a number takes the dtype of what it meets.
+    rest = [y.to(torch.result_type(x, y)) if isinstance(y, torch.Tensor) else y for y in rest]
     change = {"addcmul": torch.mul, "addcdiv": torch.div}.get(plain, lambda y: y)(*rest)
     change = change if scalar is None else change * scalar
     change = -change if plain == "sub" else change

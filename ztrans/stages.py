@@ -53,8 +53,8 @@ class Traced:
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         """The per-rank program: transforms applied, collectives placed, buckets and order planned.
 
-        The plan is made for `cluster`: that of `shard_params`, or else an assumed one (H100s on
-        InfiniBand; CPUs on gigabit Ethernet). A `plan` that was made before is applied as it is.
+        The plan is made for `cluster`, by default an assumed one (H100s on InfiniBand; CPUs on gigabit
+        Ethernet; `tune` measures). A `plan` that was made before is applied as it is.
 
         Raises: ValueError when a plan is for another program, or a memory budget cannot be met.
         """
@@ -66,8 +66,7 @@ class Traced:
             graph = graph.replace(history=(*graph.history, repr(transform)))
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
-        own = next((t.cluster for t in self.transforms if getattr(t, "cluster", None) is not None), None)
-        cluster = cluster or own or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
         if plan is None:
             plan, graph = plans.make(hinted, cluster)
         else:

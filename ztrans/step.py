@@ -18,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from .arguments import check_laid_out
 from .cluster import Cluster
 from .compiled import Compiled
 from .graph import Layout
-from .layout import AbstractMesh, placements, shard_leaf
+from .layout import AbstractMesh, copied, relaid, shard_leaf
 from .mesh import check_runs
 from .plan import Plan
 from .profile import Profile
+from .refusals import no_state
 from .stages import Lowered, Traced
-from .trace import Abstract, global_leaf, leaf_names, trace
+from .trace import Abstract, is_number, leaf_names, trace
 from .transforms.base import Chain, Transform
 
 _MANY_PROGRAMS = 8
@@ -96,15 +98,26 @@ class Step:
 
     def trace(self, state: Any, *batch: Any) -> Traced:
         """The program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
-        state, batch = pytree.tree_map(global_leaf, state), pytree.tree_map(global_leaf, batch)
-        return Traced(trace(self.fn, state, *batch), self.transforms)
+        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        return Traced(trace(self.fn, state, *batch, device=device), self.transforms)
 
     def lower(self, state: Any, *batch: Any, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """`trace(state, *batch).lower(cluster=..., plan=...)`."""
-        return self.trace(state, *batch).lower(cluster=cluster, plan=plan or self.plan)
+        """`trace(state, *batch).lower(cluster=..., plan=...)`; by default with the plan of `planned`, if it fits."""
+        traced = self.trace(state, *batch)
+        if plan is None and self.plan is not None:
+            try:
+                return traced.lower(cluster=cluster, plan=self.plan)
+            except ValueError as error:  # as for a last batch that is smaller
+                planned = traced.lower(cluster=cluster)
+                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=2)
+                return planned
+        return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step:
-        """This step with a plan made before, so that it starts without planning: `step.planned(zt.Plan.load(path))`."""
+        """This step with a plan made before, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
+
+        A program that the plan is not for, as that of another batch shape, is planned anew, with a warning.
+        """
         return Step(self.fn, self.transforms, plan)
 
     def tune(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
@@ -124,7 +137,7 @@ class Step:
         """The compiled step for arguments like these, made at the first call with such arguments."""
         key = _signature(state, batch)
         if key not in self._cache:
-            _check_laid_out(self, state)
+            self._check_laid_out(state)
             self._cache[key] = self.lower(state, *batch).compile()
             if len(self._cache) > _MANY_PROGRAMS:
                 warnings.warn(
@@ -134,6 +147,12 @@ class Step:
                     stacklevel=3,
                 )
         return self._cache[key]
+
+    def _check_laid_out(self, state: Any) -> None:
+        if self.mesh is not None:
+            check_runs(self.mesh)
+            paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
+            check_laid_out(self.__name__, self.mesh, paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """Where each state leaf lives, in the order of the tree's leaves."""
@@ -151,21 +170,30 @@ class Step:
         return found
 
     def shard(self, state: Any, *, source: int | None = None, device: torch.device | str | None = None) -> Any:
-        """Full tensors (the same on every rank) -> DTensor leaves as this step wants them, copied.
+        """Full tensors (the same on every rank), or DTensors -> DTensor leaves as this step wants them, copied.
 
         With `source=0` only rank 0's tensors count: the others may hold meta tensors, and each leaf
         is sent in turn. Meta leaves without a source become uninitialised parts, to be filled in
         place (`torch.nn.init` works on them), so no rank ever holds the whole state.
+
+        Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError for another source than
+        0 on a mesh of several axes.
         """
         mesh = self.mesh
-        if mesh is None:
-            copy = lambda x: x.detach().clone(memory_format=torch.contiguous_format)  # noqa: E731
-            return pytree.tree_map_only(torch.Tensor, copy, state)
-        check_runs(mesh)
         leaves, tree = pytree.tree_flatten(state)
+        for path, leaf in zip(leaf_names(self.fn, (state,))[1], leaves):
+            if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
+                raise no_state(path, leaf)
+        if mesh is None:
+            return pytree.tree_map_only(torch.Tensor, copied, state)
+        check_runs(mesh)
+        if source and mesh.ndim > 1:
+            raise ValueError(
+                f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be."
+            )
         device = torch.device(device) if device is not None else None
         laid = [
-            x if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
+            relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
             for x, layout in zip(leaves, self.layouts(state))
         ]
         return pytree.tree_unflatten(laid, tree)
@@ -193,30 +221,3 @@ def _signature(state: Any, batch: tuple) -> tuple:
 
 def _shapes(batch: tuple) -> list:
     return [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
-
-
-def _check_laid_out(step: Step, state: Any) -> None:
-    """State must lie as shard_params wants it: on this mesh, cut in this way."""
-    mesh = step.mesh
-    if mesh is None:
-        return
-    check_runs(mesh)
-    _, paths = leaf_names(step.fn, (state,))
-    wrong = []
-    for path, leaf, layout in zip(paths, pytree.tree_leaves(state), step.layouts(state)):
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim or isinstance(leaf, DTensor)):
-            want = placements(layout, mesh)
-            if not isinstance(leaf, DTensor):
-                wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
-            elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: lies on another mesh, {leaf.device_mesh}")
-            elif list(leaf.placements) != want:
-                wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
-    if wrong:
-        total = len(pytree.tree_leaves(state))
-        raise TypeError(
-            f"shard_params: {step.__name__} was called with state that is not laid out "
-            f"for it. {len(wrong)} of {total} leaves, including:\n"
-            + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop."
-        )

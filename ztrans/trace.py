@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .functional import import_fx
 from .graph import Graph, Var, dce
 from .marks import Marks
-from .refusals import draws, draws_again, reads_value, refuse_closure, seeds
+from .refusals import draws, draws_again, no_argument, no_state, reads_value, refuse_closure, seeds
 from .regions import label_regions
 from .source import Source, user_source
 from .versions import check_torch
@@ -61,19 +61,26 @@ class Abstract:
     @staticmethod
     def of(leaf: Any, is_state: bool) -> Abstract | Any:
         """The abstract value of a tensor or number; anything else stands for itself."""
-        if isinstance(leaf, bool) or not isinstance(leaf, (int, float, torch.Tensor)):
-            return leaf
+        if is_number(leaf):
+            return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
-            return Abstract((), torch.int64 if isinstance(leaf, int) else torch.float64, (), "cpu")
+            if not isinstance(leaf, Hashable):
+                raise no_argument(leaf)
+            return leaf
         if is_state:  # state is kept contiguous, whatever it came as
             stride = torch.empty(leaf.shape, device="meta").stride()
             return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
         return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
 
 
+def is_number(leaf: Any) -> bool:
+    """Python's numbers and NumPy's; truth values say which program is meant."""
+    return isinstance(leaf, Real) and not isinstance(leaf, bool)
+
+
 def _device(leaf: torch.Tensor) -> str:
-    # A fake cuda tensor aborts the process on a CPU build; meta leaves are traced as the CPU's.
-    return leaf.device.type if leaf.device.type != "meta" and torch.accelerator.is_available() else "cpu"
+    # A fake cuda tensor aborts the process on a CPU build.
+    return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
 
 
 @contextlib.contextmanager
@@ -89,11 +96,12 @@ def no_collection() -> Iterator[None]:
 
 
 @no_collection()
-def trace(fn: Callable, state: Any, *batch: Any) -> Program:
+def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
-    which become inputs, never constants.
+    which become inputs, never constants. Meta leaves are traced as lying on `device`, by default
+    where other leaves lie.
 
     Raises: ValueError when the step reads a value while it is traced, closes over a tensor, or
     returns a state of another structure. RuntimeError for a torch that ztrans does not know.
@@ -104,6 +112,8 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     names, paths = leaf_names(fn, (state, *batch))
     abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
+    used = [abstract[i].device for i in dynamic]
+    device = device or next((d for d in used if d not in ("cpu", "meta")), "cpu")
     outside: list[Any] = []
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
@@ -118,7 +128,7 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
         fakes = [
-            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
+            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device if a.device == "meta" else a.device)
             for a in map(abstract.__getitem__, dynamic)
         ]
     generator = torch.random.get_rng_state()
@@ -134,10 +144,7 @@ def trace(fn: Callable, state: Any, *batch: Any) -> Program:
     static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
     if any(i < num_state for i, _ in static):
         i, a = static[0]
-        raise TypeError(
-            f"trace: state leaf {paths[i]} is {a!r}, which is neither a tensor nor a number.\n"
-            f"Keep it outside of the state, or make it a tensor."
-        )
+        raise no_state(paths[i], a)
     graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
     _check_state(graph, paths)
     return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
@@ -252,10 +259,3 @@ class _Lines(TorchDispatchMode):
                 fx_traceback.current_meta.pop("custom", None)
             else:
                 fx_traceback.current_meta["custom"] = old
-
-
-def global_leaf(leaf: Any) -> Any:
-    """A DTensor as what it stands for, a tensor of its global shape; anything else as it is."""
-    if isinstance(leaf, DTensor):
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    return leaf

@@ -34,7 +34,7 @@ def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants:
     aligned = {(names.index(name),): ALIGNED for name, type_ in types.items() if type_.startswith("*")}
     signature = {name: types.get(name, "constexpr") for name in names}
     source = ASTSource(fn=kernel.jit, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False, **options})
     cubin = folder / f"{kernel.__name__}.{capability}.cubin"
     cubin.write_bytes(made.asm["cubin"])
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

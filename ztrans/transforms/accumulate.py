@@ -17,6 +17,7 @@ from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ..graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 
 aten = torch.ops.aten
+_CAST = aten._to_copy.default
 SUMS = (aten.add.Tensor,)
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
@@ -100,14 +101,16 @@ def _same(a: _Reduced, b: _Reduced) -> bool:
 
 
 def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
-    """a + b, reduced at b's place; `rest` is added to the result."""
-    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc")
-    before = b.start.replace(op=aten.add.Tensor, args=(a.term, b.term), outs=(total,), kwargs={}, provenance=None)
+    """a + b, reduced where the later of them was; `rest` is added to the result."""
+    a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
+    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.outs[0].dtype)
+    casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
+    before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
     start = b.start.replace(args=([total],))
     eqns = []
     for e in graph.eqns:
         if e is b.start:
-            eqns += [before, start]
+            eqns += [*casts, before, start]
         elif e is add and rest is not None:
             eqns.append(e.replace(args=(rest, b.end.outs[0])))
         elif e is add or e is a.start or e is a.end:
@@ -118,6 +121,18 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
     if rest is None:
         graph = rename(graph, {add.outs[0]: b.end.outs[0]})
     return dce(graph)
+
+
+def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
+    """The terms in the dtype of the gradient: what is rounded for the wire is their sum, as when it is written so."""
+    casts, found = [], []
+    for v in terms:
+        if v.dtype != dtype:
+            wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
+            casts.append(at.replace(op=_CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
+            v = wide
+        found.append(v)
+    return casts, found
 
 
 def _without(graph: Graph, e: Eqn) -> Graph:

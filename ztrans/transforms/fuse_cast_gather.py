@@ -18,7 +18,8 @@ def fuse_cast_gather() -> Transform:
     """Gather parameters in the dtype in which they are used: half the bytes for bf16, bit for bit the same.
 
     A gather only moves elements and a cast works on each alone, so they commute; so do views. A
-    gather is fused when everything that reads it casts it, maybe through views, to one narrower dtype.
+    gather is fused when everything that reads it casts it, maybe through views that leave no gaps, to one
+    narrower dtype.
 
     Rewrites:
         f = all_gather(w)                       f = all_gather(w, bf16)
@@ -46,7 +47,7 @@ class _FuseCastGather(Transform):
         for e in graph.eqns:
             if e.op is ALL_GATHER and e.kwargs["dtype"] is None and len(e.outs) == 1:
                 (end,) = used[e.outs[0]]
-                found = _readers(end.outs[0], used, outputs)
+                found = _readers(end.outs[0], torch.empty(end.outs[0].shape, device="meta"), used, outputs)
                 dtypes = {c.kwargs["dtype"] for c in found[1]} if found else set()
                 if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < e.outs[0].dtype.itemsize:
                     narrow.update(dict.fromkeys([e.outs[0], *found[0]], dtype))
@@ -64,17 +65,28 @@ class _FuseCastGather(Transform):
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})
 
 
-def _readers(v: Var, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tuple[list[Var], list[Eqn]] | None:
-    """The values seen through views from `v`, and the casts that read them; None if anything else does."""
+def _readers(
+    v: Var, x: torch.Tensor, used: dict[Var, list[Eqn]], outputs: set[Var]
+) -> tuple[list[Var], list[Eqn]] | None:
+    """The values seen through views from `v`, which lies as `x` does, and the casts that read them.
+
+    None if anything else does, or a cast that moves elements too: of rows with gaps it makes a dense value.
+    """
     if v in outputs:
         return None
     seen, casts = [v], []
     for e in used.get(v, ()):
         if e.op is _CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
+            keep = e.kwargs.get("memory_format") or torch.preserve_format
+            if torch.empty_like(x, memory_format=keep).stride() != x.stride():
+                return None
             casts.append(e)
         elif is_view(e) and e.op is not WAIT:
-            for out in e.outs:
-                found = _readers(out, used, outputs)
+            made = e.op(*(x if a is v else a for a in e.args), **e.kwargs)
+            for out, y in zip(e.outs, made if isinstance(made, (list, tuple)) else (made,)):
+                if out is None:
+                    continue
+                found = _readers(out, y, used, outputs)
                 if found is None:
                     return None
                 seen += found[0]
