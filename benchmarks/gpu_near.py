@@ -48,7 +48,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     lowered = step.lower(mine, *(part[rank] for part in batches[0]))
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
-        run(flat(lowered.program, lowered.graph, mine, tuple(part[rank] for part in batch))[1])
+        run(flat(lowered.program, lowered.graph, mesh, mine, tuple(part[rank] for part in batch))[1])
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.near.check()
     for name, w in mine.items():  # not gathered: a group of gloo's may not gather what is on a GPU

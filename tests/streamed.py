@@ -61,7 +61,7 @@ def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     state = step.shard(case.state())
     for batch in batches(case, 2):
-        _, local = flat(low.program, low.graph, state, slices(batch, 2)[RANK])
+        _, local = flat(low.program, low.graph, low.mesh, state, slices(batch, 2)[RANK])
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
 
