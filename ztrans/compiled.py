@@ -100,8 +100,9 @@ class Compiled:
     def _run(self, local: Sequence[torch.Tensor]) -> Callable:
         if not self._bound:
             lowered = agree(self.lowered)
-            if self.cuda_graph:
+            if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
+            if self.cuda_graph:
                 local = placed(lowered.graph, local)
             if self.backend == "inductor":
                 graph, run = inductor.executable(lowered.graph, lowered.mesh, local)

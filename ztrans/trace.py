@@ -126,7 +126,7 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
         outside.extend([_check_result(fn, result, state), out_tree])
         return flat_result
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _quiet():
+    with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         fakes = [
             torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device if a.device == "meta" else a.device)
             for a in map(abstract.__getitem__, dynamic)
@@ -148,6 +148,16 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
     graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
     _check_state(graph, paths)
     return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+
+
+class _Fakes(FakeTensorMode):
+    """Tensors without elements, also for fused optimizers that write over what they are given: PyTorch would run
+    those on real ones, as large as the model, to see what they make."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+            return None
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 def _wants_grad(leaf: Any) -> bool:
