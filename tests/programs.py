@@ -400,6 +400,28 @@ def clipped() -> Case:
     return Case("clipped", step, adam_state(model), regression(6, 4))
 
 
+def loss_scaled() -> Case:
+    """Dynamic loss scaling: a step is skipped where a gradient is not finite, as every third batch sees to."""
+    model = mlp(6, 16, 4)
+    loss = square_loss(model)
+
+    def step(state, batch):
+        spoilt = torch.where(state["step"] % 3 == 1, float("inf"), 1.0)
+        scaled = lambda p, x, y: loss(p, x, y) * state["scale"] * spoilt  # noqa: E731
+        grads = grad(scaled)(state["params"], *batch)
+        finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
+        wrong = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any()
+        params = {k: torch.where(finite, p - 0.05 * grads[k] / state["scale"], p) for k, p in state["params"].items()}
+        scale = torch.where(wrong, state["scale"] / 2, state["scale"])
+        signs = torch.stack([torch.sign(p).prod() for p in params.values()])
+        return {"params": params, "scale": scale, "step": state["step"] + 1}, {"finite": finite.float(), "signs": signs}
+
+    def state():
+        return {"params": params_of(model), "scale": torch.tensor(8.0), "step": torch.tensor(0)}
+
+    return Case("loss_scaled", step, state, regression(6, 4))
+
+
 def accumulation() -> Case:
     """Gradient accumulation by .backward() over micro-batches, SGD of torch.optim's functional form."""
     model = mlp(6, 12, 4)
@@ -577,7 +599,7 @@ def cast_inside() -> Case:
 EXACT = [
     mlp_momentum(), gpt_adam(), adamw_with(fused=True, foreach=False), adamw_with(foreach=True, fused=False),
     adamw_with(foreach=False, fused=False), conv_groupnorm(), batch_norm_mean(), lstm(), mixture(), lora(),
-    uneven(), muon(), clipped(), accumulation(), sam(), penalty(), weight_penalty(), per_sample(),
+    uneven(), muon(), clipped(), loss_scaled(), accumulation(), sam(), penalty(), weight_penalty(), per_sample(),
     token_weighted(), weight_norm(),
 ]  # fmt: skip
 HALF = [autocast(), cast_outside(), cast_inside()]

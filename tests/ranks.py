@@ -117,6 +117,18 @@ def sharding(mesh) -> None:
     scattered = step.unshard(step.shard(mine, source=0))
     report("source", distance=distance(scattered, whole))
 
+    replicated = zt.shard_params(mesh, stage=0)(case.step).shard(whole)
+    cut = step.shard(replicated)
+    placed = all(x.placements == y.placements for x, y in zip(*map(pytree.tree_leaves, (cut, step.shard(whole)))))
+    compiled, batch = step.lower(whole, *slices(batches(case, 1)[0], WORLD)[RANK]).compile(), batches(case, 1)[0]
+    told = []
+    for wrong in (whole, replicated):
+        try:
+            compiled(wrong, *slices(batch, WORLD)[RANK])
+        except TypeError as error:
+            told.append(str(error).splitlines()[0])
+    report("laid_out", distance=distance(step.unshard(cut), whole), placed=placed, told=told)
+
     meta = pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
     state = step.shard(meta)
     torch.manual_seed(0)
@@ -263,8 +275,27 @@ def tuning() -> None:
     tuned(zt.make_mesh(dp=2), report)
 
 
+def pipeline() -> None:
+    """Two stages of a pipeline, each a program of its own on a part of the world."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    case, mine = CASES[("mlp_momentum", "uneven")[stage]], mesh["dp"]
+    step = zt.chain(zt.shard_params(mine), *ALL)(case.step)
+    cluster = zt.calibrate(mine)
+    state, (first, *data) = step.shard(case.state()), [slices(batch, 2)[rank] for batch in batches(case, 4)]
+    compiled = step.lower(state, *first, cluster=cluster).compile()
+    compiled, _ = compiled.tune(state, *first, steps=1)  # two steps of the first batch: one of each plan
+    for batch in data:
+        state, _ = compiled(state, *batch)
+    truth = case.state()
+    for batch in (batches(case, 4)[0], *batches(case, 4)):
+        truth, _ = case.step(truth, *batch)
+    report("pipeline", RANK, stage=stage, distance=distance(step.unshard(state), truth), axes=len(cluster.links))
+
+
 def four() -> None:
     mesh = zt.make_mesh(host=2, dp=2)
+    pipeline()
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
     tensor_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 

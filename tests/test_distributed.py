@@ -60,6 +60,15 @@ def test_four_ranks_in_two_hosts(four):
 
 
 @pytest.mark.distributed
+def test_a_mesh_may_be_a_part_of_the_world(four):
+    """Ranks of other meshes run other programs, and are not asked."""
+    figures = of(four, "pipeline")
+    assert sorted(f["stage"] for f in figures) == [0, 0, 1, 1]
+    for f in figures:
+        assert f["distance"] <= 1e-5 and f["axes"] == 1, f
+
+
+@pytest.mark.distributed
 def test_the_steps_own_collectives_are_left_where_they_are(four):
     (f,) = of(four, "tensor_parallel")
     assert f["named"] and f["distance"] <= 1e-6
@@ -88,6 +97,13 @@ def test_state_is_scattered_made_on_meta_and_checkpointed(two):
     assert of(two, "meta")[0]["finite"]
     assert of(two, "meta")[0]["share"] < 0.51
     assert of(two, "checkpoint")[0] == {"check": "checkpoint", "distance": 0.0, "dtensors": True}
+
+
+@pytest.mark.distributed
+def test_state_that_lies_otherwise_is_laid_out_by_shard_and_refused_by_a_compiled_step(two):
+    (f,) = of(two, "laid_out")
+    assert f["distance"] == 0 and f["placed"] and len(f["told"]) == 2
+    assert all("was called with state that is not laid out for it" in text for text in f["told"])
 
 
 @pytest.mark.distributed

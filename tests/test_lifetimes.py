@@ -19,6 +19,9 @@ from worlds import ALL, on_ranks
 
 import ztrans as zt
 from ztrans.cluster import Link
+from ztrans.collectives import reduce, sends_as_it_lies
+from ztrans.communicate import Start
+from ztrans.graph import Split, Var
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5
 P, p = W * W * 4, W * W * 4 // RANKS
@@ -217,3 +220,13 @@ def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
             members.update((out, [arg]) for out, arg in zip(line.outs, line.args))
         elif line.op == "wait" and line.args[0] in members:
             ended.update(a for a in members[line.args[0]] if "@" not in a)
+
+
+def test_a_small_member_that_is_left_alone_is_sent_as_it_lies():
+    """A large weight crosses by itself, so the bias beside it does too: its storage is needed until the wait."""
+    weight, bias, other = (Var(name, torch.float32, shape) for name, shape in (("w", (4096, 64)), ("b", (64,)), ("c", (64,))))
+    for members, lies in (((weight, bias), [True, True]), ((weight, bias, other), [True, False, False]), ((bias,), [True])):
+        eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
+        start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
+        assert [sends_as_it_lies(eqn, k, {"dp": 2}) for k in range(len(members))] == lies
+        assert [[k] in start.groups for k in range(len(members))] == lies

@@ -248,3 +248,53 @@ def test_what_lift_refuses(make, message):
     with pytest.raises(ValueError, match=f"lift: .*{message}"):
         zt.lift(loop(model, optimizer), model, optimizer)
     assert distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+
+
+def trace_of(loop_step, model, optimizer):
+    step, state = zt.lift(loop_step, model, optimizer)
+    return lambda: zt.Step(step).trace(state, *data()[0])
+
+
+def test_an_optimizer_that_is_not_lifted_is_refused():
+    model = make_model()
+    optimizer, other = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
+    plain = loop(model, optimizer)
+    with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
+        trace_of(lambda *xy: (plain(*xy), other.step())[0], model, optimizer)()
+    plain(*data()[0]), other.step()
+
+
+def test_a_loop_that_takes_no_step_is_refused():
+    model = make_model()
+    optimizer = of("SGD", lr=0.1)(model)
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call optimizer.step"):
+        trace_of(lambda x, y: F.mse_loss(model(x), y).backward(), model, optimizer)()
+
+
+def test_gradients_of_parameters_from_outside_are_refused():
+    """A list made before the loop holds the module's own parameters, which have no gradients while it is traced."""
+    model = make_model()
+    optimizer, params = of("SGD", lr=0.1)(model), list(model.parameters())
+
+    def clipped(x, y, params=lambda: params):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(params(), 0.1)
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match=r"reads a tensor.*(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters"):
+        trace_of(clipped, model, optimizer)()
+    assert all(p.grad is None for p in params)
+    trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
+
+
+def test_a_parameter_that_is_trained_only_later_is_refused():
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = of("Adam", lr=0.1)(model)
+    traced = trace_of(loop(model, optimizer), model, optimizer)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call lift again"):
+        traced()

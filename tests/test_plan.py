@@ -4,12 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from programs import CASES, gpt_adam
 from worlds import ALL, batches, on_ranks, slices
 
 import ztrans as zt
 from ztrans.cluster import Link
 from ztrans.collectives import is_start
+from ztrans.plan import fingerprint
 
 CASE = CASES["gpt_adam"]
 
@@ -36,6 +38,27 @@ def test_a_step_takes_a_plan(tmp_path):
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step).planned(lowered.plan)
     assert str(step.lower(CASE.state(), *slices(batches(CASE, 1)[0], 4)[0])) == str(lowered)
     assert step == zt.chain(zt.shard_params(step.mesh), *ALL)(CASE.step).planned(lowered.plan)
+
+
+def test_another_batch_shape_is_planned_anew():
+    """The last batch may be smaller; a plan is not for it."""
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step)
+    planned, small = step.planned(lower().plan), slices(CASE.batch(4), 4)[0]
+    with pytest.warns(UserWarning, match=r"another model, batch shape, mesh.*(?s:.)*planned anew"):
+        assert str(planned.lower(CASE.state(), *small)) == str(step.lower(CASE.state(), *small))
+
+
+def test_a_plan_knows_a_program_by_what_it_does():
+    """A line that moves makes no other program, and another literal does."""
+
+    def program(text: str):
+        scope = {"torch": torch}
+        exec(compile(text, "step.py", "exec"), scope)
+        return zt.Step(scope["step"]).lower(torch.ones(9), torch.ones(9)).hinted
+
+    text = "def step(s, x):\n    return s * torch.tensor([{0}.0] * 9), x\n"
+    first, moved, other = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
+    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(other)
 
 
 def test_everyone_makes_the_same_plan():

@@ -153,3 +153,14 @@ def test_flattening_uneven_parts_makes_them_whole():
 def test_no_rule():
     with pytest.raises(NoRule, match="renorm"):
         ask(aten.renorm.default, W, 2, 0, 1.0)
+
+
+def test_truth_values_are_reduced_as_such():
+    """`all` holds where the least does, `any` where the greatest does; a product of numbers is made of whole values."""
+
+    def truth(op):
+        return rule(Eqn(op, (W,), (Var("o", torch.bool, ()),)), lambda v: v.layout, "dp", 4)
+
+    assert truth(aten.all.default) == ([CUT], [(Partial("dp", "min"),)])
+    assert truth(aten.any.default) == ([CUT], [(Partial("dp", "max"),)])
+    assert ask(aten.prod.default, W) == ([()], [()])

@@ -1,7 +1,9 @@
 """Compiled steps without a mesh: what is written in place, and what such a step refuses to write."""
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import ztrans as zt
 
@@ -81,3 +83,79 @@ def test_a_compiled_step_is_for_its_flags():
     assert torch.equal(compiled(W, {"x": X, "twice": False})[1], X)
     with pytest.raises(TypeError, match=r"compiled for batch\.twice=False, called with True"):
         compiled(W, {"x": X, "twice": True})
+
+
+def test_state_that_comes_to_share_memory_is_refused():
+    """A target network that is set to the one that is trained, instead of copied from it."""
+    run = zt.Step.of(step)
+    state, _ = run({"a": torch.zeros(3), "b": torch.ones(3)}, X)
+    state["b"] = state["a"]
+    with pytest.raises(TypeError, match="step: a and b share memory"):
+        run(state, X)
+    state["b"] = state["a"].clone()
+    assert run(state, X)[0]["b"].tolist() == [2, 2, 2]
+
+
+def test_numpys_numbers_are_numbers():
+    def scaled(state, x, rate, times):
+        return state - rate * x, x * times
+
+    run = zt.Step.of(scaled)
+    for rate in (np.float32(0.5), 0.5, np.float64(0.25)):
+        state, output = run(torch.zeros(3), X, rate, np.int64(2))
+        assert torch.allclose(state, -float(rate) * X) and torch.equal(output, 2 * X)
+    assert len(run._cache) == 1
+    with pytest.raises(TypeError, match=r"an argument holds a numpy.ndarray.*\nMake it a tensor: torch.as_tensor"):
+        run(torch.zeros(3), X.numpy(), 0.5, 2)
+
+
+@pytest.mark.parametrize("leaf", [None, "adam", True])
+def test_what_no_state_can_hold(leaf):
+    with pytest.raises(TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"):
+        zt.Step.of(lambda s, x: (s, x)).shard({"ema": leaf})
+
+
+def differentiated(state, x):
+    """For leaves that require gradients, as those of `model.named_parameters()`."""
+    (g,) = torch.autograd.grad((state["w"] @ x).square().sum(), [state["w"]])
+    return {"w": state["w"] - 0.1 * g}, 0.0
+
+
+@pytest.fixture
+def mesh():
+    yield zt.make_mesh(dp=1)
+    torch.distributed.destroy_process_group()
+
+
+def test_leaves_that_require_gradients_still_do_when_sharded(mesh):
+    w = torch.eye(3, requires_grad=True)
+    want = differentiated({"w": w}, X)[0]["w"].detach()
+    for run in (zt.Step.of(differentiated), zt.shard_params(mesh)(differentiated)):
+        state = run.shard({"w": w})
+        assert state["w"].requires_grad and torch.equal(w, torch.eye(3))
+        for _ in range(2):
+            state, _ = run(state, X)
+        again, _ = differentiated({"w": want.clone().requires_grad_()}, X)
+        assert torch.allclose(run.unshard(state)["w"], again["w"])
+
+
+@pytest.mark.parametrize("source", [None, 0])
+def test_shard_copies(mesh, source):
+    """Also what lies whole on every rank, from one rank's tensors, and what is sharded already."""
+    run = zt.shard_params(mesh, stage=0)(step)
+    own = {"a": torch.zeros(3), "b": torch.ones(3)}
+    state = run.shard(own, source=source)
+    kept = run.shard(state)
+    run(state, X)
+    for each in (own, run.unshard(kept)):
+        assert each["a"].tolist() == [0, 0, 0] and each["b"].tolist() == [1, 1, 1]
+
+
+def test_shard_lays_out_what_was_laid_out_otherwise(mesh):
+    whole, cut = (zt.shard_params(mesh, stage=stage)(step) for stage in (0, 3))
+    state = cut.shard(whole.shard({"a": torch.zeros(3), "b": torch.ones(3)}))
+    other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
+    for each in (state, cut.shard(zt.shard_params(other)(step).shard(state))):
+        assert cut(each, X)[0]["a"].full_tensor().tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"):
+        zt.shard_params(other)(step).shard({"a": X, "b": X}, source=1)

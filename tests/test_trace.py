@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call, grad, grad_and_value
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from worlds import distance
 
 import ztrans as zt
 from ztrans.graph import is_random
-from ztrans.trace import trace
+from ztrans.trace import Abstract, trace
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])
 X, Y = torch.linspace(0, 2, 12).view(3, 4).cos(), torch.linspace(0, 1, 6).view(3, 2)
@@ -270,3 +271,82 @@ def test_state_in_the_output(mesh):
         plain, want = returns(plain, BATCH)
         held.append((output, want))
     assert all(distance(output, want) < 1e-6 for output, want in held)
+
+
+def test_leaves_are_traced_where_they_lie(mesh):
+    """DTensors on their own device, and meta tensors where the rest of the program is."""
+
+    def placed(state, x):
+        return state + torch.arange(3, device=state.device), torch.zeros(3, device=x.device)
+
+    def devices(state, x, **where):
+        program = trace(placed, state, x, **where)
+        return {str(e.kwargs["device"]) for e in program.graph.eqns if e.kwargs.get("device") is not None}
+
+    x = torch.empty(3, device="meta")
+    laid = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    assert Abstract.of(laid, True).device == "meta" and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
+    assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
+
+
+def test_fused_optimizers_take_no_memory_while_they_are_traced():
+    """PyTorch would run them on real tensors: four times what the model takes."""
+
+    def fused(state, x):
+        lists = [[v] for v in (state["p"].clone(), x, state["m"].clone(), state["v"].clone())]
+        rates = {"lr": torch.tensor(0.1), "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        torch._fused_adamw_(*lists, [], [torch.ones(())], **rates, amsgrad=False, maximize=False)
+        return {k: each[0] for k, each in zip("pmv", (lists[0], lists[2], lists[3]))}, 0.0
+
+    big = torch.empty(1 << 40, 64, device="meta")
+    assert "_fused_adamw" in str(trace(fused, dict.fromkeys("pmv", big), big).graph)
+
+
+def several(state, batch, way):
+    """Two losses of which each has a seed, in all the ways of saying so."""
+    params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
+    out = batch[0] @ params["w"] + params["b"]
+    losses = [out.square().mean(), out.sum()]
+    way(losses, [torch.tensor(1.0), torch.tensor(0.1)], params)
+    return {**state, "params": {k: p.detach() if p.grad is None else p.grad for k, p in params.items()}}, 0.0
+
+
+WAYS = {
+    "seeds": lambda losses, seeds, ps: torch.autograd.backward(losses, seeds),
+    "grad_tensors": lambda losses, seeds, ps: torch.autograd.backward(losses, grad_tensors=seeds),
+    "gradient": lambda losses, seeds, ps: losses[0].backward(seeds[1]),
+    "one_input": lambda losses, seeds, ps: losses[0].backward(inputs=ps["w"]),
+    "inputs": lambda losses, seeds, ps: torch.autograd.backward(losses, seeds, inputs=[ps["b"]]),
+    "dict": lambda losses, seeds, ps: losses[1].backward(inputs={"w": ps["w"]}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward(way):
+    run = zt.Step(partial(several, way=WAYS[way]))
+    want, _ = several(STATE, BATCH, WAYS[way])
+    assert distance(run(run.shard(STATE), BATCH)[0], want) <= 1e-6
+
+
+def test_gradients_kept_of_values_in_between():
+    def kept(state, batch):
+        params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
+        hidden = batch[0] @ params["w"]
+        hidden.retain_grad()
+        (hidden + params["b"]).square().mean().backward()
+        return {**state, "params": {k: p.grad for k, p in params.items()}}, hidden.grad
+
+    run = zt.Step(kept)
+    want = kept(STATE, BATCH)
+    assert distance(run(run.shard(STATE), BATCH), want) <= 1e-6
+
+
+def test_scalars_that_are_tensors():
+    def scaled(state, lr):
+        return state.clone().add_(1.0, alpha=lr), torch.sub(state, state * 2, alpha=lr)
+
+    w, lr = torch.randn(3), torch.tensor(0.5)
+    for got, want in zip(zt.Step(scaled)(w.clone(), lr), scaled(w, 0.5)):
+        assert torch.allclose(got, want)
+    with pytest.raises(ValueError, match="reads a tensor's value while it is traced"):
+        zt.Step(lambda s, lr: (torch.add(s, s, alpha=lr, out=torch.empty_like(s)), 0.0)).trace(w, lr)

@@ -53,7 +53,19 @@ def foreach(grads, state):
     return dict(zip(grads[0], total))
 
 
-MERGED = [added, added_from_the_right, averaged_one_by_one, summed, into_momentum, in_place, foreach]
+def newest_first(grads, state):
+    return {k: grads[2][k] + grads[1][k] + grads[0][k] for k in grads[0]}
+
+
+def newest_first_into_momentum(grads, state):
+    total = {k: 0.9 * m for k, m in state["m"].items()}
+    for g in reversed(grads):
+        total = {k: total[k] + g[k] / 3 for k in g}
+    return total
+
+
+MERGED = [added, added_from_the_right, averaged_one_by_one, summed, into_momentum, in_place, foreach,
+          newest_first, newest_first_into_momentum]  # fmt: skip
 
 
 def also_looked_at(grads, state):
@@ -144,3 +156,26 @@ def test_a_scale_moves_before_the_reduction_only_for_a_sum():
     for stage in (0, 1):
         assert "scaled" not in str(lower(alone, stage)[0])
         assert "scaled" in str(lower(averaged_one_by_one, stage)[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_rounded_for_the_wire_is_the_sum(stage):
+    """Gradients that are born in bf16 are added up in fp32, as the step says."""
+
+    def half(state, batch):
+        def loss(params, x, y):
+            low = {k: p.bfloat16() for k, p in params.items()}
+            return ((x.bfloat16() @ low["up"].T) @ low["down"].T - y.bfloat16()).float().square().mean()
+
+        parts = zip(*(t.chunk(MICRO) for t in batch))
+        g = [grad(loss)(state["params"], *part) for part in parts]
+        return {"params": {k: p - (g[0][k] + g[1][k] + g[2][k]) for k, p in state["params"].items()}}, 0.0
+
+    state = {"params": {"up": torch.randn(16, 8), "down": torch.randn(6, 16)}}
+    batch = torch.randn(6, 8), torch.randn(6, 6)
+    step = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage, reduce_dtype=torch.bfloat16)(half)
+    graph = step.lower(state, batch).graph
+    sums = [e for e in graph.eqns if e.op is torch.ops.aten.add.Tensor and e.outs[0].shape in ((16, 8), (6, 16))]
+    assert len(sums) == 4 and all(e.outs[0].dtype == torch.float32 for e in sums)
+    (wire,) = {e.kwargs["dtype"] for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE)}
+    assert wire == torch.bfloat16

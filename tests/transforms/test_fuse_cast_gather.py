@@ -77,3 +77,21 @@ def test_mixed_uses_are_left_alone():
     )
     dtypes = [(e.region, e.outs[0].dtype) for e in lowered.graph.eqns if e.op is ALL_GATHER]
     assert ("forward", torch.float32) in dtypes
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda w: w[:, :4].to(torch.bfloat16).view(-1), lambda w: w[:1].expand(4, -1).to(torch.bfloat16).view(-1)],
+    ids=["columns", "expanded"],
+)
+def test_a_cast_that_closes_gaps_stays(use):
+    """Of a view with gaps it makes a dense value, which is what the next view stands on."""
+
+    def step(state, x):
+        grads, value = grad_and_value(lambda w: (use(w).float() * x.mean()).square().mean())(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, value
+
+    state, x = {"w": torch.randn(8, 8)}, torch.randn(4, 8)
+    fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x[:2])
+    new, _ = fused.lockstep(state, [(x,), (x,)])
+    assert torch.allclose(new["w"], step(state, x)[0]["w"])
