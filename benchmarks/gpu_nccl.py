@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gpu_rounds import Child
 from gpu_step import Config, Ours, Task
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ztrans.collectives import is_start
@@ -60,6 +61,10 @@ def bits(task: Task, ways: Sequence[bool] = (False, True)) -> Iterator[dict]:
     _, again = trained(task)
     if differing(plain, again):
         raise AssertionError("the plain step does not repeat itself, so there is nothing to compare with")
+    _, state = trained(task, sharded=True)
+    if wrong := differing(plain, state):
+        raise AssertionError(f"sharded: {wrong} of {len(plain)} leaves are not those of the plain step")
+    yield {"what": f"eager, state as DTensors on a mesh of one, {STEPS} steps", "result": "bits of the plain step"}
     for cuda_graph in ways:
         what = f"eager{', CUDA graph' if cuda_graph else ''}"
         sent, state = trained(task, cuda_graph=cuda_graph, collectives=True)
@@ -73,8 +78,9 @@ def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:
     step = Ours(task, "eager", **options)
     for _ in range(STEPS):
         step()
-    leaves = [x.clone() for x in pytree.tree_leaves(step.state) if isinstance(x, torch.Tensor)]
-    return sum(map(is_start, step.lowered.graph.eqns)), leaves
+    leaves = [x for x in pytree.tree_leaves(step.state) if isinstance(x, torch.Tensor)]
+    leaves = [x.full_tensor() if isinstance(x, DTensor) else x for x in leaves]
+    return sum(map(is_start, step.lowered.graph.eqns)), [x.clone() for x in leaves]
 
 
 def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from peers.model import GPT, Config, loss_of
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import ztrans as zt
 from ztrans.layout import mesh_axes
@@ -101,13 +102,18 @@ class Theirs:
 
 
 class Ours:
-    """The same loop by ztrans: plain, or in stage 3 with its collectives sent to a group of one.
-
-    `remat` makes cheap activations again in backward, as torch.compile's partitioner does.
+    """The same loop by ztrans: plain, `sharded` over a mesh of one, or in stage 3 with its `collectives` sent to a
+    group of one. `remat` makes cheap activations again in backward, as torch.compile's partitioner does.
     """
 
     def __init__(
-        self, task: Task, backend: str, cuda_graph: bool = False, collectives: bool = False, remat: bool = False
+        self,
+        task: Task,
+        backend: str,
+        cuda_graph: bool = False,
+        collectives: bool = False,
+        remat: bool = False,
+        sharded: bool = False,
     ) -> None:
         model = task.model()
         self.batch, optimizer = task.batch(), task.optimizer(model)
@@ -121,6 +127,9 @@ class Ours:
 
         step, self.state = zt.lift(loop_step, model, optimizer)
         step = zt.remat()(step) if remat else step
+        if sharded:
+            step = _stage3(zt.make_mesh(task.device.type, dp=1))(step)
+            self.state = step.shard(self.state)
         self.lowered = (_sent if collectives else _plain)(step, task, self.state, self.batch)
         options = {"cuda_graph": True} if cuda_graph else {}
         self.compiled = self.lowered.compile(backend=backend, **options)
@@ -134,11 +143,14 @@ def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
     return zt.Step.of(step).lower(state, *batch)
 
 
+def _stage3(mesh: DeviceMesh | zt.AbstractMesh) -> zt.Transform:
+    return zt.chain(zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+
+
 def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
     # Lowered for one rank a program loses its collectives. Shapes in a program are global and its text is that
     # of any number of ranks, so one that was planned for several runs on a mesh of one, and keeps them.
-    shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), axis="dp")
-    several = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(step).lower(state, *batch)
+    several = _stage3(zt.AbstractMesh(dp=RANKS))(step).lower(state, *batch)
     mesh = zt.make_mesh(task.device.type, dp=1)
     return dataclasses.replace(several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh)
 

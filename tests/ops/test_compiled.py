@@ -64,6 +64,7 @@ def test_adamw_pack(capability, tmp_path, grad, loads, random):
     types = TABLES | {"count": "i32"} | pointers | numbers
     made = compiled(module["adamw_pack"]._adamw, capability, tmp_path, types, constants, num_warps=4)
     check(made, loads, 7, 80)
+    assert made.count(r"\bfma\.rn\.f32") == 0, "every product rounds, as in the reference and in torch.optim"
 
 
 def test_stochastic_round(capability, tmp_path):
@@ -103,7 +104,8 @@ def test_barrier(capability, tmp_path):
 
 
 def synchronises(made) -> None:
-    """Signals are set with release and looked at with acquire, and the whole system sees them."""
+    """Signals are set with release and looked at with acquire, and the whole system sees them; threads that look at
+    the error word tell each other what they saw."""
     assert made.count(r"atom\.global\S*sys\S*release\S*exch|atom\.global\S*release\S*sys\S*exch") >= 1
     assert made.count(r"(ld|atom)\.global\S*acquire") >= 1
     assert made.count(r"\batom\.global") == made.count(r"\batom\.global\S*\.sys\.")

@@ -36,3 +36,11 @@ def test_processes_meet_on_one_gpu():
 
     *_, lines = gpu_ranks.processes(torch.device("cuda"))
     assert [line.get("result") for line in lines] == ["right", "right"]
+
+
+def test_a_step_as_users_write_it():
+    """DTensor state on a mesh of one GPU, the batch beside it; with collectives sent; eagerly and captured."""
+    import gpu_nccl
+
+    *_, lines = gpu_nccl.collectives(torch.device("cuda"))
+    assert [line["result"] for line in lines] == ["bits of the plain step"] * 3 + ["right"]

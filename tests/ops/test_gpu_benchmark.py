@@ -117,7 +117,8 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
 
     monkeypatch.setattr(ztrans.communicate, "is_direct", lambda group: False)  # as NCCL's is not
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
-    (line,) = gpu_nccl.bits(task, ways=[False])
+    sharded, line = gpu_nccl.bits(task, ways=[False])
+    assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"
     assert int(line["what"].split()[1]) > 10 and line["result"] == "bits of the plain step"
 
 
