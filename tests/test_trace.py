@@ -319,6 +319,8 @@ WAYS = {
     "inputs": lambda losses, seeds, ps: torch.autograd.backward(losses, seeds, inputs=[ps["b"]]),
     "dict": lambda losses, seeds, ps: losses[1].backward(inputs={"w": ps["w"]}),
 }
+if torch.__version__ < "2.13":
+    del WAYS["dict"]  # younger than that
 
 
 @pytest.mark.parametrize("way", WAYS)
