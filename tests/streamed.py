@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import re
 import shutil
 import tempfile
@@ -68,7 +69,8 @@ def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
 
 def report(**figures) -> None:
     if RANK == 0:
-        print(json.dumps(figures), flush=True)
+        sys.stdout.write(json.dumps(figures) + "\n")  # at once: the other rank reports too
+        sys.stdout.flush()
 
 
 def contest(group: dist.ProcessGroup, files: Files) -> None:
