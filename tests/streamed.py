@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import re
 import shutil
 import tempfile
@@ -69,8 +68,7 @@ def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
 
 def report(**figures) -> None:
     if RANK == 0:
-        sys.stdout.write(json.dumps(figures) + "\n")  # at once: the other rank reports too
-        sys.stdout.flush()
+        print(json.dumps(figures), flush=True)
 
 
 def contest(group: dist.ProcessGroup, files: Files) -> None:
