@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ def _room(problem: Problem) -> np.ndarray:
 
 def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None) -> float:
     """The earliest end: by single messages, by all that a link carries, and by that and the room there is."""
-    before = np.array([*accumulate(problem.seconds, initial=0.0)])
+    before = np.array(problem.before)
     arrive, delay, at = before.copy(), 0.0, 0
     names = {w.link for w in problem.wires.values()} if wire else ()
     links = [_Link(problem, name, jobs, arrive, room) for name in sorted(names)]

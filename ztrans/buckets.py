@@ -16,8 +16,6 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from .loads import Members
 from .problem import Gather, Problem, Reduction
 
@@ -60,10 +58,9 @@ def by_key(things: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[H
 
 
 def gather_buckets(
-    problem: Problem, among: Iterable[int], room: np.ndarray, portion: float, share: float = 1.0
+    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, share: float = 1.0
 ) -> list[Members]:
     """Buckets of gathers that take at most a `portion` of the room at their use; they have 1 / `share` of the link."""
-    tail = [*accumulate(reversed(problem.seconds), initial=0.0)][::-1]
     most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
     found: list[Members] = []
     for key, indices in by_key(problem.gathers, among).items():
@@ -73,14 +70,13 @@ def gather_buckets(
         reach = [bisect_right(earlier, -g.release) for g in gathers]
         first = _first([g.held for g in gathers], [min(portion * room[g.use], most) for g in gathers], reach)
         seconds = [share * wire.pace * g.wire for g in gathers]
-        sizes = consecutive([tail[g.use] for g in gathers], seconds, wire.latency, first)
+        sizes = consecutive([problem.after[g.use] for g in gathers], seconds, wire.latency, first)
         found += [members[::-1] for members in _split(indices, sizes)][::-1]
     return found
 
 
-def reduction_buckets(problem: Problem, room: np.ndarray, portion: float, share: float = 1.0) -> list[Members]:
+def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, share: float = 1.0) -> list[Members]:
     """Buckets of reductions, likewise, with the room at their birth; they start as often as they must."""
-    before, matmuls = [*accumulate(problem.seconds, initial=0.0)], [*accumulate(problem.matmul, initial=0)]
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
     often = float("inf") if problem.max_between is None else problem.max_between
     starts = sorted({r.born + 1 for r in problem.reductions})
@@ -90,17 +86,17 @@ def reduction_buckets(problem: Problem, room: np.ndarray, portion: float, share:
         reductions, wire = [problem.reductions[i] for i in indices], problem.wires[key]
         start = [r.born + 1 for r in reductions]
         since = [previous.get(start[0], start[0]), *start]  # at the latest, the start before the bucket of each
-        passed = [matmuls[k] for k in start]
+        passed = [problem.matmuls[k] for k in start]
         reach = [
             min(
                 len(start) if r.need is None else bisect_right(start, r.need),
-                max(bisect_right(passed, matmuls[k] + often), bisect_right(start, r.born + 1)),
+                max(bisect_right(passed, problem.matmuls[k] + often), bisect_right(start, r.born + 1)),
             )
             for r, k in zip(reductions, since)
         ]
         first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
         seconds = [share * wire.pace * r.wire for r in reductions]
-        found += _split(indices, consecutive([before[k] for k in start], seconds, wire.latency, first))
+        found += _split(indices, consecutive([problem.before[k] for k in start], seconds, wire.latency, first))
     return found
 
 

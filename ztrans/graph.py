@@ -85,7 +85,7 @@ class Var:
         return f"{self.name}: {self.type}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Primitive:
     """An operation of ours, beside the ATen ones (see `collectives`)."""
 
@@ -241,6 +241,7 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
     return found
 
 
+@functools.cache
 def is_random(op: Any) -> bool:
     """Whether `op` draws random numbers: an effect, kept in order and never duplicated."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

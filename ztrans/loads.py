@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +65,6 @@ class Loads:
         self.problem, self.end = problem, len(problem.seconds)
         self.memory = min(problem.memory, _ENDLESS)
         self.starts = sorted({r.born + 1 for r in problem.reductions})
-        self._matmuls = [*accumulate(problem.matmul, initial=0)]
         self._gathers: dict[Members, Load | None] = {}
         self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
@@ -134,8 +133,8 @@ class Loads:
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start as often as they must, from where the first could."""
-        most = self.problem.max_between
+        most, matmuls = self.problem.max_between, self.problem.matmuls
         return most is None or all(
-            self._matmuls[b] - self._matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)
+            matmuls[b] - matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)
             for a, b in pairwise(sorted({*self.starts[:1], *(load.place for load in reductions)}))
         )

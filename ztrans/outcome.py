@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -135,8 +135,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
         if limit is not None and flight.max() > limit:
             raise ValueError(f"more than {limit} bytes of {what} are under way at operation {flight.argmax()}")
     if problem.max_between is not None:
-        matmuls = [0, *accumulate(problem.matmul)]
         births = sorted({reduction.born + 1 for reduction in problem.reductions})
         for a, b in pairwise(sorted({*births[:1], *(bucket.start for bucket in schedule.reductions)})):
-            if matmuls[b] - matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
+            if problem.matmuls[b] - problem.matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
                 raise ValueError(f"no reduction starts between places {a} and {b}, more than max_between matmuls")

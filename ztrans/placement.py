@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +43,6 @@ class Placement:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.loads = problem, Loads(problem)
-        self.before = [*accumulate(problem.seconds, initial=0.0)]
 
     def __call__(self, choice: Choice, limit: float = _NEVER) -> Placed | None:
         """Play a choice; None if it does not fit, or is seen to take longer than `limit`."""
@@ -73,7 +71,7 @@ class _Play:
         room: np.ndarray,
         limit: float,
     ) -> None:
-        self.problem, self.before, self.memory = placement.problem, placement.before, placement.loads.memory
+        self.problem, self.before, self.memory = placement.problem, placement.problem.before, placement.loads.memory
         self.choice, self.gathers, self.reductions, self.room, self.limit = choice, gathers, reductions, room, limit
         self.gradients = min((r.born for r in self.problem.reductions), default=len(self.before))
         self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
@@ -176,9 +174,10 @@ class _Play:
             if sum(self.gathers[other].held for other in others) + load.held > most:
                 return min(use, *(self.gathers[other].place for other in others))
         if start < use:
-            full = self.room[start:use] < load.held + (self.reserve if use >= self.gradients else 0)
-            if full.any():
-                start = use - int(full[::-1].argmax())
+            full = (self.room[start:use] < load.held + (self.reserve if use >= self.gradients else 0))[::-1]
+            last = int(full.argmax())  # 0 if none is
+            if full[last]:
+                start = use - last
         return start
 
     def _reduce(self, r: int, place: int) -> None:
@@ -204,8 +203,9 @@ class _Play:
         end = min(max(end, place), load.bound)
         if end > place:
             full = self.room[place:end] < load.size
-            if full.any():
-                end = place + int(full.argmax())
+            first = int(full.argmax())  # 0 if none is
+            if full[first]:
+                end = place + first
             self.room[place:end] -= load.size
             self.until[r] = end
             if end > place:

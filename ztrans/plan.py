@@ -9,6 +9,7 @@ different costs, rank 0's counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -134,19 +135,18 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     for number, (how, packed) in enumerate(attempts, 1):
         if not packed and how == update:
             problem = dataclasses.replace(_alone(problem), memory=budget)
-        effort = EFFORT // number
+        order = functools.cache(functools.partial(_order, s, problem, how))
+        fits = lambda schedule, order=order: order(schedule)[0] <= budget  # noqa: E731
         try:
-            schedule = solve(problem, effort)
-        except Infeasible as error:
-            problem = dataclasses.replace(problem, memory=error.needs)
-            schedule = solve(problem, effort)
-        try:
-            validate(problem, schedule)
-            found = realise(s, schedule, how, _kept(problem, schedule)).check()
+            try:
+                schedule = solve(problem, EFFORT // number, fits)
+            except Infeasible as error:
+                problem = dataclasses.replace(problem, memory=error.needs)
+                schedule = solve(problem, EFFORT // number, fits)
+            peak, found = order(schedule)
         except (AssertionError, ValueError) as error:
             notes.append(f"an order was given up for the last valid one: {error}")
             break
-        peak = memory(found).peak
         if best is None or peak < best[0]:
             best = (peak, _named(s, program, schedule, how), found)
         if peak <= budget:
@@ -165,6 +165,16 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if plan.update != update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
     return _noted(plan, found, notes)
+
+
+def _order(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> tuple[int, Graph]:
+    """The program that a schedule makes, and its peak.
+
+    Raises: AssertionError or ValueError when it is none.
+    """
+    validate(problem, schedule)
+    found = realise(s, schedule, update, _kept(problem, schedule)).check()
+    return memory(found).peak, found
 
 
 def _noted(plan: Plan, found: Graph, notes: list[str]) -> tuple[Plan, Graph]:

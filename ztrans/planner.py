@@ -6,6 +6,7 @@ Memory is a constraint: no schedule is returned that needs more than there is.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 
 from .bound import bound
@@ -27,8 +28,12 @@ class Infeasible(Exception):
         self.needs, self.at = needs, at
 
 
-def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
+def solve(
+    problem: Problem, effort: int = EFFORT, promising: Callable[[Schedule], bool] = lambda schedule: True
+) -> Schedule:
     """The best schedule found. The same problem has the same one everywhere: effort is counted, not timed.
+
+    Where a first look leaves much to try, that is tried only if what it found is `promising`.
 
     Raises: Infeasible when no schedule fits the memory.
     """
@@ -37,9 +42,17 @@ def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
         raise Infeasible(int(least.max()), int(least.argmax()))
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
     search.sow()
+    found = _chosen(search)
+    if search.done or not promising(found):
+        return found
     search.merge()
     search.climb()
-    found = search.best.schedule
+    return _chosen(search)
+
+
+def _chosen(search: Search) -> Schedule:
+    """The best that was found, or one that needs no search."""
+    problem, found = search.problem, search.best.schedule
     choices = [later(problem, found), found, one_ahead(problem, search.free)]
     return min((s for s in choices if s is not None), key=lambda s: evaluate(problem, s).seconds)
 

@@ -8,8 +8,10 @@ until its reduction has been waited for. Place k is before operation k; place n 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -59,6 +61,21 @@ class Problem:
     max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
+
+    @functools.cached_property
+    def before(self) -> tuple[float, ...]:
+        """The seconds of compute before each place."""
+        return tuple(accumulate(self.seconds, initial=0.0))
+
+    @functools.cached_property
+    def after(self) -> tuple[float, ...]:
+        """The seconds of compute after each place."""
+        return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
+
+    @functools.cached_property
+    def matmuls(self) -> tuple[int, ...]:
+        """How many matmuls come before each place."""
+        return tuple(accumulate(self.matmul, initial=0))
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class Search:
     def _seed(
         self, dropped: frozenset[int], portions: tuple[float, float, float], share: float, lead: float, reserve: float
     ) -> Placed | None:
-        room = self.loads.memory - self.loads.alone(dropped)
+        room = (self.loads.memory - self.loads.alone(dropped)).tolist()
         first, again = (
             [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
             for is_first in (True, False)

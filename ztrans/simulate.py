@@ -35,21 +35,22 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
     size, measured = local_bytes(graph), dict(cluster.measured)
     made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
+    known = lambda e, part="": measured.get(signature(e, graph) + part) if measured else None  # noqa: E731
     found = []
     for e in graph.eqns:
         if is_start(e):
-            known = measured.get(signature(e, graph))
-            found.append(_packing(e, graph, cluster) if known is None else known)
+            took = known(e)
+            found.append(_packing(e, graph, cluster) if took is None else took)
         elif e.op is WAIT:
             start = made[e.args[0]]
             first = start.outs[0] is e.args[0]  # the first member's wait unpacks the bucket
-            known = measured.get(signature(start, graph) + " wait")
-            found.append((_unpacking(start, graph, cluster) if known is None else known) if first else 0.0)
+            took = known(start, " wait")
+            found.append((_unpacking(start, graph, cluster) if took is None else took) if first else 0.0)
         elif e.op is SHARD or is_view(e):
             found.append(0.0)
         else:
-            known = measured.get(signature(e, graph))
-            found.append(_roofline(e, graph, cluster, size) if known is None else known)
+            took = known(e)
+            found.append(_roofline(e, graph, cluster, size) if took is None else took)
     return found
 
 
