@@ -31,11 +31,11 @@ import ztrans as zt
 from ztrans.bound import bound
 from ztrans.cluster import Cluster, cluster
 from ztrans.collectives import ALL_GATHER, is_start
-from ztrans.cost import memory
+from ztrans.cost import is_matmul, memory
 from ztrans.graph import Eqn, Graph, is_view_or_cast, producers, users
 from ztrans.groups import is_users
 from ztrans.plan import SLACK
-from ztrans.pose import is_matmul, pose
+from ztrans.pose import pose
 from ztrans.schedule import skeleton
 from ztrans.simulate import simulate
 from ztrans.stages import Lowered, Traced
@@ -164,7 +164,7 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
     tracing = time.perf_counter() - start
     plain = unscheduled(lower(traced, machines).graph)
     start = time.perf_counter()
-    planned = lower(traced, machines, zt.overlap_grads(), zt.prefetch())
+    planned = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
     planning = time.perf_counter() - start
     rows = {"unscheduled": figures(plain, plain, machines), "ztrans": figures(planned.graph, plain, machines)}
     rows["ztrans"]["passes s"] = planning

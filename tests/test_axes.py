@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans.collectives import ALL_GATHER, WAIT, is_start
+from ztrans.cost import is_matmul
 from ztrans.evaluate import coordinates, lockstep, scatter
 from ztrans.graph import Eqn, Graph
 from ztrans.groups import is_users
-from ztrans.pose import is_matmul
 from ztrans.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
@@ -89,6 +89,19 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step,
     again = lower(trace(step), first, *transforms)
     assert str(again) == str(planned)
     assert lanes(again.graph) == lanes(graph)
+
+
+@settings(max_examples=15)
+@given(parallel_steps(), st.integers(0, 3), st.integers(1, 5))
+def test_delayed_weight_gradients_change_no_bit(step, stage, most):
+    if not step.state(0)["params"]:
+        return
+    traced, first = trace(step), shard(MESHES[0], stage=stage)
+    plain = lower(traced, first)
+    planned = lower(traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch())
+    assert own(planned.graph.check()) == own(plain.graph)
+    for a, b in zip(results(step, plain), results(step, planned), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def lanes(graph: Graph) -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ from .step import Step as Step
 from .timeline import Timeline as Timeline
 from .transforms.base import Transform as Transform
 from .transforms.base import chain as chain
+from .transforms.delay_weight_grads import delay_weight_grads as delay_weight_grads
 from .transforms.fuse_cast_gather import fuse_cast_gather as fuse_cast_gather
 from .transforms.overlap_grads import overlap_grads as overlap_grads
 from .transforms.prefetch import prefetch as prefetch

@@ -113,6 +113,11 @@ def flops(e: Eqn, graph: Graph) -> int:
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
+def is_matmul(eqn: Eqn) -> bool:
+    """Whether an equation is of the matmul class: products, convolutions, attention."""
+    return getattr(eqn.op, "overloadpacket", None) in flop_registry
+
+
 def memory(graph: Graph) -> Memory:
     """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
 

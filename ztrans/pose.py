@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from torch.utils.flop_counter import flop_registry
-
 from . import coalesce
 from .cluster import Cluster
 from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_bytes, wire_bytes
-from .cost import local_bytes, memory
+from .cost import is_matmul, local_bytes, memory
 from .graph import Eqn, Graph, producers
 from .liveness import liveness
 from .problem import Gather, Problem, Reduction, Wire
 from .schedule import Skeleton
 from .simulate import lane, messages, seconds
-
-
-def is_matmul(eqn: Eqn) -> bool:
-    """Whether an equation is of the matmul class: products, convolutions, attention."""
-    return getattr(eqn.op, "overloadpacket", None) in flop_registry
 
 
 def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:

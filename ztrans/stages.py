@@ -61,7 +61,7 @@ class Traced:
         mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
-        for transform in sorted(self.transforms, key=lambda t: not t.as_written):
+        for transform in sorted(self.transforms, key=lambda t: t.turn):
             graph = transform.rewrite(graph)
             graph = graph.replace(history=(*graph.history, repr(transform)))
             history.append((transform.name, graph))

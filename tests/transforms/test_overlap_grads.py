@@ -13,8 +13,8 @@ import ztrans as zt
 from ztrans import plan as plans
 from ztrans.cluster import Link
 from ztrans.collectives import REDUCE_SCATTER, WAIT
+from ztrans.cost import is_matmul
 from ztrans.graph import is_view_or_cast
-from ztrans.pose import is_matmul
 
 
 def test_program(golden):

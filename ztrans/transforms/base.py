@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class Transform:
     """A pure rewrite of a staged train step; equality and hash are those of its options.
 
-    One that is `as_written` works on the program as it was traced, before all that are not.
+    They take turns, those of one turn in the order in which they were applied. At turns 0 and 1 the program
+    is as it was traced, but for what others of these have done.
     """
 
-    as_written: ClassVar[bool] = False
+    turn: ClassVar[int] = 2
 
     def rewrite(self, graph: Graph) -> Graph:
         """The program after this transform."""
@@ -34,6 +35,11 @@ class Transform:
     def layout(self, path: str, shape: tuple[int, ...], leaf: Any) -> Layout | None:
         """Where a state leaf lives; None leaves it as it is (only shard_params moves state)."""
         return None
+
+    @property
+    def as_written(self) -> bool:
+        """Whether it works on the program as it was traced."""
+        return self.turn < Transform.turn
 
     @property
     def name(self) -> str:

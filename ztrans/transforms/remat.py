@@ -51,7 +51,7 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
 class _Remat(Transform):
     at_least: int = 1 << 16
 
-    as_written: ClassVar[bool] = True
+    turn: ClassVar[int] = 0
 
     @property
     def name(self) -> str:

@@ -1,0 +1,117 @@
+"""delay_weight_grads: what a collective of the step's own does not need runs while it travels."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel import copied, summed
+from programs import CASES
+from torch.func import grad_and_value
+from worlds import ALL, batches, slices
+
+import ztrans as zt
+from ztrans.cost import is_matmul
+from ztrans.graph import Graph
+from ztrans.groups import is_users, is_wait
+
+MESH = zt.AbstractMesh(dp=2, tp=2)
+SHARD = zt.shard_params(MESH, axis="dp")
+LAYERS = 3
+
+
+def loss(params, x):
+    for i in range(LAYERS):
+        x = x + summed(F.gelu(copied(x) @ params[f"up{i}"]) @ params[f"down{i}"])
+    return x.square().mean()
+
+
+def step(state, x):
+    grads, value = grad_and_value(loss)(state, x)
+    return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+
+def lower(*transforms):
+    shapes = {f"{k}{i}": s for i in range(LAYERS) for k, s in (("up", (4, 6)), ("down", (6, 4)))}
+    return zt.chain(*transforms)(step).lower({k: torch.zeros(s) for k, s in shapes.items()}, torch.zeros(8, 4))
+
+
+def beside(graph: Graph) -> list[int]:
+    """The matmuls that run beside each of the step's own collectives of backward."""
+    found, count = [], None
+    for e in graph.eqns:
+        if is_wait(e) and count is not None:
+            found.append(count)
+            count = None
+        elif is_users(e) and not is_wait(e) and e.region == "backward":
+            count = 0
+        elif count is not None:
+            count += is_matmul(e)
+    return found
+
+
+def test_diff(golden):
+    assert zt.diff(lower(SHARD), lower(SHARD, zt.delay_weight_grads())) == golden
+
+
+def test_as_many_as_were_asked_for_run_beside_each_collective():
+    """Each layer makes two weight gradients. Of the first layer nobody wants its input's gradient."""
+    assert beside(lower(SHARD).graph) == [0, 0]
+    assert beside(lower(SHARD, zt.delay_weight_grads(most=1)).graph) == [1, 1]
+    assert beside(lower(SHARD, zt.delay_weight_grads()).graph) == [2, 2]
+    assert beside(lower(SHARD, *ALL, zt.delay_weight_grads()).graph) == [2, 2]
+
+
+def test_only_the_order_changes():
+    before, after = lower(SHARD).graph, lower(SHARD, zt.delay_weight_grads()).graph.check()
+    text = [Counter(str((e.op, e.args, e.outs)) for e in g.eqns) for g in (before, after)]
+    assert text[0] == text[1] and str(before) != str(after)
+
+
+def test_a_gradient_that_more_than_views_and_casts_read_stays():
+    """Of weights that two products share, gradients are summed where they are made."""
+
+    def step(state, x):
+        def loss(params):
+            h = x @ params["in"]
+            h = copied(h)
+            return summed(torch.relu(h @ params["w"]) @ params["w"]).square().mean()
+
+        grads, value = grad_and_value(loss)(state)
+        return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+    state = {k: torch.zeros(4, 4) for k in ("in", "w")}
+    lowered = [zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4)) for more in ((), (zt.delay_weight_grads(),))]
+    assert [beside(x.graph) for x in lowered] == [[0], [0]]
+
+
+def test_a_step_with_no_collectives_of_its_own_stays_as_it_is():
+    case = CASES["gpt_adam"]
+    args = case.state(), *slices(batches(case, 1)[0], 2)[0]
+    before, after = (zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *more)(case.step).lower(*args).graph.eqns
+                     for more in ((), (zt.delay_weight_grads(),)))  # fmt: skip
+    assert list(map(str, before)) == list(map(str, after))
+
+
+def test_it_stands_anywhere_in_a_chain():
+    chain = [SHARD, *ALL]
+    orders = [[*chain[:k], zt.delay_weight_grads(), *chain[k:]] for k in range(len(chain) + 1)]
+    assert len({str(lower(*order)).split("\n", 1)[1] for order in orders}) == 1
+
+
+def test_it_commutes_with_remat():
+    """What is made again for a matmul alone is made where that now is."""
+    remat, delay = zt.remat(at_least=0), zt.delay_weight_grads()
+    a, b = lower(SHARD, remat, delay), lower(SHARD, delay, remat)
+    assert list(map(str, a.graph.eqns)) == list(map(str, b.graph.eqns))
+    assert a.memory_analysis().peak == b.memory_analysis().peak
+    eqns = a.graph.eqns
+    gelus = [k for k, e in enumerate(eqns) if e.outs[0].name.startswith("gelu") and ".again" in e.outs[0].name]
+    assert len(gelus) == LAYERS and all(eqns[k].outs[0] in eqns[k + 1].ins for k in gelus)
+    assert beside(a.graph) == [2, 2]
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, True, "two"])
+def test_nonsense_is_refused(most):
+    with pytest.raises(ValueError, match=f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1."):
+        zt.delay_weight_grads(most=most)

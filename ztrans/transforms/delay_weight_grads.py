@@ -1,0 +1,105 @@
+"""delay_weight_grads: make weight gradients while the step's own collectives travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..collectives import GRADIENT
+from ..cost import is_matmul
+from ..graph import Eqn, Graph, Var, is_random, is_view_or_cast, producers, users, variables
+from ..groups import is_users, is_wait
+from .base import Transform
+
+
+def delay_weight_grads(*, most: int = 4) -> Transform:
+    """Let the matmuls of weight gradients run while a collective of the step's own backward is under way.
+
+    Autograd makes a layer's weight gradients before, or between, those of its inputs, which tensor
+    parallelism then sums: whoever reads the sum stands still while it travels. The last `most` matmuls
+    before such a collective that it does not need move between its start and its wait; with them move
+    the views and casts of what they make, and what is made for them alone. Collectives keep their
+    order; what those matmuls read lives as long as they are put off.
+
+    Rewrites:
+        dw = mm(t(x), dy)                       dx = mm(dy, t(w))
+        dx = mm(dy, t(w))                       s = all_reduce(dx, tp)
+        s = all_reduce(dx, tp)           -->    dw = mm(t(x), dy)
+        y = wait_tensor(s)                      y = wait_tensor(s)
+
+    Args:
+        most: matmuls that may run beside one collective.
+
+    Raises: ValueError for a number that is none.
+
+    Source: Megatron-LM's asynchronous all-reduce of input gradients; Qi et al., "Zero bubble pipeline
+    parallelism", 2023, which parts the two halves of backward.
+
+    >>> delay_weight_grads(most=2)
+    delay_weight_grads(most=2)
+    """
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise ValueError(f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1.")
+    return _DelayWeightGrads(most)
+
+
+@dataclass(frozen=True, repr=False)
+class _DelayWeightGrads(Transform):
+    most: int = 4
+
+    turn: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        return "delay_weight_grads"
+
+    def rewrite(self, graph: Graph) -> Graph:
+        used, outputs = users(graph), set(variables(graph.outputs))
+        eqns: list[Eqn] = []
+        since: list[Eqn] = []  # the last of the step's own collectives
+        for e in graph.eqns:
+            if not is_users(e):
+                since.append(e)
+                continue
+            later = set[Eqn]() if is_wait(e) or e.region != "backward" else self._later(e, since, used)
+            for x in reversed(since):
+                if x not in later and _is_for(x, later, used) and not outputs.intersection(x.outs):
+                    later.add(x)
+            eqns += [*(x for x in since if x not in later), e, *(x for x in since if x in later)]
+            since = []
+        return graph.replace(eqns=(*eqns, *since))
+
+    def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
+        """What may come after a collective, of the equations between it and the one before."""
+        made, among, needed, read = producers(since), set(since), set[Eqn](), [*collective.ins]
+        while read:
+            e = made.get(read.pop())
+            if e is not None and e not in needed:
+                needed.add(e)
+                read += e.ins
+        found, matmuls = set[Eqn](), 0
+        for e in reversed(since):
+            if matmuls < self.most and e.region == "backward" and is_matmul(e) and e not in needed:
+                after = _after(e, among, used)
+                if all(is_view_or_cast(x) or x.op is GRADIENT for x in after):
+                    found |= {e, *after}
+                    matmuls += 1
+        return found
+
+
+def _is_for(e: Eqn, found: set[Eqn], used: dict[Var, list[Eqn]]) -> bool:
+    """Whether an equation other than a matmul is there for those that were found, and for no other."""
+    readers = {x for v in e.outs for x in used.get(v, ())}
+    return bool(readers) and readers <= found and e.region == "backward" and not (is_matmul(e) or is_random(e.op))
+
+
+def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
+    """Of some equations, those that depend on `e`."""
+    found, made = set[Eqn](), [*e.outs]
+    while made:
+        for x in used.get(made.pop(), ()):
+            if x in among and x not in found:
+                found.add(x)
+                made += x.outs
+    return found
