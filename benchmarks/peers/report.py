@@ -11,6 +11,7 @@ import platform
 import statistics
 from datetime import date
 
+import torch
 from matplotlib.figure import Figure
 
 from .model import Config
@@ -113,7 +114,8 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
     by_precision = {p: {n: pooled(turns) for n, turns in each.items()} for p, each in runs.items()}
     names = ("torch", "deepspeed", "jax")
     versions = {n: importlib.metadata.version(n) for n in names if importlib.util.find_spec(n)}
-    where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+    processor = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    where = f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, "
     where += ", ".join(f"{n} {v}" for n, v in versions.items())
     network = f"{args.hosts} hosts, {args.rate} links"
     steps = f"{args.steps * args.rounds} steps timed, in {args.rounds} turns"
