@@ -311,15 +311,17 @@ def test_with_the_memory_of_fsdp2_a_plan_is_near_the_bound(case):
         assert evaluate(case.problem, schedule).seconds >= bound(case.problem).seconds
 
 
-def test_what_a_first_look_finds_is_searched_further_only_where_it_is_promising():
+def test_where_little_can_be_tried_it_is_only_if_a_first_look_is_promising():
     theirs = evaluate(CASES[3].problem, fsdp2(CASES[3]))
     p = replace(CASES[3].problem, memory=theirs.peak)
-    looked = []
-    first = solve(p, promising=lambda schedule: bool(looked.append(schedule)))
+    looked, effort = [], 22 * (len(p.gathers) + len(p.reductions))
+    first = solve(p, effort, promising=lambda schedule: bool(looked.append(schedule)))
     validate(p, first)
     assert looked == [first] and evaluate(p, first).peak <= p.memory
-    assert evaluate(p, solve(p)).seconds < evaluate(p, first).seconds
-    assert solve(p, promising=lambda schedule: True) == solve(p)
+    assert evaluate(p, solve(p, effort)).seconds < evaluate(p, first).seconds
+    assert solve(p, effort, promising=lambda schedule: True) == solve(p, effort)
+    small = replace(problem(Random(0)), memory=least(problem(Random(0)))[0])
+    assert solve(small, promising=looked.append) == solve(small) and looked == [first], "there it is not asked"
 
 
 def test_plans_are_the_same_in_every_process():

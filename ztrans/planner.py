@@ -18,6 +18,7 @@ from .search import Search
 
 EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win
+FEW = 25  # schedules: those after the first look will not make up for what that lacks
 
 
 class Infeasible(Exception):
@@ -33,7 +34,7 @@ def solve(
 ) -> Schedule:
     """The best schedule found. The same problem has the same one everywhere: effort is counted, not timed.
 
-    Where a first look leaves much to try, that is tried only if what it found is `promising`.
+    Where the effort is enough for few, more than a first look is taken only if what that found is `promising`.
 
     Raises: Infeasible when no schedule fits the memory.
     """
@@ -43,7 +44,8 @@ def solve(
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
     search.sow()
     found = _chosen(search)
-    if search.done or not promising(found):
+    few = effort < FEW * (len(problem.gathers) + len(problem.reductions))
+    if search.done or (few and not promising(found)):
         return found
     search.merge()
     search.climb()
