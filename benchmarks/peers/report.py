@@ -30,7 +30,7 @@ LEGEND = """\
 - All subjects are there at once and take turns of a few steps, the others stopped.
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
 - *foretold*: the plan played with what was known before all turns, a calibration and five recorded steps of the
-  plan before it; and the median over that. *simulated*: played with what two steps of its own, recorded after the
+  plan before it; and the median over that. *simulated*: played with what three steps of its own, recorded after the
   timed ones of each turn, say of compute and links; this says how well the simulator plays. *bound*: what no order of
   the same messages can beat on these same figures. *first plan*: seconds of the five recorded steps; of their plan
   and the plan made from them, the one that was faster while recorded is the one timed.

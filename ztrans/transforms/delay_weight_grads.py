@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..collectives import GRADIENT
 from ..cost import is_matmul
-from ..graph import Eqn, Graph, Var, is_random, is_view_or_cast, producers, users, variables
+from ..graph import Eqn, Graph, Var, is_random, is_view_or_cast, producers, users
 from ..groups import is_users, is_wait
 from .base import Transform
 
@@ -55,23 +55,20 @@ class _DelayWeightGrads(Transform):
         return "delay_weight_grads"
 
     def rewrite(self, graph: Graph) -> Graph:
-        used, outputs = users(graph), set(variables(graph.outputs))
+        used = users(graph)
         eqns: list[Eqn] = []
         since: list[Eqn] = []  # the last of the step's own collectives
         for e in graph.eqns:
             if not is_users(e):
                 since.append(e)
                 continue
-            later = set[Eqn]() if is_wait(e) or e.region != "backward" else self._later(e, since, used)
-            for x in reversed(since):
-                if x not in later and _is_for(x, later, used) and not outputs.intersection(x.outs):
-                    later.add(x)
+            later = self._later(e, since, used) if e.region == "backward" and not is_wait(e) else ()
             eqns += [*(x for x in since if x not in later), e, *(x for x in since if x in later)]
             since = []
         return graph.replace(eqns=(*eqns, *since))
 
     def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-        """What may come after a collective, of the equations between it and the one before."""
+        """What is to come after a collective, of the equations between it and the one before."""
         made, among, needed, read = producers(since), set(since), set[Eqn](), [*collective.ins]
         while read:
             e = made.get(read.pop())
@@ -80,18 +77,19 @@ class _DelayWeightGrads(Transform):
                 read += e.ins
         found, matmuls = set[Eqn](), 0
         for e in reversed(since):
-            if matmuls < self.most and e.region == "backward" and is_matmul(e) and e not in needed:
-                after = _after(e, among, used)
-                if all(is_view_or_cast(x) or x.op is GRADIENT for x in after):
-                    found |= {e, *after}
-                    matmuls += 1
+            if e in needed or e.region != "backward" or is_random(e.op):
+                continue
+            if not is_matmul(e):
+                readers = {x for v in e.outs for x in used.get(v, ())}
+                found |= {e} if readers and readers <= found else set()
+            elif matmuls < self.most and all(map(_prepares, after := _after(e, among, used))):
+                found |= {e, *after}
+                matmuls += 1
         return found
 
 
-def _is_for(e: Eqn, found: set[Eqn], used: dict[Var, list[Eqn]]) -> bool:
-    """Whether an equation other than a matmul is there for those that were found, and for no other."""
-    readers = {x for v in e.outs for x in used.get(v, ())}
-    return bool(readers) and readers <= found and e.region == "backward" and not (is_matmul(e) or is_random(e.op))
+def _prepares(e: Eqn) -> bool:
+    return is_view_or_cast(e) or e.op is GRADIENT
 
 
 def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
