@@ -16,6 +16,7 @@ from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_b
 from .cost import is_matmul, local_bytes, memory
 from .graph import Eqn, Graph, producers
 from .liveness import liveness
+from .play import play
 from .problem import Gather, Problem, Reduction, Wire
 from .schedule import Skeleton
 from .simulate import lane, messages, seconds
@@ -107,13 +108,14 @@ def _packed_bytes(start: Eqn, graph: Graph) -> int:
 
 
 def _seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:
-    """The duration of every equation; collectives that are not planned stand still where they are waited for."""
+    """The duration of every equation; what is not planned stands still where it is waited for, if it has not come."""
     graph = s.graph
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
-    for e, message, _ in messages(graph, cluster):
-        if e not in planned:
-            cost[graph.eqns[min(message.need, len(graph.eqns) - 1)]] += message.latency + message.seconds
+    others = [message for e, message, _ in messages(graph, cluster) if e not in planned]
+    played = play([cost[e] if e in s.places else 0.0 for e in graph.eqns], others)
+    for message, stall in zip(others, played.stall):
+        cost[graph.eqns[min(message.need, len(graph.eqns) - 1)]] += stall
     return cost
 
 

@@ -14,6 +14,8 @@ import ztrans as zt
 from ztrans.cost import is_matmul
 from ztrans.graph import Graph
 from ztrans.groups import is_users, is_wait
+from ztrans.pose import pose
+from ztrans.schedule import skeleton
 
 MESH = zt.AbstractMesh(dp=2, tp=2)
 SHARD = zt.shard_params(MESH, axis="dp")
@@ -109,6 +111,16 @@ def test_it_commutes_with_remat():
     gelus = [k for k, e in enumerate(eqns) if e.outs[0].name.startswith("gelu") and ".again" in e.outs[0].name]
     assert len(gelus) == LAYERS and all(eqns[k].outs[0] in eqns[k + 1].ins for k in gelus)
     assert beside(a.graph) == [2, 2]
+
+
+def test_a_plan_counts_what_is_hidden_once():
+    """A collective of the step's own stands still where it is waited for as long as it has not come by then."""
+    before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
+    posed = [pose(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
+    assert sum(posed[1].seconds) < sum(posed[0].seconds) and len(posed[1].seconds) == len(posed[0].seconds)
+    for lowered in (before, after):
+        least, _ = lowered.timeline().bound
+        assert least <= lowered.timeline().seconds
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, "two"])
