@@ -72,7 +72,13 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
 def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
     """The memory of `ranks` processes of one machine, in files of `folder`, which is best in /dev/shm and new."""
     files = [str(Path(folder) / f"{r}.symmetric") for r in range(ranks)]
-    whole = [torch.from_file(file, shared=True, size=_room(nbytes, ranks), dtype=torch.uint8) for file in files]
+    room = _room(nbytes, ranks)
+    # Made whole before torch maps them: where torch makes a file longer it writes a zero at its start, over what a
+    # faster rank may have put there.
+    for file in files:
+        with open(file, "ab") as made:
+            made.truncate(max(room, made.tell()))
+    whole = [torch.from_file(file, shared=True, size=room, dtype=torch.uint8) for file in files]
     return _view(rank, whole[rank], nbytes, [t.data_ptr() for t in whole], whole)
 
 

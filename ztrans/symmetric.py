@@ -47,7 +47,7 @@ class SymmetricStart(StreamedStart):
         sizes = [self.parts[k] for k in ks]
         rows = [s.movedim(self.dim, 0) for s in shards]
         sent = shards[0].new_empty(sum(sizes), dtype=self.wire)
-        read = lambda outs: gather(self.near.memory(self.group), sent, outs, sizes)  # noqa: E731
+        read = lambda outs: gather(self.near.memory(self.group), sent, outs, sizes)
         return self._read(sent, rows, sizes, [self.shapes[k] for k in ks], self.wire, 1, read)
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
@@ -55,7 +55,7 @@ class SymmetricStart(StreamedStart):
         shapes = [(part(s[0], self.size, self.rank)[1], *s[1:]) for s in whole]
         rows = [t.movedim(self.dim, 0) for t in terms]
         sent = terms[0].new_empty(self.size * sum(sizes), dtype=self.wire)
-        read = lambda outs: scatter(self.near.memory(self.group), sent, outs, sizes, self.op)  # noqa: E731
+        read = lambda outs: scatter(self.near.memory(self.group), sent, outs, sizes, self.op)
         return self._read(sent, rows, sizes, shapes, self.outs[ks[0]].dtype, self.size, read)
 
     def _read(
@@ -82,7 +82,7 @@ class SymmetricStart(StreamedStart):
             for x, value, shape in zip(flat, values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim))
 
-        pack = lambda: ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=sent)  # noqa: E731
+        pack = lambda: ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=sent)
         return Message(sent, values, pack, lambda: None, finish)
 
 
@@ -110,6 +110,6 @@ def start(
     axis, wire = eqn.kwargs["axis"], eqn.kwargs.get("dtype") or eqn.ins[0].dtype
     whole = (local_shape(dataclasses.replace(v, layout=without(v.layout, axis)), sizes, at) for v in eqn.outs)
     nbytes = sum(map(math.prod, whole)) * wire.itemsize
-    times = lambda: streams.near.times(group, eqn.op, wire, nbytes) if streams.near else "none was given"  # noqa: E731
+    times = lambda: streams.near.times(group, eqn.op, wire, nbytes) if streams.near else "none was given"
     by = transport(eqn.op, eqn.kwargs.get("op"), wire, times)
     return (SymmetricStart if by.is_symmetric else StreamedStart)(eqn, sizes, at, group, streams, by)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,20 @@ def _double(x): ...
 def test_symmetric_memory_needs_gpus():
     with pytest.raises(RuntimeError, match="needs CUDA devices"):
         ops.rendezvous(1024)
+
+
+def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
+    """torch writes a zero at the start of a file that it makes longer, so none may be left for it to make longer."""
+    true, seen = torch.from_file, []
+
+    def late(file, **options):
+        seen.append((Path(file).stat().st_size, options["size"]))
+        return true(file, **options)
+
+    monkeypatch.setattr(torch, "from_file", late)
+    symmetric.over_files(tmp_path, 0, 2, 100).mine.fill_(7)
+    assert symmetric.over_files(tmp_path, 1, 2, 100).held[0][:100].eq(7).all()
+    assert len(seen) == 4 and all(size >= wanted for size, wanted in seen)
 
 
 def test_processes_over_shared_memory():

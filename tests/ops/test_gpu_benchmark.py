@@ -61,7 +61,7 @@ def test_what_fails_is_a_line_of_the_report(monkeypatch):
 
     monkeypatch.setattr(gpu, "sections", lambda: {"halfway": halfway, "late": late, "other": late})
     found, written = {}, []
-    write = lambda found: written.append(dict(found))  # noqa: E731
+    write = lambda found: written.append(dict(found))
     assert not gpu.run(["halfway"], CPU, 100, found, write)
     assert not gpu.run(["late"], CPU, 0, found, write)
     assert found == {

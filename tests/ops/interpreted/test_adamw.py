@@ -16,14 +16,14 @@ OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def run(implementation, params, grads, ms, vs, step, scale=None, sizes=None, out=None, seed=None, lr=3e-3):
-    one = lambda x: torch.full((), x, dtype=torch.float32)  # noqa: E731
+    one = lambda x: torch.full((), x, dtype=torch.float32)
     implementation(
         params, grads, ms, vs, one(step), one(lr), scale, 0.9, 0.999, 1e-8, 0.1, sizes or [len(p) for p in params], out, seed
     )
 
 
 def state(skew: int = 0):
-    make = lambda: [torch.randn(n + skew)[skew:] for n in NUMELS]  # noqa: E731
+    make = lambda: [torch.randn(n + skew)[skew:] for n in NUMELS]
     return make(), make(), [m * 0.1 for m in make()], [v.square() for v in make()]
 
 
