@@ -157,7 +157,7 @@ def erase_trivial(graph: Graph) -> Graph:
             alias[e.outs[0]] = e.args[0]
         else:
             eqns.append(e)
-    cut = lambda v: dataclasses.replace(v, layout=tuple(p for p in v.layout if p.axis not in one))  # noqa: E731
+    cut = lambda v: dataclasses.replace(v, layout=tuple(p for p in v.layout if p.axis not in one))
     new = {v: cut(v) for v in {*graph.inputs, *(o for e in eqns for o in e.outs if o is not None)} if v.layout}
     graph = rename(graph.replace(eqns=tuple(eqns)), alias)
     eqns = tuple(e.replace(outs=tuple(new.get(o, o) for o in e.outs)) for e in graph.eqns)

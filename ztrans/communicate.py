@@ -194,13 +194,13 @@ class Start(torch.nn.Module):
             # Every rank gets all terms and adds them up in rank order: no more bytes than a ring between two.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = exchange([send] * self.size, pieces, self.group)
-            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))  # noqa: E731
+            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))
         else:
             sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
             kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
             total = send.clone() if len(flat) == 1 else send  # the sum is made in place
             works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
-            reduced = lambda: (total.div_(self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)  # noqa: E731
+            reduced = lambda: (total.div_(self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
