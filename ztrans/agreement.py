@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def agree(lowered: Lowered) -> Lowered:
     """Compare hashes of program and plan over the mesh when a program first runs, so that a disagreement is an
-    error and not a hang.
+    error and not a hang. A rank that is the only one with a new program says so while it waits.
 
     Ranks that planned otherwise, having measured otherwise, take the plan of the mesh's first rank.
 
@@ -28,12 +28,17 @@ def agree(lowered: Lowered) -> Lowered:
         return lowered
     mesh, digest, me = lowered.mesh, lowered.plan.digest, dist.get_rank()
     ranks = mesh.mesh.flatten().tolist()
-    programs, digests = zip(*everywhere((fingerprint(lowered.hinted), digest), mesh))
+    name, inputs = lowered.graph.name, ", ".join(map(repr, lowered.graph.inputs[lowered.graph.num_state :]))
+    alone = (
+        f"{name}: rank {me} has a new program, its batch is {inputs}, and has waited a minute for the other ranks "
+        f"to come with theirs.\nThey may be late; or they passed shapes that they had before, and will never come: "
+        f"every rank must pass the same shapes in every step. Pad batches to one length on all ranks."
+    )
+    programs, digests = zip(*everywhere((fingerprint(lowered.hinted), digest), mesh, alone))
     differ = [rank for rank, value in zip(ranks, programs) if value != programs[0]]
     if differ:
-        inputs = ", ".join(repr(v) for v in lowered.graph.inputs[lowered.graph.num_state :])
         raise RuntimeError(
-            f"{lowered.graph.name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
+            f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
             f"On rank {me} its batch is {inputs}; every rank must pass the same shapes and "
             f"take the same branches. Compare print(step.lower(state, batch)) of two ranks."
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import threading
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .layout import AbstractMesh
+
+_PATIENCE = 60.0  # seconds
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -50,15 +55,34 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def everywhere(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """What each rank of a mesh brings, in the order of `mesh.mesh`: all of them must call it, and no others."""
-    every = [value]
-    for axis in reversed(mesh.mesh_dim_names or ()):
-        group = mesh.get_group(axis)
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, every, group=group)
-        every = [x for part in parts for x in part]
+def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
+    """What each rank of a mesh brings, in the order of `mesh.mesh`: all of them must call it, and no others.
+
+    `waiting` is the warning for when some have not come within a minute.
+    """
+    every, patience = [value], threading.Timer(_PATIENCE, warnings.warn, [waiting])
+    patience.daemon = True
+    if waiting:
+        patience.start()
+    try:
+        for axis in reversed(mesh.mesh_dim_names or ()):
+            group = mesh.get_group(axis)
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, every, group=_own(group))
+            every = [x for part in parts for x in part]
+    finally:
+        patience.cancel()
     return every
+
+
+@functools.cache
+def _own(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    # What ranks ask each other must not meet what a program sends: one may ask while another runs.
+    if group.size() == 1:
+        return group
+    return dist.new_group(
+        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True, group_desc="ztrans ranks"
+    )
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
