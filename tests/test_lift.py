@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from worlds import ALL, clone, distance, slices
+from worlds import ALL, clone, default_dtype, distance, slices
 
 import ztrans as zt
 
@@ -262,6 +262,67 @@ def test_an_optimizer_that_is_not_lifted_is_refused():
     with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
         trace_of(lambda *xy: (plain(*xy), other.step())[0], model, optimizer)()
     plain(*data()[0]), other.step()
+
+
+def adversaries():
+    """A generator and a discriminator, each with its optimizer; the one reads what the other has just learnt."""
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)})
+    optimizers = [optim.AdamW(nets["G"].parameters(), lr=0.02), optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9)]
+    (g, d), (for_g, for_d) = nets.values(), optimizers
+
+    def loop_step(real, noise):
+        for_d.zero_grad()
+        judged = F.softplus(-d(real)).mean() + F.softplus(d(g(noise).detach())).mean()
+        judged.backward()
+        for_d.step()
+        for_g.zero_grad()
+        fooled = F.softplus(-d(g(noise))).mean()
+        fooled.backward()
+        for_g.step()
+        return judged, fooled
+
+    return nets, optimizers, loop_step
+
+
+@pytest.fixture
+def doubles():
+    with default_dtype(torch.float64):
+        yield
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_several_optimizers(stage, doubles):
+    draw = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)) for _ in range(3)]
+    plain, plain_optimizers, plain_loop = adversaries()
+    wanted = [torch.stack(plain_loop(*batch)).detach() for batch in batches]
+
+    nets, optimizers, loop_step = adversaries()
+    step, state = zt.lift(loop_step, nets, optimizers)
+    assert len(state["lr"]) == 2 and {*state["optimizer"]} == {*state["params"]}
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step)
+    parts = [slices(batch, 2) for batch in batches]
+    lowered = step.lower(state, *parts[0][0])
+    for part, losses in zip(parts, wanted):
+        state, outputs = lowered.lockstep(state, part)
+        assert distance(torch.stack([torch.stack(o) for o in outputs]).mean(0), losses) <= 1e-9
+    zt.restore(nets, optimizers, state)
+    assert distance(dict(nets.state_dict()), dict(plain.state_dict())) <= 1e-9
+    for mine, theirs in zip(optimizers, plain_optimizers):
+        assert distance(mine.state_dict()["state"], theirs.state_dict()["state"]) <= 1e-9
+
+
+def test_several_optimizers_that_are_refused():
+    nets, optimizers, loop_step = adversaries()
+    with pytest.raises(TypeError, match=r"lift: the model is a list; several modules are one, nn.ModuleList"):
+        zt.lift(loop_step, [*nets.values()], optimizers)
+    with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
+        zt.lift(loop_step, nets, [*optimizers, optimizers[0]])
+    optimizers[0].step, data = lambda: None, (torch.randn(2, 4), torch.randn(2, 3))
+    step, state = zt.lift(loop_step, nets, optimizers)
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW, and"):
+        zt.Step(step).trace(state, *data)
 
 
 def test_a_loop_that_takes_no_step_is_refused():

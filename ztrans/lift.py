@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,17 @@ from .first_state import make
 State = dict[str, Any]
 
 
-def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[Callable, State]:
+def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Callable, State]:
     """`loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, as `(step, state)`.
 
     `step(state, *batch) -> (state, output)` is a pure train step for any transform; `state` holds
     today's parameters, buffers, optimizer state and learning rates by name. Learning rates are
-    inputs (`state["lr"][group]`); other hyperparameters are constants of the program.
+    inputs (`state["lr"][group]`, the groups of all optimizers one after another); other hyperparameters
+    are constants of the program. Several modules are one `nn.ModuleDict`.
 
-    Raises: ValueError for optimizers that need a closure, hold parameters that are not the
-    module's, or make state that `lift` does not know before its first step; and when it is traced,
-    for a loop step that steps another optimizer, or none.
+    Raises: TypeError for a model that is no module; ValueError for optimizers that need a closure, hold parameters
+    that are not the module's or another's, or make state that `lift` does not know before its first step; and when
+    it is traced, for a loop step that steps another optimizer, or not all of these.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,58 +50,72 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer) -> tuple[C
     >>> sorted(state), sorted(state["params"])
     (['buffers', 'lr', 'optimizer', 'params'], ['bias', 'weight'])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"lift: the model is a {type(model).__name__}; several modules are one, nn.ModuleList([...]).")
+    optimizers = _several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in names:
-                raise ValueError(
-                    f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
-                    f"Build the optimizer from model.parameters(), after moving or changing the model."
-                )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    seen = set[int]()
+    for p in (p for group in _groups(optimizers) for p in group["params"]):
+        if id(p) not in names:
+            raise ValueError(
+                f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
+                f"Build the optimizer from model.parameters(), after moving or changing the model."
+            )
+        if id(p) in seen:
+            raise ValueError(f"lift: {names[id(p)]} is held by two optimizers; every parameter may have one.")
+        seen.add(id(p))
+    if any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
             "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
         )
-    make(optimizer, names)
+    for o in optimizers:
+        make(o, names)
 
     def step(state: State, *batch: Any) -> tuple[State, Any]:
-        with _swapped(model, optimizer, names, state) as (params, buffers):
+        with _swapped(model, optimizers, names, state) as (params, buffers):
             versions = [getattr(lr, "_version", 0) for lr in state["lr"]]
-            with _stepped(optimizer):
+            with _stepped(optimizers):
                 output = loop_step(*batch)
-            _check_rates(optimizer, state["lr"], versions)
-            _check_kept(optimizer, params, state["optimizer"])
+            held = {p: s for o in optimizers for p, s in o.state.items()}
+            kept = {name: held.get(p, {}) for name, p in params.items()}
+            _check_rates(optimizers, state["lr"], versions)
+            _check_kept(kept, state["optimizer"])
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
                 "optimizer": {
-                    name: {
-                        k: v for k, v in optimizer.state.get(params[name], {}).items() if k in state["optimizer"][name]
-                    }
-                    for name in state["optimizer"]
+                    name: {k: v for k, v in kept[name].items() if k in known}
+                    for name, known in state["optimizer"].items()
                 },
                 "lr": state["lr"],
             }
-        detach = lambda x: x.detach() if isinstance(x, torch.Tensor) else x  # noqa: E731
+        detach = lambda x: x.detach() if isinstance(x, torch.Tensor) else x
         return new, torch.utils._pytree.tree_map(detach, output)
 
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     given = inspect.signature(loop_step).parameters.values()
     step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
-    return step, _state(model, optimizer, names)
+    return step, _state(model, optimizers, names)
+
+
+def _several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for o in optimizers for group in o.param_groups]
 
 
 @contextlib.contextmanager
-def _stepped(optimizer: Optimizer) -> Iterator[None]:
-    """See to it that the loop steps this optimizer, and no other: that would hold parameters without gradients."""
+def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """See to it that the loop steps these optimizers, and no other: that would hold parameters without gradients."""
     seen = []
 
     def watch(stepped: Optimizer, *_: Any) -> None:
-        if stepped is not optimizer:
+        if stepped not in optimizers:
             raise ValueError(
                 f"lift: the loop step calls step() of another optimizer, {type(stepped).__name__}, which would train "
-                f"nothing.\nUse one optimizer for all parameters, with a group for each kind: "
-                f"[{{'params': ..., 'lr': ...}}, ...]; or write the step as a function of its state."
+                f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
         seen.append(stepped)
 
@@ -109,17 +124,19 @@ def _stepped(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-    if not seen:
-        raise ValueError(
-            "lift: the loop step did not call optimizer.step(), and what it does while it is traced it does for ever."
-            "\nTo accumulate gradients, take all micro-batches in one call, and step after them."
-        )
+    for k, o in enumerate(optimizers):
+        if o not in seen:
+            which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
+            raise ValueError(
+                f"lift: the loop step did not call {which}, and what it does while it is traced it does for ever."
+                f"\nTo accumulate gradients, take all micro-batches in one call, and step after them."
+            )
 
 
-def _check_kept(optimizer: Optimizer, params: dict[str, torch.Tensor], known: dict[str, dict]) -> None:
-    """State that the optimizer made just now would be lost after the step, and made anew in the next."""
-    for name, p in params.items():
-        made = [k for k, v in optimizer.state.get(p, {}).items() if isinstance(v, (torch.Tensor, int, float))]
+def _check_kept(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
+    """State that an optimizer made just now would be lost after the step, and made anew in the next."""
+    for name, state in kept.items():
+        made = [k for k, v in state.items() if isinstance(v, (torch.Tensor, int, float))]
         new = [k for k in made if k not in known.get(name, {})]
         if new:
             raise ValueError(
@@ -128,9 +145,9 @@ def _check_kept(optimizer: Optimizer, params: dict[str, torch.Tensor], known: di
             )
 
 
-def _check_rates(optimizer: Optimizer, rates: list, versions: list[int]) -> None:
+def _check_rates(optimizers: Sequence[Optimizer], rates: list, versions: list[int]) -> None:
     """What a scheduler does inside the loop's body would be done once, while it is traced."""
-    for group, lr, version in zip(optimizer.param_groups, rates, versions):
+    for group, lr, version in zip(_groups(optimizers), rates, versions):
         if group["lr"] is not lr or getattr(lr, "_version", 0) != version:
             raise ValueError(
                 "lift: the loop step changes a learning rate, which would happen once, while it is traced.\n"
@@ -139,17 +156,21 @@ def _check_rates(optimizer: Optimizer, rates: list, versions: list[int]) -> None
             )
 
 
-def restore(model: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """Write a lifted state (full tensors) back into the module and the optimizer it came from."""
+def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
+    """Write a lifted state (full tensors) back into the module and the optimizer, or optimizers, it came from."""
+    optimizers = _several(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(state["params"][name])
-            for key, value in state["optimizer"].get(name, {}).items():
-                held = optimizer.state[p].get(key)
-                optimizer.state[p][key] = held.copy_(value) if isinstance(held, torch.Tensor) else _like(held, value)
+        for o in optimizers:
+            for p in (p for group in o.param_groups for p in group["params"]):
+                for key, value in state["optimizer"].get(names[id(p)], {}).items():
+                    held = o.state[p].get(key)
+                    o.state[p][key] = held.copy_(value) if isinstance(held, torch.Tensor) else _like(held, value)
         for name, b in model.named_buffers():
             b.copy_(state["buffers"][name])
-    for group, lr in zip(optimizer.param_groups, state["lr"]):
+    for group, lr in zip(_groups(optimizers), state["lr"]):
         group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
 
 
@@ -157,8 +178,8 @@ def _like(held: Any, value: torch.Tensor) -> Any:
     return value if held is None else type(held)(value.item())
 
 
-def _state(model: nn.Module, optimizer: Optimizer, names: dict[int, str]) -> State:
-    by_name = {names[id(p)]: s for p, s in optimizer.state.items() if s}
+def _state(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> State:
+    by_name = {names[id(p)]: s for o in optimizers for p, s in o.state.items() if s}
     return {
         "params": {k: p.detach() for k, p in model.named_parameters()},
         "buffers": {k: b.detach() for k, b in model.named_buffers()},
@@ -167,13 +188,13 @@ def _state(model: nn.Module, optimizer: Optimizer, names: dict[int, str]) -> Sta
             for k in names.values()
             if k in by_name
         },
-        "lr": [group["lr"] for group in optimizer.param_groups],
+        "lr": [group["lr"] for group in _groups(optimizers)],
     }
 
 
 @contextlib.contextmanager
-def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], state: State) -> Iterator[tuple]:
-    """The module and the optimizer on the state's tensors."""
+def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State) -> Iterator[tuple]:
+    """The module and the optimizers on the state's tensors."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
     for name, p in model.named_parameters():
@@ -181,22 +202,35 @@ def _swapped(model: nn.Module, optimizer: Optimizer, names: dict[int, str], stat
             params[name].register_hook(hook)
         for hook in (p._post_accumulate_grad_hooks or {}).values():
             params[name].register_post_accumulate_grad_hook(hook)
+    tensors = {**params, **state["buffers"]}
+    with (
+        _without_gradients(model),
+        stateless._reparametrize_module(model, tensors, tie_weights=True),
+        contextlib.ExitStack() as stack,
+    ):
+        rates = iter(state["lr"])
+        for o in optimizers:
+            stack.enter_context(_held(o, params, names, [next(rates) for _ in o.param_groups], state["optimizer"]))
+        yield params, lambda: dict(model.named_buffers())
+
+
+@contextlib.contextmanager
+def _held(
+    optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], rates: list, state: Mapping
+) -> Iterator[None]:
+    """The optimizer on these parameters and rates, and on the state of those of them that are its own."""
     old_groups, old_state = optimizer.param_groups, optimizer.state
-    groups = [
-        {**group, "params": [params[names[id(p)]] for p in group["params"]], "lr": lr}
-        for group, lr in zip(old_groups, state["lr"])
-    ]
+    own = [[names[id(p)] for p in group["params"]] for group in old_groups]
+    groups = [{**g, "params": [params[name] for name in mine], "lr": lr} for g, mine, lr in zip(old_groups, own, rates)]
     for group in groups:  # arithmetic on tensors, one parameter at a time, as the program will be in any case
         if not group.get("fused"):
             group.update({k: v for k, v in (("foreach", False), ("capturable", True)) if k in group})
-    tensors = {**params, **state["buffers"]}
-    with _without_gradients(model), stateless._reparametrize_module(model, tensors, tie_weights=True):
-        optimizer.param_groups = groups
-        optimizer.state = defaultdict(dict, {params[name]: dict(s) for name, s in state["optimizer"].items()})
-        try:
-            yield params, lambda: dict(model.named_buffers())
-        finally:
-            optimizer.param_groups, optimizer.state = old_groups, old_state
+    optimizer.param_groups = groups
+    optimizer.state = defaultdict(dict, {params[k]: dict(state[k]) for mine in own for k in mine if k in state})
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = old_groups, old_state
 
 
 @contextlib.contextmanager
