@@ -78,7 +78,7 @@ def run(
 ) -> bool:
     """All sections of `names` into `found`, written with every line; whether all went well."""
     end = time.monotonic() + seconds
-    left = lambda: end - time.monotonic()  # noqa: E731
+    left = lambda: end - time.monotonic()
     for name, section in sections().items():
         if name not in names:
             continue

@@ -78,7 +78,7 @@ def shapes(config: Config, tp: int) -> dict[str, tuple[int, ...]]:
 
 def init(config: Config, tp: int) -> dict:
     """State without values."""
-    empty = lambda: {k: torch.empty(s, device="meta") for k, s in shapes(config, tp).items()}  # noqa: E731
+    empty = lambda: {k: torch.empty(s, device="meta") for k, s in shapes(config, tp).items()}
     return {"params": empty(), "m": empty(), "v": empty(), "step": torch.zeros((), device="meta")}
 
 
@@ -109,7 +109,7 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
         return Leave.apply(F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine[..., None], mesh)
 
     def block(w: dict, name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = lambda t: t.unflatten(-1, (-1, config.head)).transpose(1, 2)  # noqa: E731
+        heads = lambda t: t.unflatten(-1, (-1, config.head)).transpose(1, 2)
         y = Enter.apply(norm(x, w[f"{name}.norm1"]), mesh)
         q, k, v = (heads(F.linear(y, w[f"{name}.{m}"])) for m in ("wq", "wk", "wv"))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).flatten(2)
@@ -141,7 +141,7 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
 
     def clip(grads: dict, limit: float = 1.0) -> dict:
         """By the global norm: matrices are spread over tp, norms are the same on all its ranks."""
-        total = lambda gs: torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2  # noqa: E731
+        total = lambda gs: torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2
         mine = total([g for g in grads.values() if g.ndim > 1])
         same = total([g for g in grads.values() if g.ndim == 1])
         scale = (limit / (funcol.all_reduce(mine, "sum", (mesh, 1)) + same).sqrt()).clamp(max=1.0)

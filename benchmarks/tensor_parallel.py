@@ -12,7 +12,9 @@ Writes benchmarks/results/tensor_parallel.md.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
@@ -120,6 +122,13 @@ def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return run
 
 
+def network() -> str:
+    """What joins the ranks, as `netlab` set it."""
+    shown = subprocess.run("tc qdisc show dev eth0", shell=True, capture_output=True, text=True).stdout
+    rate = re.search(r"rate (\S+)", shown)
+    return f"{dist.get_world_size()} hosts, {rate[1]}/s" if rate else f"{dist.get_world_size()} ranks of one host"
+
+
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -144,7 +153,7 @@ def main(rounds: int) -> None:
         median = {name: statistics.median(s[3:]) for name, s in seconds.items()}
         rows = [f"| {n} | {s:.3f} | {s / median[BASE]:.3f} | {last[n]:.7f} |" for n, s in median.items()]
         text = "\n".join([
-            "# Tensor parallelism of the step's own over two hosts, 1 Gbit/s", "",
+            f"# Tensor parallelism of the step's own: {network()}", "",
             f"{date.today()}, torch {torch.__version__}, gloo, one core a rank. {BLOCKS} blocks of {WIDTH} x {INNER}, "
             f"{ROWS} rows; {rounds} steps each, in turns.", "",
             "| | seconds a step, median | of ztrans | last loss |", "|---|---:|---:|---:|", *rows, "",

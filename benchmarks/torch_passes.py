@@ -98,7 +98,7 @@ def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
 
     def call(target: Any, args: tuple, kwargs: dict | None = None, **meta: Any) -> fx.Node:
         node = out.call_function(target, args, kwargs or {})
-        read = lambda tree: fx.node.map_arg(tree, lambda n: n.meta["val"])  # noqa: E731
+        read = lambda tree: fx.node.map_arg(tree, lambda n: n.meta["val"])
         node.meta.update(meta, val=target(*read(args), **read(kwargs or {})))
         return node
 

@@ -31,7 +31,7 @@ def under(p: dict, prefix: str) -> dict:
 
 def block(p: dict, heads: int, x: jax.Array) -> jax.Array:
     batch, sequence, width = x.shape
-    part = lambda name: under(p, f"{name}.")  # noqa: E731
+    part = lambda name: under(p, f"{name}.")
     qkv = linear(part("qkv"), norm(part("norm1"), x)).reshape(batch, sequence, 3, heads, width // heads)
     seen = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
     x = x + linear(part("proj"), seen.reshape(x.shape))
@@ -39,7 +39,7 @@ def block(p: dict, heads: int, x: jax.Array) -> jax.Array:
 
 
 def loss_of(config: Config, gather: Callable, params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
-    layer = lambda name: gather(under(params, f"{name}."))  # noqa: E731
+    layer = lambda name: gather(under(params, f"{name}."))
     hidden = layer("token")["weight"][x]
     for i in range(config.layers):
         hidden = block(layer(f"blocks.{i}"), config.heads, hidden)
