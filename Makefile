@@ -19,7 +19,7 @@ lint: install
 	$(BIN)/ruff check
 
 test: lint
-	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0
 
 golden: install
 	$(BIN)/pytest -q --update-golden
@@ -28,7 +28,7 @@ demo: install
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
 
 peers: install
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints.txt deepspeed jax
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints.txt deepspeed jax transformers
 
 bench: install
 	$(BIN)/python -m benchmarks.peers
