@@ -407,7 +407,7 @@ def loss_scaled() -> Case:
 
     def step(state, batch):
         spoilt = torch.where(state["step"] % 3 == 1, float("inf"), 1.0)
-        scaled = lambda p, x, y: loss(p, x, y) * state["scale"] * spoilt  # noqa: E731
+        scaled = lambda p, x, y: loss(p, x, y) * state["scale"] * spoilt
         grads = grad(scaled)(state["params"], *batch)
         finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
         wrong = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any()

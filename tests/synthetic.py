@@ -43,7 +43,7 @@ def llama(
     embedding, head = [vocab * width], [vocab * width + width]
     q, k, v, o = width * width + width, width * kv, width * kv, width * width
     up, gate, down = width * hidden + width, width * hidden, width * hidden
-    linear: Callable[[list[int]], float] = lambda units: 2 * sum(units) * tokens / flops  # noqa: E731
+    linear: Callable[[list[int]], float] = lambda units: 2 * sum(units) * tokens / flops
     attention = 2 * tokens * tokens * width / flops
     parts = [([q, k, v], None), ([], attention), ([o], None), ([up, gate], None), ([down], None)]
     forward = [(tokens * width * 4 / 2e12, embedding, -1)]
@@ -59,7 +59,7 @@ def llama(
     first: dict[tuple[int, int], int] = {}  # gather of forward, by (operation, unit)
     activations, saved = 0, 10 * tokens * width * 2 // len(parts)
     end = 2 * len(forward)
-    share = lambda size: size * (ranks - 1) // ranks  # noqa: E731
+    share = lambda size: size * (ranks - 1) // ranks
     for op, (t, units, layer) in enumerate(forward):
         for j, numel in enumerate(units):
             first[op, j] = len(gathers)

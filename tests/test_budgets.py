@@ -71,7 +71,7 @@ def test_what_only_the_order_as_written_meets_keeps_it_and_says_so(tmp_path):
     arguments = {k: torch.zeros(W, W) for k in "abcde"}, torch.zeros(2, W)
     plain = shard(every_other).lower(*arguments)
     peak = plain.memory_analysis().peak
-    within = lambda memory: zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=memory))(every_other)  # noqa: E731
+    within = lambda memory: zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=memory))(every_other)
     lowered = within(peak).lower(*arguments)
     assert lowered.memory_analysis().peak == peak and lowered.plan.update == "as written"
     (note,) = lowered.plan.notes

@@ -88,7 +88,7 @@ def test_batch_norm_buffers_are_those_of_ddp():
                 g, (_, s) = grad_and_value(loss, has_aux=True)(hand["params"], clone(hand["buffers"]), *part[0])
                 grads.append(g)
                 stats.append(s)
-            mean = lambda each, k: sum(e[k] for e in each) / 4  # noqa: E731
+            mean = lambda each, k: sum(e[k] for e in each) / 4
             hand["params"] = sgd(hand["params"], {k: mean(grads, k) for k in grads[0]})
             hand["buffers"] = {k: mean(stats, k).to(b.dtype) for k, b in hand["buffers"].items()}
         assert distance(state, hand) <= 1e-5

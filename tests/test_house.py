@@ -23,7 +23,7 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions"], 0),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh"], 3),

@@ -166,7 +166,7 @@ def turned(a):
 
 @pytest.mark.parametrize("function, donates", [(alone, True), (returned, False), (in_part, False), (turned, False)])
 def test_kernels_are_donated_what_dies_with_them_and_lies_alone(function, donates):
-    step = lambda state, a: (state, function(a))  # noqa: E731
+    step = lambda state, a: (state, function(a))
     a = torch.randn(65, 65) / 8
     compiled = zt.Step.of(step).lower(torch.ones(1), a).compile(backend="inductor")
     for x, y in zip(pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))):

@@ -120,7 +120,7 @@ def test_printing_is_deterministic_and_names_are_stable():
     a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two cases: each is traced
     assert str(a) == str(b)
     scheduled = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH)
-    names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}  # noqa: E731
+    names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}
     kept = {n for n in names(a) if ".full_1" in n}  # what is kept is not gathered again
     assert names(a) - kept <= names(scheduled) <= names(a)
 

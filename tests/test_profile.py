@@ -142,7 +142,7 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     found = profile(lowered.graph, executable(lowered.graph, pretended).program, local, steps=2)
     simulated = lowered.timeline()
     assert found.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
-    counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}  # noqa: E731
+    counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
     assert counted(found.timeline) == counted(simulated)
     assert sum(m.received for m in found.messages) == lowered.cost_analysis().wire_bytes
     assert all(0 <= m.issued <= m.done for m in found.messages)

@@ -166,7 +166,7 @@ def test_schedules_and_fusion_change_no_bit(case, ranks, stage):
         a, _, plainly = sharded(case, ranks, stage, 1, ())
         b, _, scheduled = sharded(case, ranks, stage, 1)
     assert all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b)))
-    waits = lambda lowered: sum(e.op is WAIT for e in lowered.graph.eqns)  # noqa: E731
+    waits = lambda lowered: sum(e.op is WAIT for e in lowered.graph.eqns)
     assert waits(scheduled) == waits(plainly) - len(scheduled.plan.dropped)
 
 

@@ -74,8 +74,8 @@ SGD = {"weight_decay": 0.1, "lr": 0.1, "dampening": 0, "maximize": False}
     fused("adagrad", lr=0.1, weight_decay=0, lr_decay=0, eps=1e-3, maximize=False),
 ], ids=["adamw", "amsgrad", "adam", "sgd", "momentum", "adagrad"])  # fmt: skip
 def test_fused_optimizers(change):
-    pair = lambda: [T(3, 2), T(4)]  # noqa: E731
-    positive = lambda: [p.abs() for p in pair()]  # noqa: E731
+    pair = lambda: [T(3, 2), T(4)]
+    positive = lambda: [p.abs() for p in pair()]
     agrees(change, (pair(), pair(), positive(), positive(), [torch.zeros(()), torch.zeros(())]), pair())
 
 

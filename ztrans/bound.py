@@ -68,7 +68,7 @@ class _Job(NamedTuple):
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
     n, wires = len(problem.seconds), problem.wires
-    spent = lambda x: (wires[x.key].pace * x.wire, wires[x.key].host * x.wire)  # noqa: E731
+    spent = lambda x: (wires[x.key].pace * x.wire, wires[x.key].host * x.wire)
     jobs = []
     for r in problem.reductions:
         seconds, host = spent(r)

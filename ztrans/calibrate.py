@@ -137,7 +137,7 @@ def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     for kind in _KINDS:
         for size in _SIZES:
             start, received = _collective(kind, size, group, on)
-            once = lambda start=start: _once(lambda: _waited(start()), on)  # noqa: E731
+            once = lambda start=start: _once(lambda: _waited(start()), on)
             once()
             slowest = max(everywhere(once(), mesh))  # so that all decide alike
             # Each collective waits for all ranks, so nothing else must keep them in step.

@@ -109,7 +109,7 @@ class StreamedStart(Start):
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
         n, sizes, new = self.size, [self.parts[k] for k in ks], shards[0].new_empty
-        packed = lambda out: ops.cast_pack([s.movedim(self.dim, 0) for s in shards], sizes, self.wire, out=out)  # noqa: E731
+        packed = lambda out: ops.cast_pack([s.movedim(self.dim, 0) for s in shards], sizes, self.wire, out=out)
         if len(ks) == 1 and self.dim == 0:
             shape = self.shapes[ks[0]]
             whole = new(n * sizes[0], dtype=self.wire)
@@ -119,7 +119,7 @@ class StreamedStart(Start):
         shapes = [self.shapes[k] for k in ks]
         sent = new(sum(sizes), dtype=self.wire)
         values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
-        received = lambda: new(n * sent.numel(), dtype=self.wire)  # noqa: E731
+        received = lambda: new(n * sent.numel(), dtype=self.wire)
         return Message(
             sent, values, lambda: packed(sent), received, lambda got: self._deliver(got, n, sizes, shapes, values)
         )
@@ -160,7 +160,7 @@ class StreamedStart(Start):
         numels = [math.prod(shape) for shape in shapes]
         sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
         sent = new(sum(sizes), dtype=self.wire)
-        pack = lambda: ops.cast_pack(terms, sizes, self.wire, out=sent)  # noqa: E731
+        pack = lambda: ops.cast_pack(terms, sizes, self.wire, out=sent)
         here = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
         if dtype == self.wire:
             return Message(sent, here, pack, lambda: sent, self._scale)

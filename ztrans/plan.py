@@ -136,7 +136,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         if not packed and how == update:
             problem = dataclasses.replace(_alone(problem), memory=budget)
         order = functools.cache(functools.partial(_order, s, problem, how))
-        fits = lambda schedule, order=order: order(schedule)[0] <= budget  # noqa: E731
+        fits = lambda schedule, order=order: order(schedule)[0] <= budget
         try:
             try:
                 schedule = solve(problem, EFFORT // number, fits)
@@ -202,7 +202,7 @@ def apply(graph: Graph, plan: Plan) -> Graph:
     place = {_name(s, k): k for k in range(len(s.ops) + 1)}
     gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
     reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
-    by_member = lambda members, index: tuple(index[m] for m in members)  # noqa: E731
+    by_member = lambda members, index: tuple(index[m] for m in members)
     try:
         schedule = Schedule(
             tuple(
@@ -242,7 +242,7 @@ def _name(s: Skeleton, k: int) -> str:
 
 
 def _named(s: Skeleton, program: str, schedule: Schedule, update: str) -> Plan:
-    name = lambda planned, members: tuple(planned[i].start.outs[0].name for i in members)  # noqa: E731
+    name = lambda planned, members: tuple(planned[i].start.outs[0].name for i in members)
     return Plan(
         program,
         tuple((name(s.gathers, b.members), _name(s, b.start)) for b in schedule.gathers),

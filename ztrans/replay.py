@@ -50,7 +50,7 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
     figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
     took = [max(m.done - m.issued, 0.0) + _NOISE for m in observed]
     slow = Figures([_slow(link, axis, observed) for axis, link in links], figures.seen)
-    predict = lambda values: _took(dict(zip(axes, figures.put(values))), observed)  # noqa: E731
+    predict = lambda values: _took(dict(zip(axes, figures.put(values))), observed)
     found = solve(predict, took, figures.start, _PRIOR, slow.start)
     return tuple(zip(axes, figures.put(found)))
 

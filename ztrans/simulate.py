@@ -35,8 +35,11 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
     size, measured = local_bytes(graph), dict(cluster.measured)
     made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
-    known = lambda e, part="": measured.get(signature(e, graph) + part) if measured else None  # noqa: E731
     found = []
+
+    def known(e: Eqn, part: str = "") -> float | None:
+        return measured.get(signature(e, graph) + part) if measured else None
+
     for e in graph.eqns:
         if is_start(e):
             took = known(e)

@@ -87,5 +87,5 @@ def _share(part: float, whole: float) -> str:
 def _columns(rows: list[list[str]], words: tuple[int, ...] = (0, 3)) -> str:
     """Rows as columns, those of `words` to the left and those of figures to the right."""
     width = [max(map(len, column)) for column in zip(*rows)]
-    cells = lambda row: (c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(row, width)))  # noqa: E731
+    cells = lambda row: (c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(row, width)))
     return "\n".join("  ".join(cells(row)).rstrip() for row in rows)

@@ -141,7 +141,7 @@ def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkey
     plain = on_ranks(case, 4, shard)
     if broken == "realise":
         whole = plans.realise
-        cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))  # noqa: E731
+        cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))
         monkeypatch.setattr(plans, "realise", lambda *a: cut(whole(*a)))
     else:
         monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ValueError("out of order: Bucket")))

@@ -86,7 +86,7 @@ class Sharding:
 
     def on_shards(self, eqn: Eqn) -> None:
         """An update equation: on shards, by DTensor's rule."""
-        have = lambda v: self.values.value(v, eqn).layout  # noqa: E731
+        have = lambda v: self.values.value(v, eqn).layout
         try:
             if is_users(eqn):
                 wanted = given = on_parts(eqn, [have(v) for v in eqn.ins])
@@ -101,7 +101,7 @@ class Sharding:
                 f"shard_params(..., where=lambda path, leaf: ...)."
             ) from None
         ready = iter(wanted)
-        read = lambda v: self.values.laid(v, on_axis(next(ready), self.axis), eqn)  # noqa: E731
+        read = lambda v: self.values.laid(v, on_axis(next(ready), self.axis), eqn)
         args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
         self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs, outs=outs))

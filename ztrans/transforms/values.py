@@ -124,5 +124,5 @@ class Values:
         self.bind(out, value)
 
     def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, again=False) -> Site:
-        fresh = lambda name: name if name == keep else self.names.fresh(name)  # noqa: E731
+        fresh = lambda name: name if name == keep else self.names.fresh(name)
         return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, again))
