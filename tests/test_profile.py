@@ -1,6 +1,7 @@
 """Steps measured: what the clock says of a real run, what it says of the machine, and plans made from it."""
 
 import dataclasses
+import itertools
 import json
 from itertools import pairwise
 
@@ -15,8 +16,8 @@ from worlds import ALL, batches, on_ranks, slices
 
 import ztrans as zt
 from ztrans import compiled as bound
-from ztrans.execute import executable
-from ztrans.graph import is_view
+from ztrans.execute import executable, to_fx
+from ztrans.graph import Eqn, Graph, Var, is_view
 from ztrans.profile import profile
 from ztrans.replay import Observed
 from ztrans.simulate import seconds, signature
@@ -67,6 +68,20 @@ def test_what_was_measured_is_what_is_simulated(alone):
     expected = [0.0 if is_view(e) else measured[signature(e, graph)] for e in graph.eqns]
     assert seconds(graph, lowered.cluster) == expected
     assert lowered.timeline().seconds == pytest.approx(sum(expected))
+
+
+def test_what_meets_another_equation_in_each_step_is_not_forgotten(monkeypatch):
+    """Each step is held up for 12 s once, by one of three equations that take 1 s: medians of each are of 1 s."""
+    xs = [Var(f"x{n}", torch.float32, (n + 1,)) for n in range(3)]
+    ys = [Var(f"y{n}", torch.float32, (n + 1,)) for n in range(3)]
+    eqns = tuple(Eqn(torch.ops.aten.relu.default, (x,), (y,)) for x, y in zip(xs, ys))
+    graph = Graph("f", tuple(xs), eqns, tuple(ys), 0)
+    per_step = len(eqns) + 2  # before the first, after each, and the end
+    late = lambda k: 12.0 if k < 3 * per_step and k % per_step == k // per_step + 1 else 0.0
+    clock = itertools.accumulate(1.0 + late(k) for k in itertools.count())
+    monkeypatch.setattr("ztrans.recording.time.perf_counter", lambda: next(clock))
+    found = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
+    assert found.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
 
 
 def test_no_steps(alone):

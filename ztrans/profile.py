@@ -148,9 +148,13 @@ def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
 
 
 def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
-    """Medians over steps of each equation; over the equations of one signature their mean, so that sums come out."""
+    """The mean over the equations of one signature of what they usually take; together what a step usually does.
+
+    What holds a step up, as messages that arrive, meets other equations in each step: medians of single
+    equations know nothing of it, those of whole steps do.
+    """
     made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
-    taken: dict[str, list[float]] = {}
+    taken: dict[str, list[list[float]]] = {}  # of each equation, of each step
     started, came = (iter(zip(*(t[k] for t in every))) for k in (1, 3))
     waited = set()
     for i, e in enumerate(graph.eqns):
@@ -164,8 +168,11 @@ def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
                 continue  # the first wait of a bucket unpacks it
             waited.add(start)
             key, begin = f"{signature(start, graph)} wait", next(came)
-        taken.setdefault(key, []).append(median(b - a for a, b in zip(begin, end)))
-    return {key: fmean(seconds) for key, seconds in sorted(taken.items())}
+        taken.setdefault(key, []).append([b - a for a, b in zip(begin, end)])
+    usual = {key: [median(steps) for steps in eqns] for key, eqns in taken.items()}
+    known = sum(map(sum, usual.values()))
+    whole = median(map(sum, zip(*(steps for eqns in taken.values() for steps in eqns)))) if known else 0.0
+    return {key: fmean(seconds) * (whole / known if known else 1.0) for key, seconds in sorted(usual.items())}
 
 
 def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
