@@ -27,6 +27,7 @@ _ENOUGH = 1 << 18  # bytes worth waking up for
 _LOOK = 1.0  # seconds after which the receiver looks, woken or not
 _PATIENCE = 30.0  # seconds, to be connected
 _LATE = 1800.0  # seconds that a piece may take, as gloo's collectives may
+_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none, and needs none: nothing is set there for `recv` to await
 
 Address = tuple[str, int, bytes]  # host, port, and what shows that one was told
 
@@ -118,7 +119,7 @@ class Peer:
             # Where memory is short the kernel wakes us early. A blocking receive would then sleep until `low`
             # bytes more are there, which may be more than are left of the piece: it takes what has come.
             with contextlib.suppress(BlockingIOError):
-                came = self.socket.recv_into(into, 0, socket.MSG_DONTWAIT)
+                came = self.socket.recv_into(into, 0, _AT_ONCE)
                 if not came:
                     raise ConnectionError("end of file")
                 into = into[came:]
