@@ -27,7 +27,7 @@ _ENOUGH = 1 << 18  # bytes worth waking up for
 _LOOK = 1.0  # seconds after which the receiver looks, woken or not
 _PATIENCE = 30.0  # seconds, to be connected
 _LATE = 1800.0  # seconds that a piece may take, as gloo's collectives may
-_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none, and needs none: nothing is set there for `recv` to await
+_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none and needs none: there `recv` awaits no low mark
 
 Address = tuple[str, int, bytes]  # host, port, and what shows that one was told
 
