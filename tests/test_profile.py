@@ -53,7 +53,7 @@ def test_a_profile_runs_real_steps_and_says_where_the_time_went(alone):
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(t.events))
     assert 0 < t.compute <= t.seconds < 10 and 0 < found.overhead < t.seconds
     assert set(found.seconds_by_signature) == {signature(e, graph) for e in graph.eqns}
-    assert found.messages == () and found.agreed(alone) is found
+    assert found.messages == ((), ()) and found.agreed(alone) is found
     assert str(found).startswith(str(t)) and "recording took" in str(found)
 
 
@@ -130,12 +130,30 @@ def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
     lowered = on_ranks(CASE, 4, shard, *CHAIN, cluster=cluster)
     slow = tuple(Observed("dp", 4, kind, n, f"dp {kind}", k, k + 1e-3 + n / 1e6)
                  for k, (kind, n) in enumerate([("all_gather", 10**4), ("reduce_scatter", 10**5), ("all_gather", 10**6)]))  # fmt: skip
-    again = lowered.replan(zt.Profile(lowered.timeline(), {}, slow, 0.0))
+    again = lowered.replan(zt.Profile(lowered.timeline(), {}, (slow,), 0.0))
     assert again.cluster.link("dp").bandwidth == pytest.approx(1e6, rel=0.1)
     assert again.plan.program == lowered.plan.program and again.plan != lowered.plan
     note = again.plan.notes[-1]
     assert note.startswith("expected ") and note.endswith("%)")
     assert again.timeline().seconds <= lowered.timeline(again.cluster).seconds
+
+
+def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
+    """Each rank may be the later one, then finds that its bytes have come; and clocks know nothing of each other."""
+    ahead, took = 1000.0, [1e-4, 0.02, 0.01, 0.03, 0.015]
+    later = [0.0, 0.01, -0.005, 0.025, -0.01]  # rank 1, of rank 0
+    here, there = [], []
+    for k, (seconds, by) in enumerate(zip(took, later)):
+        first, second = 0.1 * k, 0.1 * k + by
+        message = Observed("dp", 2, "all_gather", 10**6, "dp gather", 0.0, 0.0)
+        here.append(message._replace(issued=first, done=max(first, second + seconds)))
+        there.append(message._replace(issued=second + ahead, done=max(second, first + seconds) + ahead))
+    profiles = [zt.Profile(None, {}, (tuple(each),), 0.0) for each in (here, there)]
+    monkeypatch.setattr("ztrans.profile.everywhere", lambda *_: [({}, p.messages) for p in profiles])
+    agreed = [p.agreed(pretended).messages for p in profiles]
+    assert agreed[0] == agreed[1], "whoever asks"
+    assert [m.done - m.issued for m in agreed[0][0]] == pytest.approx(took, abs=1e-9)
+    assert [m.issued for m in agreed[0][0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
 
 
 @pytest.fixture
@@ -159,8 +177,10 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     assert found.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
     counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
     assert counted(found.timeline) == counted(simulated)
-    assert sum(m.received for m in found.messages) == lowered.cost_analysis().wire_bytes
-    assert all(0 <= m.issued <= m.done for m in found.messages)
+    for messages in found.messages:
+        assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
+        assert all(0 <= m.issued <= m.done for m in messages)
+    assert len(found.messages) == 2
     for lane in found.timeline.lanes:
         bars = sorted((e for e in found.timeline.events if e.lane == lane), key=lambda e: e.start)
         assert all(e.seconds >= 0 for e in bars)

@@ -54,13 +54,15 @@ class Compiled:
     def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
         """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
 
-        The state is donated and advances. All ranks must call it. A step with `cuda_graph` is recorded as it
-        is without. See `profile.Profile`.
+        The state is donated and advances. All ranks must call it, and know the same of operations and links
+        after it; the timeline is this rank's. A step with `cuda_graph` is recorded as it is without. See
+        `profile.Profile`.
         """
         _, local = self._flat(state, batch)
         run = self._run(local)
         local = placed(self.lowered.graph, local) if self.cuda_graph else local
-        return profile(self._bound[0][0].graph, run.program, local, steps)
+        found, mesh = profile(self._bound[0][0].graph, run.program, local, steps), self.lowered.mesh
+        return found.agreed(mesh) if isinstance(mesh, DeviceMesh) else found
 
     def close(self) -> None:
         """Let go of the captured CUDA graph, if there is one.
@@ -79,11 +81,9 @@ class Compiled:
         rank. The state is donated and advances. All ranks must call it.
         """
         before = self.profile(state, *batch, steps=steps)
-        mesh = self.lowered.mesh
-        known = before.agreed(mesh) if isinstance(mesh, DeviceMesh) else before  # all ranks plan alike, or none can
-        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(known), _bound=[])
+        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(before), _bound=[])
         after = again.profile(state, *batch, steps=steps)
-        first, second = slowest([before.timeline.seconds, after.timeline.seconds], mesh)
+        first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
         lowered, run = (again if second < first else self)._bound[0]
         note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")

@@ -15,8 +15,9 @@ from .cluster import Cluster, assumed
 from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
-from .graph import Graph
+from .graph import Eqn, Graph
 from .mesh import everywhere
+from .play import Message
 from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain
 from .simulate import messages, signature
@@ -29,12 +30,13 @@ class Profile:
     """A measured step of this rank; `overhead` is the seconds that recording took.
 
     `seconds_by_signature` has what `simulate` asks for (see `simulate.signature`): of a collective what
-    packing and starting takes, and with " wait" what is made of the bytes once they have come.
+    packing and starting takes, and with " wait" what is made of the bytes once they have come. `messages`
+    are those of each recorded step.
     """
 
     timeline: Timeline
     seconds_by_signature: Mapping[str, float]
-    messages: tuple[Observed, ...]
+    messages: tuple[tuple[Observed, ...], ...]
     overhead: float
 
     def __str__(self) -> str:
@@ -46,39 +48,58 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
         over = {axis for axis, _ in base.links}
-        links = explain(base.links, [m for m in self.messages if m.axis in over])
-        links = tuple((axis, dataclasses.replace(link, host=self._host(axis, link.host))) for axis, link in links)
+        usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in over]
+        links = tuple(
+            (axis, dataclasses.replace(link, host=_host([m for m in usual if m.axis == axis], link.host)))
+            for axis, link in explain(base.links, usual)
+        )
         return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
-
-    def _host(self, axis: str, otherwise: float) -> float:
-        """The processor's seconds for a byte of this axis: of starting what was started."""
-        spent = [(m.spent, m.received) for m in self.messages if m.axis == axis]
-        moved = sum(received for _, received in spent)
-        return sum(seconds for seconds, _ in spent) / moved if moved else otherwise
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
 
-        Operations are the median over ranks; a message is issued when the last rank has issued it. All
-        ranks must call it.
+        Operations are the median over ranks; a message is issued when the last rank has issued it, and done
+        when it is done on all. All ranks must call it.
         """
         if mesh.size() == 1:
             return self
         every = everywhere((dict(self.seconds_by_signature), self.messages), mesh)
         known = sorted({key for seconds, _ in every for key in seconds})
         seconds = {key: median(seconds[key] for seconds, _ in every if key in seconds) for key in known}
-        return dataclasses.replace(self, seconds_by_signature=seconds, messages=_together([m for _, m in every]))
+        messages = tuple(map(_together, zip(*(steps for _, steps in every))))
+        return dataclasses.replace(self, seconds_by_signature=seconds, messages=messages)
 
 
-def _together(every: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
-    """The messages of all ranks as one, on the clock of the first: they are done at about the same time everywhere."""
-    late = [median(m.done - first.done for m, first in zip(each, every[0])) if each else 0.0 for each in every]
+def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
+    """The messages of one step on all ranks as one, on the clock of the first."""
+    late = [_late(ranks[0], each) for each in ranks]
     found = []
-    for same in zip(*every):
-        issued, done = ([at - by for at, by in zip(times, late)] for times in zip(*((m.issued, m.done) for m in same)))
-        spent = median(m.spent for m in same)
-        found.append(same[0]._replace(issued=max(issued), done=median(done), spent=spent))
+    for same in zip(*ranks):
+        issued = max(m.issued - by for m, by in zip(same, late))
+        done = max(m.done - by for m, by in zip(same, late))
+        found.append(same[0]._replace(issued=issued, done=done, spent=median(m.spent for m in same)))
     return tuple(found)
+
+
+def _late(here: Sequence[Observed], there: Sequence[Observed]) -> float:
+    """How much more another rank's clock shows: nothing is done on one rank before the other has issued it, and of
+    what that leaves the middle, as in the network time protocol. Ranks may come later to one message and earlier
+    to the next, and what is done first on the rank that is late; so when things are done says little by itself."""
+    most = min((b.done - a.issued for a, b in zip(here, there)), default=0.0)
+    least = max((b.issued - a.done for a, b in zip(here, there)), default=0.0)
+    return (least + most) / 2
+
+
+def _usual(same: Sequence[Observed]) -> Observed:
+    """One message, of several steps."""
+    issued, done, spent = (median(getattr(m, name) for m in same) for name in ("issued", "done", "spent"))
+    return same[0]._replace(issued=issued, done=done, spent=spent)
+
+
+def _host(messages: Sequence[Observed], otherwise: float) -> float:
+    """The processor's seconds for a byte: of starting what was started."""
+    moved = sum(m.received for m in messages)
+    return sum(m.spent for m in messages) / moved if moved else otherwise
 
 
 def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor], steps: int = 3) -> Profile:
@@ -106,8 +127,10 @@ def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor
             module.record = record = Record(device, watchers)
             run(inputs)
             every.append(record.times())
-    timeline, observed = _timeline(graph, _medians(every))
-    return Profile(timeline, _by_signature(graph, every), observed, _overhead(graph, every, device))
+    observed = tuple(_observed(graph, t) for t in every)
+    return Profile(
+        _timeline(graph, _medians(every)), _by_signature(graph, every), observed, _overhead(graph, every, device)
+    )
 
 
 def _medians(every: Sequence[Times]) -> Times:
@@ -116,15 +139,30 @@ def _medians(every: Sequence[Times]) -> Times:
     return Times(*readings, end=median(t.end for t in every))
 
 
-def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
+def _sent(graph: Graph) -> list[tuple[Eqn, Message, int]]:
+    """The messages of a program, for lanes, places and bytes; not for how long they take."""
+    return messages(graph, assumed("cpu", graph.axes))
+
+
+def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
+    ours = [each for each in _sent(graph) if is_start(each[0])]
+    found = []
+    for (e, m, moved), issued, done in zip(ours, t.started, t.done):
+        axis = e.kwargs["axis"]
+        spent = issued - t.marks[m.issue - 1]
+        found.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issued, done, spent))
+    return tuple(found)
+
+
+def _timeline(graph: Graph, t: Times) -> Timeline:
     n = len(graph.eqns)
     assert len(t.marks) == n + 1, "a lowered program has code for every equation"
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
-    sent = messages(graph, assumed("cpu", graph.axes))  # for lanes, places and bytes; not for how long they take
+    sent = _sent(graph)
     ours = [k for k, (e, _, _) in enumerate(sent) if is_start(e)]
     started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
     came = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.came))
-    bars, observed, free = [], [], dict[str, float]()
+    bars, free = [], dict[str, float]()
     for k, (e, m, moved) in enumerate(sent):
         wait = m.need if m.need < n else None
         if k in done:
@@ -138,13 +176,9 @@ def _timeline(graph: Graph, t: Times) -> tuple[Timeline, tuple[Observed, ...]]:
         start = min(max(issue, free.get(m.lane, 0.0)), finish)
         free[m.lane] = finish
         bars.append(Event(m.lane, start, finish - start, e, stall, moved))
-        if k in done:
-            axis = e.kwargs["axis"]
-            spent = issue - begin[m.issue - 1]
-            observed.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issue, done[k], spent))
     compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
     curve = tuple(zip(t.marks, memory(graph).live))
-    return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve), tuple(observed)
+    return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve)
 
 
 def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
