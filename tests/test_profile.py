@@ -143,11 +143,11 @@ def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
     ahead, took = 1000.0, [1e-4, 0.02, 0.01, 0.03, 0.015]
     later = [0.0, 0.01, -0.005, 0.025, -0.01]  # rank 1, of rank 0
     here, there = [], []
-    for k, (seconds, by) in enumerate(zip(took, later)):
+    for k, (moving, by) in enumerate(zip(took, later)):
         first, second = 0.1 * k, 0.1 * k + by
         message = Observed("dp", 2, "all_gather", 10**6, "dp gather", 0.0, 0.0)
-        here.append(message._replace(issued=first, done=max(first, second + seconds)))
-        there.append(message._replace(issued=second + ahead, done=max(second, first + seconds) + ahead))
+        here.append(message._replace(issued=first, done=max(first, second + moving)))
+        there.append(message._replace(issued=second + ahead, done=max(second, first + moving) + ahead))
     profiles = [zt.Profile(None, {}, (tuple(each),), 0.0) for each in (here, there)]
     monkeypatch.setattr("ztrans.profile.everywhere", lambda *_: [({}, p.messages) for p in profiles])
     agreed = [p.agreed(pretended).messages for p in profiles]
