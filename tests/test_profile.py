@@ -139,21 +139,21 @@ def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
 
 
 def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
-    """Each rank may be the later one, then finds that its bytes have come; and clocks know nothing of each other."""
-    ahead, took = 1000.0, [1e-4, 0.02, 0.01, 0.03, 0.015]
+    """Each rank may be the later one, and then finds that its bytes have come."""
+    took = [1e-4, 0.02, 0.01, 0.03, 0.015]
     later = [0.0, 0.01, -0.005, 0.025, -0.01]  # rank 1, of rank 0
     here, there = [], []
     for k, (moving, by) in enumerate(zip(took, later)):
         first, second = 0.1 * k, 0.1 * k + by
         message = Observed("dp", 2, "all_gather", 10**6, "dp gather", 0.0, 0.0)
         here.append(message._replace(issued=first, done=max(first, second + moving)))
-        there.append(message._replace(issued=second + ahead, done=max(second, first + moving) + ahead))
-    profiles = [zt.Profile(None, {}, (tuple(each),), 0.0) for each in (here, there)]
-    monkeypatch.setattr("ztrans.profile.everywhere", lambda *_: [({}, p.messages) for p in profiles])
-    agreed = [p.agreed(pretended).messages for p in profiles]
-    assert agreed[0] == agreed[1], "whoever asks"
-    assert [m.done - m.issued for m in agreed[0][0]] == pytest.approx(took, abs=1e-9)
-    assert [m.issued for m in agreed[0][0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
+        there.append(message._replace(issued=second, done=max(second, first + moving)))
+    timeline = zt.Timeline("f", 1.0, (), ())
+    monkeypatch.setattr("ztrans.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
+    agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
+    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "of the rank that computes longest"
+    assert [m.done - m.issued for m in agreed.messages[0]] == pytest.approx(took, abs=1e-9)
+    assert [m.issued for m in agreed.messages[0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
 
 
 @pytest.fixture
@@ -172,7 +172,9 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     lowered = step.lower(state, *slices(batches(CASE, 1)[0], 2)[0])
     leaves = pytree.tree_leaves((state, *slices(batches(CASE, 1)[0], 2)[0]))
     local = [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
-    found = profile(lowered.graph, executable(lowered.graph, pretended).program, local, steps=2)
+    waited = []
+    program = executable(lowered.graph, pretended).program
+    found = profile(lowered.graph, program, local, steps=2, together=lambda: waited.append(None))
     simulated = lowered.timeline()
     assert found.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
     counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
@@ -180,7 +182,7 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     for messages in found.messages:
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
         assert all(0 <= m.issued <= m.done for m in messages)
-    assert len(found.messages) == 2
+    assert len(found.messages) == len(waited) == 2, "ranks start each step together"
     for lane in found.timeline.lanes:
         bars = sorted((e for e in found.timeline.events if e.lane == lane), key=lambda e: e.start)
         assert all(e.seconds >= 0 for e in bars)

@@ -17,6 +17,7 @@ from .agreement import agree, slowest
 from .arguments import check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
+from .mesh import everywhere
 from .profile import Profile, profile
 from .symmetric import check
 
@@ -61,8 +62,10 @@ class Compiled:
         _, local = self._flat(state, batch)
         run = self._run(local)
         local = placed(self.lowered.graph, local) if self.cuda_graph else local
-        found, mesh = profile(self._bound[0][0].graph, run.program, local, steps), self.lowered.mesh
-        return found.agreed(mesh) if isinstance(mesh, DeviceMesh) else found
+        graph, mesh = self._bound[0][0].graph, self.lowered.mesh
+        if not isinstance(mesh, DeviceMesh):
+            return profile(graph, run.program, local, steps)
+        return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
 
     def close(self) -> None:
         """Let go of the captured CUDA graph, if there is one.

@@ -67,6 +67,8 @@ def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
     try:
         for axis in reversed(mesh.mesh_dim_names or ()):
             group = mesh.get_group(axis)
+            if group.size() == 1:
+                continue
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, every, group=_own(group))
             every = [x for part in parts for x in part]
@@ -78,8 +80,6 @@ def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
 @functools.cache
 def _own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # What ranks ask each other must not meet what a program sends: one may ask while another runs.
-    if group.size() == 1:
-        return group
     return dist.new_group(
         dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True, group_desc="ztrans ranks"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -58,36 +58,29 @@ class Profile:
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
 
-        Operations are the median over ranks; a message is issued when the last rank has issued it, and done
-        when it is done on all. All ranks must call it.
+        Operations are those of the rank that computes longest, for which the others wait; a message is issued
+        when the last rank has issued it, and done when it is done on all. All ranks must call it.
         """
         if mesh.size() == 1:
             return self
-        every = everywhere((dict(self.seconds_by_signature), self.messages), mesh)
-        known = sorted({key for seconds, _ in every for key in seconds})
-        seconds = {key: median(seconds[key] for seconds, _ in every if key in seconds) for key in known}
-        messages = tuple(map(_together, zip(*(steps for _, steps in every))))
-        return dataclasses.replace(self, seconds_by_signature=seconds, messages=messages)
+        computed, seconds, steps = zip(
+            *everywhere((self.timeline.compute, dict(self.seconds_by_signature), self.messages), mesh)
+        )
+        slowest = seconds[computed.index(max(computed))]
+        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(map(_together, zip(*steps))))
 
 
 def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
-    """The messages of one step on all ranks as one, on the clock of the first."""
-    late = [_late(ranks[0], each) for each in ranks]
-    found = []
-    for same in zip(*ranks):
-        issued = max(m.issued - by for m, by in zip(same, late))
-        done = max(m.done - by for m, by in zip(same, late))
-        found.append(same[0]._replace(issued=issued, done=done, spent=median(m.spent for m in same)))
-    return tuple(found)
-
-
-def _late(here: Sequence[Observed], there: Sequence[Observed]) -> float:
-    """How much more another rank's clock shows: nothing is done on one rank before the other has issued it, and of
-    what that leaves the middle, as in the network time protocol. Ranks may come later to one message and earlier
-    to the next, and what is done first on the rank that is late; so when things are done says little by itself."""
-    most = min((b.done - a.issued for a, b in zip(here, there)), default=0.0)
-    least = max((b.issued - a.done for a, b in zip(here, there)), default=0.0)
-    return (least + most) / 2
+    """The messages of one step on all ranks as one. The rank that comes last to a message may find its bytes there,
+    and those that came before wait for it; so what any one of them sees says little."""
+    return tuple(
+        same[0]._replace(
+            issued=max(m.issued for m in same),
+            done=max(m.done for m in same),
+            spent=median(m.spent for m in same),
+        )
+        for same in zip(*ranks)
+    )
 
 
 def _usual(same: Sequence[Observed]) -> Observed:
@@ -102,11 +95,18 @@ def _host(messages: Sequence[Observed], otherwise: float) -> float:
     return sum(m.spent for m in messages) / moved if moved else otherwise
 
 
-def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor], steps: int = 3) -> Profile:
+def profile(
+    graph: Graph,
+    program: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    steps: int = 3,
+    together: Callable[[], object] = tuple,
+) -> Profile:
     """Run `steps` steps and record them; the state among `inputs` is donated and advances.
 
     `program` is the FX module of the lowered `graph` on this rank, `inputs` its flat local inputs. All
-    ranks must call it. Times are medians over the steps.
+    ranks must call it; `together` waits for all of them before each step, so that the seconds from its start
+    are those of one clock. Times are medians over the steps.
 
     Raises: ValueError for no steps.
 
@@ -125,6 +125,7 @@ def profile(graph: Graph, program: fx.GraphModule, inputs: Sequence[torch.Tensor
     with watching() as watchers:
         for _ in range(steps):
             module.record = record = Record(device, watchers)
+            together()
             run(inputs)
             every.append(record.times())
     observed = tuple(_observed(graph, t) for t in every)
