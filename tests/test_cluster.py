@@ -53,10 +53,10 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
      "cluster: no profile of link 'string' for axis 'dp'; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
     (lambda: zt.cluster(MINE, dp=Link("w", 1e-3, 0.0)),
-     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0) for axis 'dp': "
+     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0, call=0.0) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster(MINE, dp=Link("w", -1.0, 1.0)),
-     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0) for axis 'dp': "
+     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0, call=0.0) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster("h100", tp="nvlink4").link("dp"),
      "cluster: no link for mesh axis 'dp'; it knows 'tp'.\n"

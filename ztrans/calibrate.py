@@ -56,12 +56,13 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
 
 
 class _Wire(NamedTuple):
-    """What one rank measured of an axis: messages, and the processor's seconds a byte."""
+    """What one rank measured of an axis: messages, and the processor's seconds a byte and a message."""
 
     axis: str
     ranks: tuple[int, ...]
     samples: list[Sample]
     host: float
+    call: float
 
 
 def _agreed(every: Mapping[int, tuple[Device, str, list[_Wire]]], names: Mapping[str, str]) -> Cluster:
@@ -78,7 +79,8 @@ def _agreed(every: Mapping[int, tuple[Device, str, list[_Wire]]], names: Mapping
         samples = [
             row[0]._replace(seconds=median(s.seconds for s in row)) for row in zip(*(wire.samples for wire in same))
         ]
-        guess = Link(names.get(axis, name), 1e-4, 1e9, host=median(wire.host for wire in same))
+        host, call = (median(getattr(wire, each) for wire in same) for each in ("host", "call"))
+        guess = Link(names.get(axis, name), 1e-4, 1e9, host=host, call=call)
         found.append((axis, fit(guess, samples, ranks)))
     return Cluster(Device(devices[0].name, tuple(rates), bandwidth, launch, memory), tuple(found))
 
@@ -148,9 +150,11 @@ def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
                 break
     size, slowest = largest["all_gather"]
     start, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), group, on)
-    # A GPU's transfers cost its processor nothing.
-    host = median(_taken(start, mesh, on) for _ in range(3)) / received if on.type == "cpu" else 0.0
-    return _Wire(axis, tuple(dist.get_process_group_ranks(group)), samples, host)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if on.type != "cpu":
+        return _Wire(axis, ranks, samples, 0.0, 0.0)  # a GPU's transfers cost its processor nothing
+    host = median(_taken(start, mesh, on) for _ in range(3)) / received
+    return _Wire(axis, ranks, samples, host, median(_started(group, on) for _ in range(15)))
 
 
 def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:
@@ -170,6 +174,16 @@ def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device
 
 def _waited(future: Any) -> None:
     future.work.wait()  # `future` holds what it receives into until then
+
+
+def _started(group: dist.ProcessGroup, on: torch.device) -> float:
+    """The seconds in which the smallest message is started."""
+    start, _ = _collective("all_gather", _SIZES[0], group, on)
+    began = time.perf_counter()
+    future = start()
+    took = time.perf_counter() - began
+    _waited(future)
+    return took
 
 
 def _taken(start: Callable[[], Any], mesh: DeviceMesh, on: torch.device) -> float:

@@ -35,8 +35,8 @@ class Device:
 @dataclass(frozen=True)
 class Link:
     """What one rank sends and receives through: seconds a message, more for each further rank of the
-    ring (`hop`), and bytes/s. `efficiency` scales the bandwidth of single kinds of collective, and
-    `host` is the processor time, in seconds a byte, that moving takes from compute."""
+    ring (`hop`), and bytes/s. `efficiency` scales the bandwidth of single kinds of collective. What sending
+    takes from compute is `call` seconds a message, and `host` a byte."""
 
     name: str
     latency: float
@@ -44,6 +44,7 @@ class Link:
     hop: float = 0.0
     efficiency: tuple[tuple[str, float], ...] = ()
     host: float = 0.0
+    call: float = 0.0
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """Latency, and the time in which `received` bytes move, for a collective over `ranks`.

@@ -1,4 +1,4 @@
-"""fit: figures of a link from how long messages took.
+"""fit: figures of a link from how long messages took, and what they took of compute.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all
 kinds. What is made small is the error in the logarithm, so small and large messages count alike:
@@ -49,6 +49,22 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     (found,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
     alike = tuple((kind, e) for kind, e in found.efficiency if abs(e - 1) > _ALIKE)
     return dataclasses.replace(found, efficiency=alike)
+
+
+def spent(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
+    """`link` with the `call` and `host` that explain what sending took of compute: pairs of bytes and seconds.
+
+    >>> found = spent(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
+    >>> f"{found.call:.0e} s, {found.host:.0e} s/B"
+    '2e-04 s, 1e-09 s/B'
+    """
+    received, seconds = np.array([m for m in messages if min(m) > 0]).reshape(-1, 2).T
+    if not len(seconds):
+        return link
+    start = [max(link.call, 1e-6), max(link.host, 1e-12)]
+    halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
+    call, host = solve(lambda x: x[0] + x[1] * received, seconds, start, other=halves)
+    return dataclasses.replace(link, call=call, host=host)
 
 
 class Figures:

@@ -123,7 +123,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis = start.kwargs["axis"]
     link = cluster.link(axis)
     latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
-    return Wire(lane(start), link.name, latency, pace, 2 * cluster.device.launch, link.host)
+    return Wire(lane(start), link.name, latency, pace, 2 * cluster.device.launch + link.call, link.host)
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:

@@ -15,6 +15,7 @@ from .cluster import Cluster, assumed
 from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
+from .fit import spent
 from .graph import Eqn, Graph
 from .mesh import everywhere
 from .play import Message
@@ -50,7 +51,7 @@ class Profile:
         over = {axis for axis, _ in base.links}
         usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in over]
         links = tuple(
-            (axis, dataclasses.replace(link, host=_host([m for m in usual if m.axis == axis], link.host)))
+            (axis, spent(link, [(m.received, m.spent) for m in usual if m.axis == axis]))
             for axis, link in explain(base.links, usual)
         )
         return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
@@ -87,12 +88,6 @@ def _usual(same: Sequence[Observed]) -> Observed:
     """One message, of several steps."""
     issued, done, spent = (median(getattr(m, name) for m in same) for name in ("issued", "done", "spent"))
     return same[0]._replace(issued=issued, done=done, spent=spent)
-
-
-def _host(messages: Sequence[Observed], otherwise: float) -> float:
-    """The processor's seconds for a byte: of starting what was started."""
-    moved = sum(m.received for m in messages)
-    return sum(m.spent for m in messages) / moved if moved else otherwise
 
 
 def profile(

@@ -83,7 +83,8 @@ def _roofline(e: Eqn, graph: Graph, cluster: Cluster, size: Any) -> float:
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """Copies into the send buffer, and the processor's share of moving it."""
-    host = cluster.link(e.kwargs["axis"]).host * wire_bytes(e, graph.axes)
+    link = cluster.link(e.kwargs["axis"])
+    host = link.call + link.host * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
     lies = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
     copied = 2 * sum(size(v) for v, k in zip(e.ins, lies) if not k)
