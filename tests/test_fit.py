@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ztrans.cluster import Link
-from ztrans.fit import Sample, fit, solve
+from ztrans.fit import Sample, fit, sending, solve
 from ztrans.play import Message, play
 from ztrans.replay import Observed, explain
 
@@ -64,6 +64,18 @@ def test_the_hop_that_is_known_is_not_counted_twice():
     true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, hop=1e-4)
     found = fit(dataclasses.replace(GUESS, hop=1e-4), samples(true, ranks=8), 8)
     assert found.latency == pytest.approx(2e-4, rel=0.05)
+
+
+def test_what_sending_takes_of_compute():
+    """Few large messages among small ones; those of one size tell the sum alone, and none tell nothing."""
+    chance = random.Random(3)
+    sizes = [1e3, 5e3, 3e5, 6e5, 1e6, 3e6] * 4
+    found = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
+    assert found.call == pytest.approx(3e-4, rel=0.15) and found.host == pytest.approx(6e-10, rel=0.15)
+    assert dataclasses.replace(found, call=GUESS.call, host=GUESS.host) == GUESS
+    equal = sending(GUESS, [(1e6, 2e-3)] * 9)
+    assert equal.call + 1e6 * equal.host == pytest.approx(2e-3, rel=0.05)
+    assert sending(GUESS, []) == sending(GUESS, [(0.0, 1e-3), (1e3, 0.0)]) == GUESS
 
 
 def test_solve_without_unknowns():

@@ -84,6 +84,15 @@ def test_what_meets_another_equation_in_each_step_is_not_forgotten(monkeypatch):
     assert found.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
 
 
+def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
+    step = zt.shard_params(alone)(CASE.step)
+    state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
+    compiled, met = step.compiled(state, *batch), []
+    monkeypatch.setattr(bound, "everywhere", lambda _, mesh: met.append(mesh))
+    compiled.profile(state, *batch, steps=3)
+    assert met == [alone] * 3
+
+
 def test_no_steps(alone):
     step = zt.shard_params(alone)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]

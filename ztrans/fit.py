@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
-    What they do not tell stays as it was: a bandwidth when all are small, `hop` and `host` always.
+    What they do not tell stays as it was: a bandwidth when all are small; `hop`, `host` and `call` always.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
     >>> found = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
@@ -51,10 +51,10 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     return dataclasses.replace(found, efficiency=alike)
 
 
-def spent(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
+def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
     """`link` with the `call` and `host` that explain what sending took of compute: pairs of bytes and seconds.
 
-    >>> found = spent(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
+    >>> found = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
     >>> f"{found.call:.0e} s, {found.host:.0e} s/B"
     '2e-04 s, 1e-09 s/B'
     """

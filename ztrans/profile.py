@@ -15,7 +15,7 @@ from .cluster import Cluster, assumed
 from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
-from .fit import spent
+from .fit import sending
 from .graph import Eqn, Graph
 from .mesh import everywhere
 from .play import Message
@@ -51,7 +51,7 @@ class Profile:
         over = {axis for axis, _ in base.links}
         usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in over]
         links = tuple(
-            (axis, spent(link, [(m.received, m.spent) for m in usual if m.axis == axis]))
+            (axis, sending(link, [(m.received, m.spent) for m in usual if m.axis == axis]))
             for axis, link in explain(base.links, usual)
         )
         return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
@@ -95,7 +95,7 @@ def profile(
     program: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     steps: int = 3,
-    together: Callable[[], object] = tuple,
+    together: Callable[[], object] = lambda: None,
 ) -> Profile:
     """Run `steps` steps and record them; the state among `inputs` is donated and advances.
 

@@ -38,7 +38,7 @@ class Observed(NamedTuple):
 def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
     """`links` with the latency, bandwidth and efficiencies with which `observed` come when they came.
 
-    What the messages do not tell stays as it was; `hop` and `host` always.
+    What the messages do not tell stays as it was; `hop`, `host` and `call` always.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
     >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
