@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
@@ -14,7 +15,7 @@ def problem(
     chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5, host: bool = False
 ) -> Problem:
     """A problem of at most so many keys and messages, on lanes and links of their own or shared, with memory
-    and other limits of its own."""
+    and other limits of its own; with `host`, messages take compute."""
     ops = chance.randint(2, 4)
     wires: dict[Hashable, Wire] = {
         key: Wire(
@@ -27,7 +28,7 @@ def problem(
         )
         for key in range(chance.randint(1, keys))
     }
-    return Problem(
+    found = Problem(
         seconds=tuple(float(chance.randint(0, 3)) for _ in range(ops)),
         live=tuple(chance.randint(0, 3) for _ in range(ops)),
         matmul=tuple(chance.random() < 0.7 for _ in range(ops)),
@@ -39,6 +40,8 @@ def problem(
         gathers_in_flight=chance.choice([None, None, 0, 3, 5]),
         reductions_in_flight=chance.choice([None, None, 0, 3, 5]),
     )
+    unpacked = {key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host}
+    return replace(found, wires=wires | unpacked)
 
 
 def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -> tuple[Gather, ...]:

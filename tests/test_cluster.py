@@ -9,6 +9,11 @@ from worlds import on_ranks
 
 import ztrans as zt
 from ztrans.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
+from ztrans.pose import pose
+from ztrans.schedule import skeleton
+from ztrans.simulate import seconds
+
+INF = float("inf")
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -53,10 +58,10 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
      "cluster: no profile of link 'string' for axis 'dp'; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
     (lambda: zt.cluster(MINE, dp=Link("w", 1e-3, 0.0)),
-     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0, call=0.0) for axis 'dp': "
+     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0, call=0.0, unpack=()) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster(MINE, dp=Link("w", -1.0, 1.0)),
-     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0, call=0.0) for axis 'dp': "
+     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0, call=0.0, unpack=()) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster("h100", tp="nvlink4").link("dp"),
      "cluster: no link for mesh axis 'dp'; it knows 'tp'.\n"
@@ -85,6 +90,21 @@ def test_a_timeline_needs_the_links_too():
         lowered.timeline(zt.cluster("cpu"))
     fast, slow = (lowered.timeline(zt.cluster("cpu", dp=Link("w", 1e-6, b))).seconds for b in (1e12, 1e3))
     assert slow > fast
+
+
+def test_what_is_known_of_unpacking_counts_for_every_message_of_its_kind():
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    lowered = on_ranks(CASES["mlp_momentum"], 2, shard, zt.overlap_grads(), zt.prefetch())
+    known, cluster = Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)), zt.cluster("cpu", dp=Link("w", 1e-6, 1e6))
+    slow = dataclasses.replace(cluster, links=(("dp", known),))
+    s = skeleton(lowered.hinted)
+    problem = pose(s, slow, INF)
+    assert {problem.wires[r.key].unpack for r in problem.reductions} == {1e-3}
+    assert {problem.wires[g.key].unpack for g in problem.gathers} == {0.0}
+    reduced = sum(r.wire for r in problem.reductions)
+    assert lowered.cost_analysis().over(role="grad") == reduced > 0
+    took = sum(seconds(lowered.graph, slow)) - sum(seconds(lowered.graph, cluster))
+    assert took == pytest.approx(1e-3 * reduced, rel=0.01)
 
 
 def test_calibrate_refuses_what_does_not_run():

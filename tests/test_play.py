@@ -10,8 +10,9 @@ from ztrans.play import Message, Network, play
 
 
 @st.composite
-def programs(draw, lanes=("a", "b", "c"), links=("x", "y")):
-    """Durations of operations, and messages whose places are in order."""
+def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0):
+    """Durations of operations, and messages whose places are in order; compute spends up to `host` on sending one, and
+    on unpacking it."""
     compute = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     link = {lane: draw(st.sampled_from(links)) for lane in lanes}
     messages = []
@@ -19,7 +20,8 @@ def programs(draw, lanes=("a", "b", "c"), links=("x", "y")):
         issue = draw(st.integers(0, len(compute)))
         need = draw(st.integers(issue, len(compute)))
         lane = draw(st.sampled_from(lanes))
-        messages.append(Message(issue, need, lane, link[lane], draw(st.integers(0, 4)), draw(st.integers(0, 8))))
+        takes = [draw(st.integers(0, most)) for most in (4, 8, host, host)]
+        messages.append(Message(issue, need, lane, link[lane], *takes))
     return [float(c) for c in compute], sorted(messages, key=lambda m: m.issue)
 
 
@@ -27,9 +29,10 @@ def slowly(compute, messages):
     """The same, from one moment at which something changes to the next; `start` of places, `begin` and `end` of messages."""
     todo = []
     for k in range(len(compute) + 1):
-        todo += [("issue", i) for i, m in enumerate(messages) if m.issue == k]
-        todo += [("wait", i) for i, m in enumerate(messages) if m.need == k]
-        todo += [("place", k), *([("run", k)] if k < len(compute) else [])]
+        for i in (i for i, m in enumerate(messages) if m.issue == k):
+            todo += [("run", messages[i].host), ("issue", i)]
+        todo += [("wait", [i for i, m in enumerate(messages) if m.need == k])]
+        todo += [("place", k), *([("run", compute[k])] if k < len(compute) else [])]
     now, busy = Fraction(0), None  # when the operation that runs ends
     queues, latency, bytes_ = {}, {}, {}
     start, begin, end = {}, {}, {}
@@ -46,15 +49,20 @@ def slowly(compute, messages):
                 busy, changed = None, True
             while todo and busy is None:
                 what, i = todo[0]
-                if what == "wait" and i not in end:
-                    break
+                if what == "wait" and i:
+                    come = min(i, key=lambda j: end.get(j, float("inf")))
+                    if come not in end:
+                        break
+                    i.remove(come)  # the first that comes is unpacked while others are on their way
+                    todo.insert(0, ("run", messages[come].unpack))
+                    continue
                 if what == "issue":
                     queues.setdefault(messages[i].lane, []).append(i)
                     latency[i], bytes_[i] = Fraction(messages[i].latency), Fraction(messages[i].seconds)
                 elif what == "place":
                     start[i] = now
-                elif what == "run":
-                    busy = now + Fraction(compute[i])
+                elif what == "run" and i:
+                    busy = now + Fraction(i)
                 todo.pop(0)
                 changed = True
         heads = [queue[0] for queue in queues.values() if queue]
@@ -81,7 +89,7 @@ def near(numbers):
 
 
 @settings(max_examples=300)
-@given(programs())
+@given(programs() | programs(host=3))
 def test_it_agrees_with_a_slow_simulation(program):
     compute, messages = program
     played, (start, begin, end) = play(compute, messages), slowly(compute, messages)

@@ -190,7 +190,10 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     assert counted(found.timeline) == counted(simulated)
     for messages in found.messages:
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
-        assert all(0 <= m.issued <= m.done for m in messages)
+        assert all(0 <= m.issued <= m.done and m.spent > 0 and m.unpacked > 0 for m in messages)
+    (_, link), = found.cluster(lowered.cluster).links
+    assert link.call > 0 and link.host > 0
+    assert [kind for kind, each in link.unpack if each > 0] == ["all_gather", "all_reduce", "reduce_scatter"]
     assert len(found.messages) == len(waited) == 2, "ranks start each step together"
     for lane in found.timeline.lanes:
         bars = sorted((e for e in found.timeline.events if e.lane == lane), key=lambda e: e.start)

@@ -57,10 +57,11 @@ class _Job(NamedTuple):
     `first` of its value is spared when the value is live at each place in between."""
 
     key: Hashable
-    seconds: float
     release: int
     need: int
+    seconds: float
     host: float  # of compute, to send it
+    unpack: float  # of compute, to make values of it
     first: bool = True
     gathered: int = 0  # the bytes that a gather holds; a reduction has none
 
@@ -68,16 +69,12 @@ class _Job(NamedTuple):
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
     n, wires = len(problem.seconds), problem.wires
-    spent = lambda x: (wires[x.key].pace * x.wire, wires[x.key].host * x.wire)
-    jobs = []
-    for r in problem.reductions:
-        seconds, host = spent(r)
-        jobs.append(_Job(r.key, seconds, r.born + 1, n if r.need is None else r.need, host))
+    spent = lambda x: (each * x.wire for each in (wires[x.key].pace, wires[x.key].host, wires[x.key].unpack))
+    jobs = [_Job(r.key, r.born + 1, n if r.need is None else r.need, *spent(r)) for r in problem.reductions]
     for g, after, held in zip(problem.gathers, *_values(problem)):
         if after is None or held:  # a value that takes no room is kept
-            seconds, host = spent(g)
             release = g.release if after is None else after
-            jobs.append(_Job(g.key, seconds, release, g.use, host, after is None, held))
+            jobs.append(_Job(g.key, release, g.use, *spent(g), after is None, held))
     return sorted(jobs, key=lambda job: job.need)
 
 
@@ -118,18 +115,29 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
     arrive, delay, at = before.copy(), 0.0, 0
     names = {w.link for w in problem.wires.values()} if wire else ()
     links = [_Link(problem, name, jobs, arrive, room) for name in sorted(names)]
+    left = _left(problem, jobs)
+    end = before[-1] + left[0]
     for need, group in groupby(jobs, key=lambda job: job.need):
         arrive[at + 1 : need + 1] += delay
         start = before[need] + delay
         for job in group:
             if job.first:
                 latency = problem.wires[job.key].latency
-                start = max(start, arrive[job.release] + job.host + latency + job.seconds)
+                start = max(start, arrive[job.release] + job.host + latency + job.seconds + job.unpack)
             for link in links:
                 link.add(job)
         delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need
-    # What is sent in any case costs compute, if only while that would stand still.
-    return max(float(before[-1] + delay), sum(problem.seconds) + sum(job.host for job in jobs if job.first))
+        end = max(end, before[-1] + delay + left[need + 1])
+    return float(end)
+
+
+def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
+    """By place: the compute that sending and unpacking take, of what must be sent and cannot be before it."""
+    spent = np.zeros(len(problem.seconds) + 2)
+    for job in jobs:
+        if job.first:
+            spent[job.release] += job.host + job.unpack
+    return spent[::-1].cumsum()[::-1]
 
 
 class _Link:

@@ -36,7 +36,8 @@ class Device:
 class Link:
     """What one rank sends and receives through: seconds a message, more for each further rank of the
     ring (`hop`), and bytes/s. `efficiency` scales the bandwidth of single kinds of collective. What sending
-    takes from compute is `call` seconds a message, and `host` a byte."""
+    takes from compute is `call` seconds a message, and `host` a byte; `unpack` is what making values of a
+    byte takes once it has come, by kind."""
 
     name: str
     latency: float
@@ -45,6 +46,7 @@ class Link:
     efficiency: tuple[tuple[str, float], ...] = ()
     host: float = 0.0
     call: float = 0.0
+    unpack: tuple[tuple[str, float], ...] = ()
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """Latency, and the time in which `received` bytes move, for a collective over `ranks`.

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
-    What they do not tell stays as it was: a bandwidth when all are small; `hop`, `host` and `call` always.
+    What they do not tell stays as it was: a bandwidth when all are small; `hop`, `host`, `call` and `unpack` always.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
     >>> found = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
@@ -65,6 +65,19 @@ def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
     call, host = solve(lambda x: x[0] + x[1] * received, seconds, start, other=halves)
     return dataclasses.replace(link, call=call, host=host)
+
+
+def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
+    """`link` with the `unpack` of messages: of each its kind, its bytes, and the seconds that making values of it took.
+
+    >>> unpacking(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
+    (('all_gather', 2e-09),)
+    """
+    known = dict(link.unpack)
+    for kind in {kind for kind, received, _ in messages if received > 0}:
+        received, seconds = map(sum, zip(*(m[1:] for m in messages if m[0] == kind)))
+        known[kind] = seconds / received
+    return dataclasses.replace(link, unpack=tuple(sorted(known.items())))
 
 
 class Figures:

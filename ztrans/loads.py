@@ -39,6 +39,7 @@ class Load(NamedTuple):
     wire: Wire
     seconds: float
     host: float
+    unpack: float
     places: tuple[int, ...]  # where it changes what is live, compared with its members alone,
     change: tuple[int, ...]  # and by how many bytes
 
@@ -127,9 +128,9 @@ class Loads:
             self._reductions[members] = load if start <= need else None
         return self._reductions[members]
 
-    def _sent(self, things: Sequence[Gather | Reduction]) -> tuple[Wire, float, float]:
+    def _sent(self, things: Sequence[Gather | Reduction]) -> tuple[Wire, float, float, float]:
         wire, moved = self.problem.wires[things[0].key], sum(thing.wire for thing in things)
-        return wire, wire.pace * moved, wire.call + wire.host * moved
+        return wire, wire.pace * moved, wire.call + wire.host * moved, wire.unpack * moved
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start as often as they must, from where the first could."""

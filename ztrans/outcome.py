@@ -68,8 +68,8 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
 def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
     """The message that a bucket is; `members` are its gathers or reductions."""
     wire, moved = problem.wires[members[0].key], sum(m.wire for m in members)
-    host = wire.call + wire.host * moved
-    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host)
+    host, unpack = wire.call + wire.host * moved, wire.unpack * moved
+    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
 
 
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:

@@ -221,8 +221,7 @@ class _Play:
                 if queue and self.next[lane] > place:
                     self.next[lane] = place + stall
                     heapq.heappush(self.agenda, (self.next[lane], _GATHER, lane))
-        if stall:
-            heapq.heappush(self.agenda, (place, _WAIT, ~r))
+        heapq.heappush(self.agenda, (place, _WAIT, ~r))
 
     def _come(self, r: int, place: int) -> None:
         """See whether a reduction has come by now."""
@@ -238,14 +237,18 @@ class _Play:
                 self._settle(r, place, stall=True)
 
     def _wait(self, which: int, place: int) -> None:
-        """Stand still until a message has come."""
-        if which >= 0:
-            self.ahead.remove(which)
-        end = self.network.come(self.sent[which])
-        if end > self.clock:
-            self.clock = end
-            if self.clock + self.before[-1] - self.before[place] > self.limit:
-                raise _TooLong
-            for r in self.behind:
-                if self.network.end[self.sent[~r]] <= end and self.until[r] > place:
-                    heapq.heappush(self.agenda, (place + 1, _COME, r))
+        """Stand still until the messages that are needed here have come, and unpack each when it has."""
+        needed = [which]
+        while self.agenda and self.agenda[0][:2] == (place, _WAIT):
+            needed.append(heapq.heappop(self.agenda)[2])
+        for end, each in sorted((self.network.come(self.sent[each]), each) for each in needed):
+            if each >= 0:
+                self.ahead.remove(each)
+            if end > self.clock:
+                self.clock = end
+                for r in self.behind:
+                    if self.network.end[self.sent[~r]] <= end and self.until[r] > place:
+                        heapq.heappush(self.agenda, (place + 1, _COME, r))
+            self.clock += (self.gathers[each] if each >= 0 else self.reductions[~each]).unpack
+        if self.clock + self.before[-1] - self.before[place] > self.limit:
+            raise _TooLong

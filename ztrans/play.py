@@ -29,12 +29,13 @@ class Message(NamedTuple):
     latency: float  # seconds before bytes move
     seconds: float  # seconds in which they do, with the link to itself
     host: float = 0.0  # seconds for which compute stands still to send it
+    unpack: float = 0.0  # and, once it has come and is waited for, to make values of it
 
 
 @dataclass(frozen=True)
 class Played:
-    """When everything happened: `arrive[k]` and `start[k]` of place k (they differ by what is sent and
-    waited for there), the `begin` and `end` of each message, and the seconds that compute stood still for it."""
+    """When everything happened: `arrive[k]` and `start[k]` of place k (they differ by what is sent, waited
+    for and unpacked there), the `begin` and `end` of each message, and the seconds that compute waited for it."""
 
     arrive: tuple[float, ...]
     start: tuple[float, ...]
@@ -182,6 +183,7 @@ def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence
                 if end > clock:
                     stall[i] = end - clock
                     clock = end
+                clock += messages[i].unpack
         start.append(clock)
     end = tuple(network.come(i) for i in number)
     begin = tuple(network.begin[i] for i in number)

@@ -123,7 +123,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis = start.kwargs["axis"]
     link = cluster.link(axis)
     latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
-    return Wire(lane(start), link.name, latency, pace, 2 * cluster.device.launch + link.call, link.host)
+    call, unpack = 2 * cluster.device.launch + link.call, dict(link.unpack).get(start.op.name, 0.0)
+    return Wire(lane(start), link.name, latency, pace, call, link.host, unpack)
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:

@@ -25,6 +25,7 @@ class Wire(NamedTuple):
     pace: float  # seconds for a byte, with the link to itself
     call: float = 0.0  # seconds for which compute stands still to send a message
     host: float = 0.0  # and for each of its bytes
+    unpack: float = 0.0  # seconds that it takes to make values of a byte that has come
 
 
 class Gather(NamedTuple):

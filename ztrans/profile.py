@@ -15,7 +15,7 @@ from .cluster import Cluster, assumed
 from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
-from .fit import sending
+from .fit import sending, unpacking
 from .graph import Eqn, Graph
 from .mesh import everywhere
 from .play import Message
@@ -24,6 +24,8 @@ from .replay import Observed, explain
 from .simulate import messages, signature
 from .timeline import COMPUTE, Event, Timeline
 from .units import duration
+
+_TIMES = ("issued", "done", "spent", "unpacked")  # of a message
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,13 +50,14 @@ class Profile:
 
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
-        over = {axis for axis, _ in base.links}
-        usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in over]
-        links = tuple(
-            (axis, sending(link, [(m.received, m.spent) for m in usual if m.axis == axis]))
-            for axis, link in explain(base.links, usual)
-        )
-        return dataclasses.replace(base, links=links).with_measured(self.seconds_by_signature)
+        axes = {axis for axis, _ in base.links}
+        usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in axes]
+        links = []
+        for axis, link in explain(base.links, usual):
+            over = [m for m in usual if m.axis == axis]
+            link = sending(link, [(m.received, m.spent) for m in over])
+            links.append((axis, unpacking(link, [(m.kind, m.received, m.unpacked) for m in over])))
+        return dataclasses.replace(base, links=tuple(links)).with_measured(self.seconds_by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
@@ -79,6 +82,7 @@ def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
             issued=max(m.issued for m in same),
             done=max(m.done for m in same),
             spent=median(m.spent for m in same),
+            unpacked=median(m.unpacked for m in same),
         )
         for same in zip(*ranks)
     )
@@ -86,8 +90,7 @@ def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
 
 def _usual(same: Sequence[Observed]) -> Observed:
     """One message, of several steps."""
-    issued, done, spent = (median(getattr(m, name) for m in same) for name in ("issued", "done", "spent"))
-    return same[0]._replace(issued=issued, done=done, spent=spent)
+    return same[0]._replace(**{name: median(getattr(m, name) for m in same) for name in _TIMES})
 
 
 def profile(
@@ -142,11 +145,11 @@ def _sent(graph: Graph) -> list[tuple[Eqn, Message, int]]:
 
 def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
     ours = [each for each in _sent(graph) if is_start(each[0])]
+    came = dict(zip(sorted(range(len(ours)), key=lambda k: ours[k][1].need), t.came))
     found = []
-    for (e, m, moved), issued, done in zip(ours, t.started, t.done):
-        axis = e.kwargs["axis"]
-        spent = issued - t.marks[m.issue - 1]
-        found.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issued, done, spent))
+    for k, ((e, m, moved), issued, done) in enumerate(zip(ours, t.started, t.done)):
+        axis, spent, unpacked = e.kwargs["axis"], issued - t.marks[m.issue - 1], t.marks[m.need + 1] - came[k]
+        found.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issued, done, spent, unpacked))
     return tuple(found)
 
 

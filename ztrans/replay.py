@@ -23,7 +23,8 @@ _NOISE = 50e-6  # seconds in which a message is issued, and noticed to be done
 
 class Observed(NamedTuple):
     """One message: its mesh axis and the ranks of it, its kind of collective, the bytes that a rank
-    received, its communicator, the times at which it was issued and done, and the seconds of issuing it."""
+    received, its communicator, the times at which it was issued and done, and the seconds of issuing it and,
+    once it had come, of making values of it."""
 
     axis: str
     ranks: int
@@ -33,12 +34,13 @@ class Observed(NamedTuple):
     issued: float
     done: float
     spent: float = 0.0
+    unpacked: float = 0.0
 
 
 def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
     """`links` with the latency, bandwidth and efficiencies with which `observed` come when they came.
 
-    What the messages do not tell stays as it was; `hop`, `host` and `call` always.
+    What the messages do not tell stays as it was; `hop`, `host`, `call` and `unpack` always.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
     >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)

@@ -92,7 +92,11 @@ def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """Copies out of what was received: a bucket's members made contiguous, the terms of a sum added up."""
+    """What was measured of such bytes, or copies out of what was received: a bucket's members made contiguous,
+    the terms of a sum added up."""
+    known = dict(cluster.link(e.kwargs["axis"]).unpack).get(e.op.name)
+    if known is not None:
+        return cluster.device.launch + known * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
     packed = [o for k, o in enumerate(e.outs) if not is_alone(e, k, graph.axes)]
     copied = 2 * sum(map(size, packed)) if e.op is ALL_GATHER else 0
