@@ -34,12 +34,13 @@ FLOORS = {
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),
     **dict.fromkeys(["calibrate", "agreement", "products"], 9),
-    **dict.fromkeys(["inductor"], 10),
-    **dict.fromkeys(["compiled"], 11),
-    **dict.fromkeys(["stages"], 12),
-    **dict.fromkeys(["step", "lift"], 13),
+    **dict.fromkeys(["attention"], 10),
+    **dict.fromkeys(["inductor"], 11),
+    **dict.fromkeys(["compiled"], 12),
+    **dict.fromkeys(["stages"], 13),
+    **dict.fromkeys(["step", "lift"], 14),
     **dict.fromkeys(["first_state"], 0),
-    **dict.fromkeys(["__init__"], 14),
+    **dict.fromkeys(["__init__"], 15),
 }
 TRANSFORM = 8  # every other module of transforms/
 

@@ -3,7 +3,7 @@
 Groups are compared as text, with their values numbered, so the layers of a model compile a handful of
 kernels. Nothing is sent while a program is being compiled. Results are those of the eager backend but
 for rounding: a fused sum is made in another order, half-precision values inside a kernel are not
-rounded, and a product may be made by another library.
+rounded, a product may be made by another library, and attention by products.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import attention, products
 from .donation import Donation, donation
 from .execute import Kernel, bind, fused, to_fx
 from .fusion import Group, fuse
-from .graph import Eqn, Graph, Var, producers
+from .graph import Eqn, Graph, Var, producers, substitute
 from .groups import by_group, is_users
 from .layout import localize
-from .products import other
 from .strides import Strided, run, strides, text
 from .varying import varying
 
@@ -64,8 +64,8 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
         kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
     # What does not vary must be equal on all ranks to the bit, and another may find another library faster.
     over = varying(graph, ("batch",))
-    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over and e.ins == e.args]
-    calls = {e: call for e in tried if (call := other(e.op, [lies[v] for v in e.args])) is not None}
+    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over]
+    calls = {e: call for e in tried if (call := _other(e, lies)) is not None}
     program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
     wanted = [lies[v] for v in graph.inputs]
 
@@ -74,6 +74,13 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
 
     called.program, called.kernels = program.program, compiled  # type: ignore[attr-defined]
     return graph, called
+
+
+def _other(e: Eqn, lies: Mapping[Var, Strided]) -> Callable | None:
+    """What computes an equation in less time than its operation does, if anything does."""
+    args, kwargs = substitute(e.args, lies.__getitem__), substitute(e.kwargs, lies.__getitem__)
+    plain = not kwargs and all(isinstance(x, Strided) for x in args)
+    return (products.other(e.op, args) if plain else None) or attention.other(e.op, args, kwargs)
 
 
 def _on_one_device(values: Sequence[Strided]) -> bool:

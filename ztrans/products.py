@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _OTHERS = {aten.mm.default: mm, aten.addmm.default: addmm}
 
 
-def other(op: object, args: Sequence[Strided]) -> Callable | None:
+def other(op: object, args: Sequence[Any]) -> Callable | None:
     """What computes `op` in less time than it does itself, of arguments that lie so, if anything does."""
     if op not in _OTHERS or not _can(args):
         return None
@@ -47,13 +48,18 @@ def _can(args: Sequence[Strided]) -> bool:
 
 @functools.cache
 def _share(op: Callable, lies: tuple, threads: int) -> float:
-    """The time of the other one, as a share of that of `op`; the best of a few rounds each."""
+    """The time of the other one, as a share of that of `op`."""
     with torch.no_grad():
         args = [torch.empty_strided(shape, stride).fill_(0.5) for shape, stride in lies]
-        best: dict[Callable, float] = {}
-        for _ in range(_ROUNDS):
-            for call in (op, _OTHERS[op]):
-                start = time.perf_counter()
-                call(*args)
-                best[call] = min(best.get(call, float("inf")), time.perf_counter() - start)
-    return best[_OTHERS[op]] / best[op]
+        return share(lambda: _OTHERS[op](*args), lambda: op(*args))
+
+
+def share(other: Callable[[], object], call: Callable[[], object]) -> float:
+    """The time of `other`, as a share of that of `call`; the best of a few rounds each."""
+    best: dict[Callable, float] = {}
+    for _ in range(_ROUNDS):
+        for each in (call, other):
+            start = time.perf_counter()
+            each()
+            best[each] = min(best.get(each, float("inf")), time.perf_counter() - start)
+    return best[other] / best[call]
