@@ -16,7 +16,6 @@ import torch
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMBINE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
-_CACHED = 1 << 15  # elements at a time, on a CPU: so that what is made in between stays in its cache
 
 
 def reduce(
@@ -29,25 +28,15 @@ def reduce(
     """
     if op not in _COMBINE:
         raise ValueError(f"reduce: unknown operation {op!r}; use sum, mean, max or min.")
-    first = terms[0]
-    result = over if over is not None and over.dtype == dtype else torch.empty_like(first, dtype=dtype)
-    if first.device.type == "cpu" and all(x.is_contiguous() for x in (result, *terms)):
-        pieces = zip(*(x.view(-1).split(_CACHED) for x in (result, *terms)))
-    else:
-        pieces = [(result, *terms)]
-    for into, *parts in pieces:
-        _combined(parts, op, into)
-    return result
-
-
-def _combined(terms: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
     combine = _COMBINE[op]
-    first, *rest = (term.to(torch.float32) for term in terms) if terms[0].dtype in _HALF else terms
-    total = into if into.dtype == first.dtype else torch.empty_like(first)
-    total = combine(first, rest[0], out=total) if rest else total.copy_(first)
+    first, *rest = terms
+    if first.dtype in _HALF:
+        first, over = first.to(torch.float32), None
+        total = combine(first, rest[0], out=first) if rest else first
+    else:
+        total = combine(first, rest[0], out=over) if rest else first.clone()
     for term in rest[1:]:
         combine(total, term, out=total)
     if op == "mean":
         total = total.div_(len(terms)) if total.is_floating_point() else total / len(terms)
-    if total is not into:
-        into.copy_(total)
+    return total.to(dtype)
