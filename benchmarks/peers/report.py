@@ -70,7 +70,7 @@ def agrees(losses: list[float], truth: list[float], precision: str) -> bool:
 
 def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str]:
     subjects = {s.name: s for s in SUBJECTS}
-    base = statistics.median(runs.get("compute alone", {}).get("seconds", [float("nan")]))
+    base = runs.get("compute alone", {}).get("seconds")
     rows = list(HEAD)
     for name, run in runs.items():
         if "seconds" not in run:
@@ -85,7 +85,8 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss += " !"
         keys = ("foretold", "simulated", "bound")
         said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in keys]
-        times = f"{median:.3f} | {least:.3f} | {median / base:.2f} | {' | '.join(said)}"
+        share = f"{median / statistics.median(base):.2f}" if base else ""
+        times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(said)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
         remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subjects[name].remark
         rows.append(f"| {name} | {figures} | {remark} |")
