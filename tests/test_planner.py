@@ -248,6 +248,7 @@ def test_small_plans_are_nearly_the_best_there_are():
     assert max(over) < 0.35
 
 
+@SMALL
 @given(problems | costly, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
 def test_what_is_placed_takes_as_long_as_it_says(p, lead, reserve):
     dropped = kept(p, ())

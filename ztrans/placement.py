@@ -24,7 +24,7 @@ _NEVER = float("inf")
 
 
 class Placed(NamedTuple):
-    """A choice, played: its buckets in order of use and of birth, and the places found for them."""
+    """A choice, played: its buckets in order of issue, and the places found for them."""
 
     seconds: float
     peak: int
@@ -126,7 +126,7 @@ class _Play:
             self.clock + self.before[-1] - self.before[self.at],
             int(self.memory - self.room.min(initial=self.memory)),
             self.choice,
-            tuple(Bucket(load.members, start, load.place) for load, start in zip(self.gathers, self.start)),
+            tuple(Bucket(self.gathers[g].members, self.start[g], self.gathers[g].place) for g in self.sent if g >= 0),
             tuple(Bucket(load.members, load.place, wait) for load, wait in zip(self.reductions, self.wait)),
         )
 
