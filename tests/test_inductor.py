@@ -209,7 +209,7 @@ def test_products_by_another_library():
     assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
     assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
     for x in (a.double(), a.bfloat16(), a[None], a[:0]):
-        assert products.other(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)]) is None
+        assert products.other(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {}) is None
 
 
 @pytest.fixture(scope="module")

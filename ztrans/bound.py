@@ -9,7 +9,8 @@ it has run, and what it needs has come. The latter takes a link at least as long
     memory    the same, from after an operation k on, with all gathers that k has no room for: beside
               what k itself needs, only so many bytes can be live, sent early or kept
 
-Each line holds beside those above it.
+Each line holds beside those above it. Sending and unpacking take compute too: those of a message that
+cannot be sent before an operation come after that.
 """
 
 from __future__ import annotations

@@ -78,9 +78,8 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
 
 def _other(e: Eqn, lies: Mapping[Var, Strided]) -> Callable | None:
     """What computes an equation in less time than its operation does, if anything does."""
-    args, kwargs = substitute(e.args, lies.__getitem__), substitute(e.kwargs, lies.__getitem__)
-    plain = not kwargs and all(isinstance(x, Strided) for x in args)
-    return (products.other(e.op, args) if plain else None) or attention.other(e.op, args, kwargs)
+    given = e.op, substitute(e.args, lies.__getitem__), substitute(e.kwargs, lies.__getitem__)
+    return products.other(*given) or attention.other(*given)
 
 
 def _on_one_device(values: Sequence[Strided]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,17 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _OTHERS = {aten.mm.default: mm, aten.addmm.default: addmm}
 
 
-def other(op: object, args: Sequence[Any]) -> Callable | None:
+def other(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:
     """What computes `op` in less time than it does itself, of arguments that lie so, if anything does."""
-    if op not in _OTHERS or not _can(args):
+    if op not in _OTHERS or kwargs or not _can(args):
         return None
     lies = tuple((x.shape, x.stride) for x in args)
     return _OTHERS[op] if _share(op, lies, torch.get_num_threads()) < GAIN else None
 
 
-def _can(args: Sequence[Strided]) -> bool:
+def _can(args: Sequence[Any]) -> bool:
+    if not all(isinstance(x, Strided) for x in args):
+        return False
     plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and 0 not in x.shape for x in args)
     return plain and [len(x.shape) for x in args] in ([2, 2], [1, 2, 2]) and torch.backends.mkldnn.is_available()
 
