@@ -194,12 +194,13 @@ def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
     assert code.count("empty_strided_cpu((64, 512)") == 1
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
-    import torch._inductor.config as config
+def test_without_a_compiler_it_says_so():
+    from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     lowered = zt.Step.of(drop).lower(of(4, 8), torch.randn(2, 4))
-    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"):
+    told = r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"
+    # `monkeypatch` would leave the setting deleted behind it.
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ValueError, match=told):
         lowered.compile(backend="inductor")
 
 

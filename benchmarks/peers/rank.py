@@ -25,8 +25,11 @@ def turns(ask: dict, rank: int) -> Iterator[dict]:
     step = subject.make(task)
     losses = [float(step()) for _ in range(ask["warmup"])]
     memory.trim()
+    said = getattr(step, "said", dict)  # what only ztrans can say of a step
     yield {"ready": True}
     while True:
+        before = said()
+        memory.trim()
         memory.forget_peak()
         with memory.Peak() as peak:
             losses.append(float(step()))
@@ -37,7 +40,7 @@ def turns(ask: dict, rank: int) -> Iterator[dict]:
             seconds.append(time.perf_counter() - start)
         found = {"seconds": seconds, "losses": [losses[0], losses[-1]], "sent": (bytes_sent() - sent) / ask["steps"]}
         found |= {"lent": peak.bytes - lent, "resident": memory.resident_peak() - resident}
-        found |= step.said() if hasattr(step, "said") else {}
+        found |= {"said": [before, said()]}
         memory.trim()
         yield found
 

@@ -20,6 +20,7 @@ from .subjects import SUBJECTS
 MIB = 2**20
 # How far a loss may be from that of plain fp32 training on the whole batch, as a part of it.
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
+MIDDLE = ("first", "foretold", "simulated", "bound")  # of what is said, the median counts
 REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
 HEAD = (
     "| | seconds a step, median | least | of compute | foretold | simulated | bound | sent, MiB | malloc, MiB "
@@ -30,10 +31,10 @@ LEGEND = """\
 - All subjects are there at once and take turns of a few steps, the others stopped.
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
 - *foretold*: the plan played with what was known before all turns, a calibration and five recorded steps of the
-  plan before it; and the median over that. *simulated*: played with what three steps of its own, recorded after the
-  timed ones of each turn, say of compute and links; this says how well the simulator plays. *bound*: what no order of
-  the same messages can beat on these same figures. *first plan*: seconds of the five recorded steps; of their plan
-  and the plan made from them, the one that was faster while recorded is the one timed.
+  plan before it; and the median over that. *simulated*: played with what steps of its own, three recorded before
+  the timed ones of each turn and three after, say of compute and links; this says how well the simulator plays.
+  *bound*: what no order of the same messages can beat on these same figures. *first plan*: seconds of the five
+  recorded steps; of their plan and the plan made from them, the one that was faster while recorded is the one timed.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in the untimed step of each
   turn, since before the model was built. *resident*: the same for memory lent by the operating system, in all steps
@@ -58,10 +59,12 @@ def pooled(runs: list[dict]) -> dict:
     good = [run for run in runs if "seconds" in run]
     if len(good) < len(runs) or not runs:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
-    middle = ("sent", "first", "foretold", "simulated", "bound")
-    said = {k: statistics.median(run[k] for run in good) for k in middle if k in good[-1]}
-    said |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
-    return good[-1] | said | {"seconds": [s for run in good for s in run["seconds"]]}
+    one, said = dict(good[-1]), [each for run in good for each in run["said"]]
+    one |= one.pop("said")[-1]
+    one |= {k: statistics.median(each[k] for each in said) for k in MIDDLE if k in said[-1]}
+    one |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
+    one["sent"] = statistics.median(run["sent"] for run in good)
+    return one | {"seconds": [s for run in good for s in run["seconds"]]}
 
 
 def agrees(losses: list[float], truth: list[float], precision: str) -> bool:

@@ -14,7 +14,7 @@ import ztrans as zt
 from .model import Task, adamw, loss_of
 
 PROFILED = 5  # steps that the plan is made from
-RECORDED = 3  # of each turn, that simulated seconds come from: the first touches new memory
+RECORDED = 3  # before and after the timed steps of a turn, for simulated seconds: the first touches new memory
 
 
 class Lifted:
