@@ -20,21 +20,22 @@ from .subjects import SUBJECTS
 MIB = 2**20
 # How far a loss may be from that of plain fp32 training on the whole batch, as a part of it.
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
-MIDDLE = ("first", "foretold", "simulated", "bound")  # of what is said, the median counts
+MIDDLE = ("first", "foretold", "recorded", "simulated", "bound")  # of what is said, the median counts
 REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
 HEAD = (
-    "| | seconds a step, median | least | of compute | foretold | simulated | bound | sent, MiB | malloc, MiB "
-    "| resident, MiB | loss | |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    "| | seconds a step, median | least | of compute | foretold | recorded | simulated | bound | sent, MiB "
+    "| malloc, MiB | resident, MiB | loss | |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 LEGEND = """\
 - All subjects are there at once and take turns of a few steps, the others stopped.
 - *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
 - *foretold*: the plan played with what was known before all turns, a calibration and five recorded steps of the
-  plan before it; and the median over that. *simulated*: played with what steps of its own, three recorded before
-  the timed ones of each turn and three after, say of compute and links; this says how well the simulator plays.
-  *bound*: what no order of the same messages can beat on these same figures. *first plan*: seconds of the five
-  recorded steps; of their plan and the plan made from them, the one that was faster while recorded is the one timed.
+  plan before it; and the median over that. *recorded*: what steps of its own take while recorded, three before the
+  timed ones of each turn and three after; it tells a bad minute from a fault of the simulator. *simulated*: played
+  with what these steps say of compute and links; this says how well the simulator plays. *bound*: what no order of
+  the same messages can beat on these same figures. *first plan*: seconds of the five recorded steps; of their plan
+  and the plan made from them, the one that was faster while recorded is the one timed.
 - *sent*: what one host sends in a step, headers included.
 - *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in the untimed step of each
   turn, since before the model was built. *resident*: the same for memory lent by the operating system, in all steps
@@ -77,7 +78,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
     rows = list(HEAD)
     for name, run in runs.items():
         if "seconds" not in run:
-            rows.append(f"| {name} | | | | | | | | | | | {line(run)} |")
+            rows.append(f"| {name} | | | | | | | | | | | | {line(run)} |")
             continue
         median, least = statistics.median(run["seconds"]), min(run["seconds"])
         memory = f"{run['lent'] / MIB:.0f} | {run['resident'] / MIB:.0f}"
@@ -86,8 +87,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
-        keys = ("foretold", "simulated", "bound")
-        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in keys]
+        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in MIDDLE[1:]]
         share = f"{median / statistics.median(base):.2f}" if base else ""
         times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(said)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"

@@ -36,7 +36,7 @@ class Lifted:
         profile = self.compiled.profile(copies, *self.batch, steps=RECORDED)
         timeline = lowered.timeline(profile.cluster(lowered.cluster))
         bound, binds = timeline.bound
-        before = {"first": self.first, "foretold": self.foretold}
+        before = {"first": self.first, "foretold": self.foretold, "recorded": profile.timeline.seconds}
         return before | {"simulated": timeline.seconds, "bound": bound, "binds": binds}
 
 
