@@ -44,7 +44,7 @@ LEGEND = """\
 - *bf16*: FSDP2, DeepSpeed, the schedule by hand and ztrans from stage 1 on cast parameters; DDP, compute alone,
   SimpleFSDP and ztrans stage 0 use autocast.
 - *loss*: mean over ranks after the last step. An exclamation mark: not that of plain training on the whole batch.
-- AdamW(fused=True) in all but JAX. Every batch is the same one; rank 0's clock.
+- AdamW(fused=True) in all but JAX. Every batch is the same one; a step takes what it takes on its slowest host.
 """
 
 

@@ -33,7 +33,8 @@ class Running:
         self.answer = self.turn(ask)
 
     def turn(self, word: object = "go on") -> dict:
-        """Let it run until all ranks have answered: rank 0's answer, with the loss of all; or what went wrong."""
+        """Let it run until all ranks have answered: rank 0's answer, with the loss of all and each step's seconds
+        on the slowest; or what went wrong."""
         answers = [] if self.ranks else [{"failed": "its processes never started"}]
         self._signal(signal.SIGCONT)
         try:
@@ -57,7 +58,8 @@ class Running:
             return answers[-1]
         if "losses" not in answers[0]:
             return answers[0]
-        return answers[0] | {"losses": [sum(each) / len(each) for each in zip(*(a["losses"] for a in answers))]}
+        losses, seconds = (zip(*(a[key] for a in answers)) for key in ("losses", "seconds"))
+        return answers[0] | {"losses": [sum(e) / len(e) for e in losses], "seconds": [max(e) for e in seconds]}
 
     def stop(self) -> None:
         self._signal(signal.SIGCONT)
