@@ -203,3 +203,12 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     assert len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}) == 2
     rows = str(simulated.beside(found.timeline)).splitlines()
     assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
+
+
+def test_a_compiled_step_runs_where_the_other_rank_is_pretended(pretended):
+    """It agrees with a rank that is nowhere, which says what this one says."""
+    step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)
+    batch = slices(batches(CASE, 1)[0], 2)[0]
+    compiled, _ = step.lower(step.shard(CASE.state()), *batch).compile().tune(step.shard(CASE.state()), *batch)
+    assert "measured" in compiled.lowered.plan.notes[-1]
+    compiled(step.shard(CASE.state()), *batch)

@@ -69,8 +69,9 @@ def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
             group = mesh.get_group(axis)
             if group.size() == 1:
                 continue
-            parts: list[Any] = [None] * group.size()
-            dist.all_gather_object(parts, every, group=_own(group))
+            parts = [every] * group.size()
+            if dist.get_backend(group) != "fake":  # whose other ranks are nowhere
+                dist.all_gather_object(parts, every, group=_own(group))
             every = [x for part in parts for x in part]
     finally:
         patience.cancel()
