@@ -129,9 +129,9 @@ def fresh(layers: int, ranks: int) -> dict:
     return {"layers": layers, "ranks": ranks} | json.loads(done.stdout.splitlines()[-1])
 
 
-def table(precision: str, seconds: dict, losses: dict, products: float) -> list[str]:
+def table(precision: str, when: str, seconds: dict, losses: dict, products: float) -> list[str]:
     base, fused = (statistics.median(seconds[name]) for name in (BASE, FUSED))
-    lines = [f"A step in {precision}, medians of {len(seconds[BASE])}, interleaved.\n"]
+    lines = [f"A step in {precision}, medians of {len(seconds[BASE])}, interleaved; {when}.\n"]
     lines += ["| step | s | of AdamW | of AdamW(fused=True) | last loss |", "|---|---|---|---|---|"]
     for name, each in seconds.items():
         middle = statistics.median(each)
@@ -144,15 +144,15 @@ def report(found: dict) -> str:
     cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     lines = [
         '# compile(backend="inductor")\n',
-        f"{found['date']}, {cpu[1] if cpu else platform.machine()}, one core, torch {torch.__version__}; the GPT of "
+        f"{cpu[1] if cpu else platform.machine()}, one core, torch {torch.__version__}; the GPT of "
         "`benchmarks/peers/model.py`.\n",
     ]
     for precision in ("fp32", "bf16"):
         if precision in found:
-            lines += table(precision, **found[precision])
+            lines += table(precision, found["dates"][precision], **found[precision])
     if "compile" in found:
-        lines += ["Compiling, caches empty.\n", "| layers | program | groups | kernels | s | of 6 layers |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += [f"Compiling, caches empty; {found['dates']['compile']}.\n"]
+        lines += ["| layers | program | groups | kernels | s | of 6 layers |", "|---|---|---|---|---|---|"]
         six = {r["ranks"]: r["seconds"] for r in found["compile"] if r["layers"] == 6}
         for r in found["compile"]:
             name = "plain" if r["ranks"] == 1 else f"stage 3, {r['ranks']} ranks"
@@ -164,12 +164,13 @@ def report(found: dict) -> str:
 
 def main(args: argparse.Namespace) -> None:
     file = RESULTS / "inductor.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    found["date"] = str(date.today())
+    found = json.loads(file.read_text()) if file.exists() else {"dates": {}}
+    parts = ("fp32", "bf16", "compile") if args.part == "all" else (args.part,)
+    found["dates"] |= dict.fromkeys(parts, str(date.today()))
     for precision in ("fp32", "bf16"):
-        if args.part in (precision, "all"):
+        if precision in parts:
             found[precision] = steps(args.rounds, precision == "bf16")
-    if args.part in ("compile", "all"):
+    if "compile" in parts:
         found["compile"] = [fresh(layers, ranks) for ranks in (1, 2) for layers in (6, 24)]
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
