@@ -9,12 +9,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from ztrans.execute import check_compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -70,6 +73,21 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 
 _OWNERS = pytest.StashKey[dict[Path, str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("compiles") and not _has_compiler():
+        pytest.skip("needs a C++ compiler: install g++ or clang, or name one in CXX")
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    try:
+        check_compiler()
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -76,6 +76,7 @@ def chosen(monkeypatch):
     attention._faster.cache_clear()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("views, dtype", [(True, torch.float32), (False, torch.bfloat16)], ids=str)
 def test_compiled_it_lies_as_flash_does(chosen, views, dtype):
     q, k, v, grad = given(77, 32, dtype, views)
@@ -103,6 +104,7 @@ def test_what_it_cannot_do_stays_with_flash(chosen):
     assert attention.other(FORWARD, [long] * 3, {}) is None, "a block's scores take too much memory"
 
 
+@pytest.mark.compiles
 def test_a_model_trains_as_it_does_eagerly(chosen):
     model = GPT(layers=2)
     loss = gpt_loss(model)

@@ -338,3 +338,13 @@ def test_a_process_group_that_is_gone():
     torch.distributed.destroy_process_group()
     with pytest.raises(RuntimeError, match="no process group: the mesh's has been destroyed"):
         step(state, *batches(case, 1)[0])
+
+
+def test_without_a_compiler_inductor_says_so():
+    from torch._inductor import config
+
+    lowered = zt.Step.of(lambda w, x: (w - x, x.sum())).lower(torch.ones(4), torch.ones(4))
+    told = r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"
+    # `monkeypatch` would leave the setting deleted behind it.
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ValueError, match=told):
+        lowered.compile(backend="inductor")
