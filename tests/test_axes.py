@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, WAIT, is_start
+from ztrans.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
 from ztrans.cost import is_matmul
 from ztrans.evaluate import coordinates, lockstep, scatter
 from ztrans.graph import Eqn, Graph
@@ -136,7 +136,7 @@ def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
         starts = {"overlap_grads": reductions, "prefetch": gathers}.get(t.name)
         most = getattr(t, "max_in_flight", None)
         if most is not None and starts:
-            assert under_way(graph, starts) <= max(most, *(size([v]) for e in starts for v in e.outs))
+            assert under_way(graph, starts) <= max(most, *(n for e in starts for n in in_flight(graph, e)))
         if t.name == "overlap_grads" and t.bucket != "auto":
             assert all(len(e.ins) == 1 or size(e.ins) <= t.bucket for e in reductions)
         if t.name == "overlap_grads" and t.max_compute_between is not None:
@@ -147,12 +147,17 @@ def size(values) -> int:
     return sum(v.numel * v.dtype.itemsize for v in values)
 
 
+def in_flight(graph: Graph, e: Eqn) -> list[int]:
+    """Bytes of each member: a gather's as it is received, where a dim that the ranks do not divide is padded."""
+    return [buffer_bytes(e, k, graph.axes) if e.op is ALL_GATHER else size([v]) for k, v in enumerate(e.outs)]
+
+
 def under_way(graph: Graph, starts: list[Eqn]) -> int:
     """The most bytes of `starts` that are under way beside an operation."""
     now, most = {}, 0
     for e in graph.eqns:
         if e in starts:
-            now[e.outs[0]] = size(e.outs)
+            now[e.outs[0]] = sum(in_flight(graph, e))
         elif e.op is WAIT:
             now.pop(e.args[0], None)
         elif not is_start(e):
