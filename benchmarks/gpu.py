@@ -8,7 +8,8 @@ Where ztrans is not installed, from the root of the sources: PYTHONPATH=. python
 Figures are written of a GPU that was there, and of nothing else: without one the command says so and
 writes no file. Files are written anew with every line that is found, and keep what other sections
 found on the same card, with the same versions, on the same day. Each section runs in what is left of
-the time; what fails or comes too late is in the report as that.
+the time; what fails or comes too late is in the report as that. Nothing is launched by this process: what
+ends badly for a GPU, or never ends, does so in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import platform
 import sys
 import time
@@ -24,10 +24,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
-
-# Before torch: kernels of ranks that wait for each other must not wait for one another's loading or queues.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 
@@ -45,9 +41,9 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
     import gpu_rounds
 
     return {
-        "numerics": gpu_numerics.checks,
-        "kernels": gpu_kernels.table,
-        "ranks": gpu_ranks.one_launch,
+        "numerics": gpu_rounds.apart(gpu_numerics.checks),
+        "kernels": gpu_rounds.apart(gpu_kernels.table),
+        "ranks": gpu_rounds.apart(gpu_ranks.one_launch),
         "processes": gpu_ranks.processes,
         "collectives": gpu_nccl.collectives,
         "step": gpu_rounds.steps,

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +115,7 @@ def clean(memories: list[symmetric.Symmetric]) -> None:
 
 def setting(ranks: int, size: int, device: torch.device):
     """Memories and terms of bf16 whose whole is `size` bytes, in one parameter of that size and a small one."""
-    sizes = [size // 2 // ranks // 64 * 64, 67]
+    sizes = [size // 2 // ranks // 64 * 64, 72]  # rows of whole 16 bytes
     memories = symmetric.in_one_process(ranks, 2 * ranks * sum(sizes), device)
     for memory in memories:
         memory.mine.view(torch.bfloat16).copy_(torch.randn(ranks * sum(sizes), device=device))
@@ -193,7 +194,7 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
         step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with ops.filled_after_capture(device), torch.cuda.graph(graph, stream=stream):
         step()
     for _ in range(times):
         graph.replay()
@@ -227,11 +228,14 @@ def meeting(ranks: int, limit: float) -> None:
             subprocess.Popen([*command, str(r), str(ranks)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for r in range(ranks)
         ]
-        try:
-            said = [process.communicate(timeout=limit)[0].decode() for process in started]
-        finally:
-            for process in started:
-                process.kill()
+        end = time.monotonic() + limit
+        while any(process.poll() is None for process in started) and time.monotonic() < end:
+            if any(process.returncode for process in started):
+                break  # the others would wait for it
+            time.sleep(0.1)
+        for process in started:
+            process.kill()
+        said = [process.communicate()[0].decode() for process in started]
     if any(process.returncode for process in started):
         ends = (f"code {process.returncode}" for process in started)
         raise RuntimeError(" | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(said, ends)))

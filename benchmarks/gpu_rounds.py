@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
-import os
 import statistics
 import time
 import traceback
@@ -20,7 +20,8 @@ from torch import Tensor
 
 GIB = 2**30
 FIRST, SETTLE, TIMED = 3, 2, 10  # steps: before the first round; of a round, untimed and timed
-LIMIT = 100  # seconds in which a subject is ready, or is given up; the last may take what is left
+LIMIT = 100  # seconds in which a subject is ready, or is given up
+LIMITS = {"torch.compile, max-autotune-no-cudagraphs": 180}
 ROOM = 30 * GIB  # free on the card before a subject starts; the oldest go until there is as much
 APART = 1e-2  # how far a loss may be from the first one's, in half precision
 
@@ -63,8 +64,6 @@ class Child:
 
 
 def _answering(target: Callable, pipe: Connection, *args: Any) -> None:
-    for name in ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"):  # for ranks in one launch, not for steps
-        os.environ.pop(name, None)
     try:
         target(pipe, *args)
     except EOFError:
@@ -75,8 +74,31 @@ def _answering(target: Callable, pipe: Connection, *args: Any) -> None:
         pipe.send(RuntimeError(f"{type(error).__name__}: {first}"))
 
 
+def apart(section: Callable[..., Iterator[list[dict]]]) -> Callable[..., Iterator[list[dict]]]:
+    """A section in a process of its own."""
+
+    @functools.wraps(section)
+    def run(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
+        child = Child(_lines, section, device, left() - 5)
+        try:
+            while lines := child.answer(left()):
+                yield lines
+        finally:
+            child.end()
+
+    return run
+
+
+def _lines(pipe: Connection, section: Callable, device: torch.device, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for lines in section(device, lambda: end - time.monotonic()):
+        pipe.send(lines)
+    pipe.send(None)
+
+
 def serve(pipe: Connection, name: str, task: Task) -> None:
-    """A subject in its process: made, warmed up, and then played for a round whenever it is asked."""
+    """A subject in its process: made and warmed up when it is first asked, and then played for a round each time."""
+    pipe.recv()
     start = time.perf_counter()
     if task.device.type == "cuda":
         torch.cuda.set_device(task.device)
@@ -126,12 +148,12 @@ def _now(cuda: bool) -> Any:
 class Subject:
     """One subject: its process while it has one, the rounds that it played, and what went wrong."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.child, self.rounds, self.ready, self.wrong = name, None, [], None, ""
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.rounds, self.ready, self.wrong = name, [], None, ""
+        self.child = Child(serve, name, task)  # which imports what it needs, and waits
 
-    def start(self, task: Task, seconds: float) -> None:
-        self.child = Child(serve, self.name, task)
-        self.ready = self._or_wrong(self.child.answer, seconds)
+    def start(self, seconds: float) -> None:
+        self.ready = self._or_wrong(self.child.ask, seconds)
 
     def play(self, seconds: float) -> None:
         if found := self._or_wrong(self.child.ask, seconds):
@@ -164,18 +186,19 @@ def steps(
     in a process of its own; MFU is of the card's dense bf16 rate; memory is torch's count of the most, where a CUDA
     graph's is in `reserved` alone; losses are those after the same 15 steps; `ready` is what it took to start.
     """
-    task, subjects = Task(config, device), []
+    task = Task(config, device)
+    subjects = [Subject(name, task) for name in names]
     try:
-        for name in names:
-            subjects.append(subject := Subject(name))
+        for k, subject in enumerate(subjects, 1):
             if left() > 40:
-                _make_room(subjects, device)
-                subject.start(task, left() - 30 if name == names[-1] else min(LIMIT, left() - 10))
+                _make_room(subjects[: k - 1], device)
+                subject.start(min(LIMITS.get(subject.name, LIMIT), left() - 30))
             else:
                 subject.wrong = "not run: the time was over"
+                subject.end()
             if subject.child:
                 subject.play(min(60, left()))
-            yield table(subjects, task)
+            yield table(subjects[:k], task)
         for _ in range(rounds - 1):
             for subject in subjects:
                 if subject.child and left() > 10:
@@ -189,7 +212,6 @@ def steps(
 def _make_room(subjects: Sequence[Subject], device: torch.device) -> None:
     if device.type != "cuda":
         return
-    torch.cuda.empty_cache()
     for subject in subjects:
         if torch.cuda.mem_get_info(device)[0] < ROOM:
             subject.end()

@@ -140,11 +140,19 @@ def table(precision: str, when: str, seconds: dict, losses: dict, products: floa
     return [*lines, f"| matrix products alone, in ztrans, inductor | {shares} | |", ""]
 
 
+def processor() -> str:
+    """What the processor calls itself, and by its numbers, for a name may be as long as a brand."""
+    said = Path("/proc/cpuinfo").read_text()
+    name, family, model = (
+        re.search(rf"^{key}\s*:\s*(.*)", said, re.MULTILINE) for key in ("model name", "cpu family", "model")
+    )
+    return f"{name[1]} (family {family[1]}, model {model[1]})" if name and family and model else platform.machine()
+
+
 def report(found: dict) -> str:
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     lines = [
         '# compile(backend="inductor")\n',
-        f"{cpu[1] if cpu else platform.machine()}, one core, torch {torch.__version__}; the GPT of "
+        f"{processor()}, one core, torch {torch.__version__}; the GPT of "
         "`benchmarks/peers/model.py`.\n",
     ]
     for precision in ("fp32", "bf16"):

@@ -11,6 +11,7 @@ from .cast_pack import cast_pack as cast_pack
 from .dequantise import dequantise as dequantise
 from .gradient import gradient as gradient
 from .quantise import quantise as quantise
+from .reduce import mean as mean
 from .reduce import reduce as reduce
 from .reduce_mark import pmean as pmean
 from .reduce_mark import psum as psum

@@ -8,7 +8,7 @@
     ->      one contiguous tensor for each value
 
 Errors: too little in the buffer for a shape, a buffer of another length. Bytes moved at least: 3.03
-an element to bf16. One launch; fp8 below sm_89 is done by torch.
+an element to bf16. One launch; fp8 below sm_90 is done by torch.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, kind: str, ou
     """dequantise by the kernel."""
     if not has_kernel(kind, buffer.device):
         return reference(buffer, sizes, ranks, kind, out)
+    buffer = buffer.clone() if buffer.data_ptr() % 16 else buffer  # scales are read four bytes at a time
     rows = _values(tuple(sizes), tuple(v.numel() for v in out), ranks, buffer.device)
     if len(rows):
         with torch.cuda.device_of(buffer):

@@ -11,7 +11,8 @@ most half a step: 1/254 of the greatest magnitude of the group with int8, 1/16 o
 with fp8, subnormals aside. Groups below 2**-100 become zero, a group with an element that is not
 finite comes back as NaN. Changes numerics: it is only ever used by name.
 Errors: another kind, dtypes or devices mixed, a size too small. Bytes moved at least: 5.03 an
-element from fp32, and over the wire 1.03 for bf16's 2. One launch; fp8 below sm_89 is done by torch.
+element from fp32, and over the wire 1.03 for bf16's 2. One launch, after that of the zeros behind the
+codes; fp8 below sm_90 is done by torch.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str, ou
         x = x.view(-1, GROUP)
         greatest = x.abs().nan_to_num(math.inf, math.inf).amax(1, keepdim=True)
         greatest = torch.where(greatest < _TINY, 0.0, greatest)
-        factor = torch.full_like(greatest, GREATEST[kind]).div_(greatest)  # a number by a tensor is rounded twice
+        factor = torch.full_like(greatest, GREATEST[kind]).div_(greatest)  # with a number it would be rounded twice
         y = torch.where(greatest > 0, x * factor, 0.0)
         y = y.nan_to_num(0.0).clamp_(-GREATEST[kind], GREATEST[kind])
         code = y.round().to(torch.int8) if kind == "int8" else y.to(torch.float8_e4m3fn)
         codes[0, at : at + size] = code.view(-1)[:size].view(torch.uint8)
-        scales[0, group : group + len(x)] = (greatest / GREATEST[kind]).view(-1)
+        scales[0, group : group + len(x)] = (greatest / torch.full_like(greatest, GREATEST[kind])).view(-1)
         at, group = at + size, group + len(x)
 
 
@@ -97,7 +98,7 @@ def _quantise(
     greatest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     greatest = tl.where(greatest < TINY, 0.0, greatest)
     factor = tl.where(greatest > 0, tl.div_rn(GREATEST, tl.where(greatest > 0, greatest, 1.0)), 0.0)
-    y = x * factor[:, None]
+    y = tl.where(greatest[:, None] > 0, x * factor[:, None], 0.0)  # of a group below, no zero is negative
     y = tl.minimum(tl.maximum(tl.where(y == y, y, 0.0), -GREATEST), GREATEST)
     if DST == tl.int8:  # noqa: SIM108, SIM300
         code = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23: nothing is left behind the point
@@ -157,8 +158,8 @@ def _padded(size: int) -> int:
 
 
 def has_kernel(kind: str, device: torch.device) -> bool:
-    """Whether the kernel knows `kind` on `device`."""
-    return kind == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether the kernel knows `kind` on `device`: below sm_90 Triton rounds fp32 to fp8 by way of fp16."""
+    return kind == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def check_sizes(kind: str, dtype: torch.dtype, sizes: Sequence[int], numels: Sequence[int], room: int) -> None:

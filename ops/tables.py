@@ -1,32 +1,48 @@
 """tables: the integers that a kernel reads to know where its pieces lie, on its device.
 
 A launch over many tensors needs their addresses and, for each block, which tensor it belongs to.
-Both repeat from step to step, so each table is made once and kept for good: a captured graph or
-another stream may still read one that nobody asks for any more.
+Both repeat from step to step, so each table is made once. What depends on sizes alone is kept for
+good. Of addresses, which batches of ever other shapes never repeat, those last asked for are kept, by
+stream, as memory let go is used again in the order of its stream; those in a captured graph for good.
 
-A captured graph has memory of its own, so its tables are new; what would fill them must not be
-captured. `filled_after_capture` fills them when the capture is over, before anything reads them.
+A captured graph has memory of its own, so its tables are new. What would fill them must not be
+captured, and they must not lie in that memory: it is used again within a replay, and what is there
+before a table would be written over it. `filled_after_capture` has room for them from before, and
+fills it when the capture is over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import torch
 
-_unfilled: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each capture under way: tables, and what goes there
+_KEPT = 1 << 14  # tuples of addresses
+_made: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()  # by addresses and device: tables, by stream
+_captured: list[torch.Tensor] = []
+_ROOM = 1 << 18  # integers, for the tables of a capture
+_ALIGNED = 2  # integers: sixteen bytes
+_unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # of each capture under way: the room, what goes there
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """int64[len(tensors)]: where each tensor lies, on `device`."""
-    return _integers(tuple(t.data_ptr() for t in tensors), device)
-
-
-@functools.cache
-def _integers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return on_device(torch.tensor(values, dtype=torch.int64), device)
+    key = tuple(t.data_ptr() for t in tensors), device
+    made = _made.setdefault(key, {})
+    _made.move_to_end(key)
+    if len(_made) > _KEPT:
+        _made.popitem(last=False)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured:  # all that was launched before is over
+        stream = next(iter(made), stream)
+    if stream not in made:
+        made[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
+    if captured:
+        _captured.append(made[stream])
+    return made[stream]
 
 
 def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -37,28 +53,40 @@ def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]
 
 
 @contextlib.contextmanager
-def filled_after_capture() -> Iterator[None]:
-    """Around the capture of a CUDA graph: tables that it needs are filled when this ends."""
-    _unfilled.append([])
+def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM) -> Iterator[None]:
+    """Around the capture of a CUDA graph: tables that it needs, `room` integers in all, are filled when this ends."""
+    _unfilled.append((torch.empty(room, dtype=torch.int64, device=device), []))
     try:
         yield
     finally:
-        for table, rows in _unfilled.pop():
-            table.copy_(rows)
+        memory, tables = _unfilled.pop()
+        if tables:
+            flat = torch.cat(tables)
+            memory.narrow(0, 0, len(flat)).copy_(flat)
 
 
-def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`rows` on `device`; while a CUDA graph is captured they come later, or it is an error."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> torch.Tensor:
+    """`rows` on `device`, for all streams or, where the host need not wait for them, for the current one;
+    while a CUDA graph is captured they come later, or it is an error."""
+    if device.type != "cuda":
         return rows.to(device)
+    if not torch.cuda.is_current_stream_capturing():
+        return rows.to(device) if shared else rows.pin_memory().to(device, non_blocking=True)
     if not _unfilled:
         raise RuntimeError(
             "These tensors are new to a kernel: run the step once on them, then capture it, or capture it in "
             "ztrans.ops.filled_after_capture()."
         )
-    table = torch.empty_like(rows, device=device)
-    _unfilled[-1].append((table, rows))
-    return table
+    memory, tables = _unfilled[-1]
+    at = sum(map(len, tables))
+    flat = torch.nn.functional.pad(rows.reshape(-1), (0, -rows.numel() % _ALIGNED))
+    if at + len(flat) > len(memory):
+        raise RuntimeError(
+            f"The tables of this capture take more than {len(memory)} integers: run the step once before, or give them "
+            f"more, ztrans.ops.filled_after_capture(room=...)."
+        )
+    tables.append(flat)
+    return memory.narrow(0, at, rows.numel()).view(rows.shape)
 
 
 def blocks(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import CASES
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +20,7 @@ import ztrans as zt
 from ztrans import ops
 from ztrans.capture import Capture, check_device, fed, placed, with_rates
 from ztrans.execute import executable
+from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 
 
@@ -87,8 +90,10 @@ class Cuda:
     def stream(self, stream):
         before, self.now = self.now, stream
         self.streams.append(stream)
-        yield
-        self.now = before
+        try:
+            yield
+        finally:
+            self.now = before
 
     @contextlib.contextmanager
     def graph(self, graph, stream, capture_error_mode):
@@ -154,7 +159,8 @@ def test_replays_compute_what_the_step_computes():
     assert same(found, truth) and same(outputs, wanted), "numbers are read anew, and outputs kept are not overwritten"
     assert found["w"] is state["w"], "the state is updated where it lies"
     assert len(calls) == 2 and cuda.graphs[0].replays == 4
-    assert len(set(cuda.streams)) == 1 and cuda.streams[0] is not cuda.now, "run once and captured on one side stream"
+    side, here, again = cuda.streams
+    assert side is again is not here is cuda.now, "run once and captured on one side stream"
     assert cuda.modes == ["thread_local"]
 
 
@@ -315,9 +321,84 @@ def test_tables_of_kernels_are_filled_when_the_capture_is_over(monkeypatch):
     rows, device = torch.arange(3), torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match="run the step once on them, then capture it, or capture it in"):
         on_device(rows, device)
-    filled = []
-    with FakeTensorMode(allow_non_fake_inputs=True), ops.filled_after_capture():
-        table = on_device(rows, device)
-        monkeypatch.setattr(type(table), "copy_", lambda self, x: filled.append((self, x)), raising=False)
-        assert table.device == device and not filled
-    assert filled == [(table, rows)]
+    more = torch.arange(10, 18).view(2, 4)
+    monkeypatch.setattr(FakeTensor, "copy_", lambda self, x: self, raising=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), ops.filled_after_capture(room=12):
+        with Called() as called:
+            made = [on_device(x, device) for x in (rows, more)]
+        # Memory of the graph is used again while it runs, so nothing that stays may be allocated there.
+        assert not any(x.device.type == "cuda" for x in called.made) and called.made
+        assert {x.untyped_storage()._cdata for x in made} == {made[0].untyped_storage()._cdata}
+        assert [x.storage_offset() for x in made] == [0, 4] and made[1].shape == more.shape
+        with pytest.raises(RuntimeError, match="take more than 12 integers: run the step once before, or give them more"):
+            on_device(rows, device)
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_the_collector_as_they_were():
+    cuda = Cuda()
+    graph = zt.Step.of(step).lower(state_of(), batch_of(0)).graph
+
+    @contextlib.contextmanager
+    def leaves(graph, stream, capture_error_mode):
+        """As torch does when the end of the capture fails: the stream of the capture stays current."""
+        cuda.now = stream
+        assert not gc.isenabled()
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    here, cuda.graph = cuda.now, leaves
+    capture = Capture(lambda inputs: list(inputs), graph, cuda, "cpu")
+    inputs = [torch.ones(v.shape) for v in graph.inputs]
+    capture(inputs)
+    with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph: operation failed"):
+        capture(inputs)
+    assert cuda.now is here and gc.isenabled()
+
+
+def test_tables_are_filled(monkeypatch):
+    """The same on memory that is there: the CPU's."""
+    memory = torch.full((8,), -1)
+    monkeypatch.setattr("torch.empty", lambda *size, dtype, device: memory)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    with ops.filled_after_capture("cpu"):
+        a, b = (on_device(x, torch.device("cuda")) for x in (torch.arange(3), torch.arange(4, 6).view(1, 2)))
+        assert memory.eq(-1).all()
+    assert a.tolist() == [0, 1, 2] and b.tolist() == [[4, 5]] and memory[6:].eq(-1).all()
+
+
+class Called(TorchDispatchMode):
+    """What is allocated meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.made.append(made)
+        return made
+
+
+def test_tables_of_addresses(monkeypatch):
+    """Made for each stream and let go in turn; a capture takes what any stream has, and keeps it for good."""
+    stream, capturing = ["a"], [False]
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=stream[0]))
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(tables, "on_device", lambda rows, device, shared: rows)
+    monkeypatch.setattr(tables, "_made", OrderedDict())
+    monkeypatch.setattr(tables, "_captured", [])
+    monkeypatch.setattr(tables, "_KEPT", 2)
+    x, y, z = (torch.empty(k + 1) for k in range(3))
+    of = lambda t: tables.addresses([t], torch.device("cuda"))
+    first = of(x)
+    assert first.tolist() == [x.data_ptr()] and of(x) is first
+    stream[0] = "b"
+    assert of(x) is not first, "another stream might read it before it is there, or after it is let go"
+    stream[0], capturing[0] = "c", True
+    assert of(x) is first and tables._captured == [first]
+    capturing[0] = False
+    of(y)
+    of(x)
+    of(z)  # y has not been asked for the longest, and is let go
+    assert [key[0] for key in tables._made] == [(x.data_ptr(),), (z.data_ptr(),)]

@@ -200,7 +200,7 @@ class Start(torch.nn.Module):
             kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
             total = send.clone() if len(flat) == 1 else send  # the sum is made in place
             works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
-            reduced = lambda: (total.div_(self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)
+            reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]

@@ -175,7 +175,7 @@ class StreamedStart(Start):
 
     def _scale(self, total: torch.Tensor) -> None:
         if self.op == "mean":
-            total.div_(self.size)
+            ops.mean(total, self.size)
 
     def _deliver(
         self,

@@ -103,9 +103,9 @@ def _times(group: dist.ProcessGroup, make: Make, kind: Primitive, wire: torch.dt
 
         def by_nccl() -> None:
             dist.all_to_all_single(terms.view(torch.uint8), sent.view(torch.uint8), group=group)
-            theirs.copy_(ops.reduce(list(terms.view(n, count)), "sum", torch.float32))
+            theirs.copy_(ops.reduce(list(terms.view(n, count)), "mean", torch.float32))
 
-        ways = (lambda: scatter(memory, sent, [mine], [count], "sum"), by_nccl)
+        ways = (lambda: scatter(memory, sent, [mine], [count], "mean"), by_nccl)
     own = torch.Generator().manual_seed(group.rank())  # and not the one that the user draws from
     sent.copy_(torch.randn(sent.shape, generator=own))
     seconds = [_seconds(way) for way in ways]

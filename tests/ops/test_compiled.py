@@ -83,7 +83,7 @@ def test_all_gather(capability, tmp_path, world):
     synchronises(made)
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 def test_reduce_scatter(capability, tmp_path, world, mean):
     types = TABLES | RANKS | {"values": "i32", "squares": "*fp32", "offset": "i64", "total": "i32"}
@@ -94,6 +94,8 @@ def test_reduce_scatter(capability, tmp_path, world, mean):
     made = compiled(module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, **options)
     check(made, world, 2, 128)
     synchronises(made)
+    if mean and world == 3:
+        assert made.count(r"\bdiv\.rn\.f32") >= 8 and not made.count(r"\bdiv\.\S*(approx|full|ftz)")
 
 
 def test_barrier(capability, tmp_path):

@@ -99,6 +99,15 @@ def test_opcheck(sample):
     torch.library.opcheck(op, args, kwargs)
 
 
+def test_a_mean_on_a_gpu_divides():
+    """By a number on the host it would be multiplied by the reciprocal, which rounds twice."""
+    with FakeTensorMode():
+        term = torch.empty(4, device="cuda")
+        graph = make_fx(lambda x: ops.reduce([x, x, x], "mean", torch.float32))(term).graph
+    (division,) = [n for n in graph.nodes if "div" in str(n.target)]
+    assert division.args[1].meta["val"].device.type == "cuda"
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
 def test_one_node_for_a_gpu_that_is_not_there(sample):
     with FakeTensorMode():

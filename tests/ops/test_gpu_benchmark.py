@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -97,6 +98,28 @@ def test_a_subject_that_is_too_slow_or_dies_is_a_line():
 
 
 def _dies(pipe):
+    os._exit(3)
+
+
+def test_a_section_apart_that_dies_or_hangs_leaves_its_lines():
+    import gpu
+    import gpu_rounds
+
+    for last, patience, said in ((_exits, 60, "its process ended with code 3"), (time.sleep, 0.5, "no answer in")):
+        lines, left = [], iter([60, 60, patience])
+        with pytest.raises(RuntimeError, match=said):
+            for so_far in gpu_rounds.apart(functools.partial(_section, last))(CPU, left.__next__):
+                lines.append(so_far)
+        assert lines == [[{"what": "one", "on": "cpu"}]]
+    assert gpu.sections()["kernels"].__doc__.startswith("Medians")
+
+
+def _section(last, device, left):
+    yield [{"what": "one", "on": str(device)}]
+    last(left() + 100)
+
+
+def _exits(_):
     os._exit(3)
 
 

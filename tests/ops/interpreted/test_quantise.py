@@ -25,7 +25,10 @@ def both(parts, kind):
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_quantise(dtype, kind, skew):
-    for make in (lambda n: (torch.randn(n + skew) * 3).to(dtype)[skew:], lambda n: bits(n, dtype, n, skew)):
+    def nothing(n):  # zeros of both signs, and what is too small to have a scale
+        return (torch.randn(n + skew).sign() * torch.tensor([0.0, 1e-38]).repeat(n)[: n + skew]).to(dtype)[skew:]
+
+    for make in (lambda n: (torch.randn(n + skew) * 3).to(dtype)[skew:], lambda n: bits(n, dtype, n, skew), nothing):
         ours, true = both([make(n) for n in NUMELS], kind)
         end = -(-sum(SIZES) // 16) * 16
         assert torch.equal(ours[:end], true[:end])
@@ -41,4 +44,14 @@ def test_dequantise(dtype, kind, ranks):
     ours, true = ([room(n, dtype) for n in numels] for _ in range(2))
     dequantise.launch(torch.cat(rows), SIZES, ranks, kind, ours)
     dequantise.reference(torch.cat(rows), SIZES, ranks, kind, true)
+    assert all(same(a, b) for a, b in zip(ours, true))
+
+
+def test_a_buffer_may_lie_anywhere():
+    buffer = both([torch.randn(n) for n in NUMELS], "int8")[1]
+    skewed = torch.empty(len(buffer) + 2, dtype=torch.uint8)[2:].copy_(buffer)
+    assert skewed.data_ptr() % 16 == 2
+    ours, true = ([room(n, torch.float32) for n in NUMELS] for _ in range(2))
+    dequantise.launch(skewed, SIZES, 1, "int8", ours)
+    dequantise.reference(buffer, SIZES, 1, "int8", true)
     assert all(same(a, b) for a, b in zip(ours, true))
