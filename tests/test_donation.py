@@ -7,6 +7,7 @@ import torch
 from programs import CASES
 from worlds import on_ranks
 
+import ztrans as zt
 from ztrans.donation import donation, onto
 
 aten = torch.ops.aten
@@ -57,6 +58,20 @@ def test_what_does_not_lie_in_order_is_left_alone(name):
         wanted, before = op(*args), args[place].clone()
         made = onto(op, place)(*args)
         assert torch.equal(made, wanted) and torch.equal(args[place], before)
+
+
+def test_a_scalar_is_written_over_another_only_where_it_is_alone():
+    """One of two may lie on a CPU, as a learning rate does, and the result on a GPU."""
+
+    def step(state, x):
+        rate = state["lr"] * 0.5 + 1
+        return {"lr": state["lr"]}, rate * x.sum()
+
+    graph = zt.Step.of(step).lower({"lr": torch.ones(())}, torch.ones(3)).graph
+    twins = donation(graph).twins
+    assert [e for e in graph.eqns if e.op == aten.add.Tensor and e in twins]
+    (product,) = [e for e in graph.eqns if e.op == aten.mul.Tensor and len(e.ins) == 2]
+    assert product not in twins
 
 
 def test_programs_do_so():

@@ -67,6 +67,22 @@ def names(graph: Graph) -> list[str]:
     return [" ".join(e.outs[0].name for e in group.eqns) for group in fuse(graph)[1]]
 
 
+def test_updates_of_one_call_are_of_one_dtype():
+    """As `torch.optim` groups them: on a GPU a call takes no others."""
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        sum(m(x.to(m.weight.dtype)).float().sum() for m in model).backward()
+        optimizer.step()
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
+    found = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
+    assert sorted(map(len, found)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in found)
+
+
 def test_what_reads_a_group_joins_it_past_a_product():
     graph = program(
         ("a", aten.relu.default, "x"),

@@ -109,6 +109,24 @@ def test_optimizers(name):
     compare(make_matrices if name == "muon" else make_model, OPTIMIZERS[name])
 
 
+class Turned(nn.Module):
+    """Gradients that autograd makes transposed and expanded."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(3, 4, 6)), nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        return torch.bmm(x.expand(3, *x.shape), self.w.transpose(1, 2)).sum(0) + self.b.sum(0)
+
+
+@pytest.mark.parametrize("name", ["sgd_fused", "adam", "adamw_fused", "adagrad_fused"])
+def test_gradients_lie_as_parameters_do(name):
+    """Fused optimizers read both from end to end; `.backward()` of PyTorch sees to it, too."""
+    compare(Turned, OPTIMIZERS[name])
+
+
 def test_lift_in_the_middle_of_training():
     compare(make_model, started(OPTIMIZERS["adam"]))
     compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # not for its first gradient

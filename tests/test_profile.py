@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from programs import CASES
 from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad_and_value
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from worlds import ALL, batches, on_ranks, slices
@@ -203,6 +204,22 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     assert len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}) == 2
     rows = str(simulated.beside(found.timeline)).splitlines()
     assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
+
+
+@pytest.mark.compiles
+def test_ranks_compile_alike_what_must_be_equal_on_them(pretended):
+    """A kernel that the clock chose may sum in another order than that of another rank."""
+
+    def step(state, x):
+        grads, value = grad_and_value(lambda w: (x @ w).sin().exp().mean())(state["w"])
+        return {"w": state["w"] - grads / (grads.square().sum().sqrt() + 1)}, value
+
+    step = zt.shard_params(pretended, stage=0)(step)
+    state, x = step.shard({"w": torch.randn(8, 4)}), torch.randn(6, 8)
+    compiled = step.lower(state, x).compile(backend="inductor")
+    compiled(state, x)
+    kernels = [*compiled._bound[0][1].kernels]
+    assert {("sin" in k, k.endswith(" alike")) for k in kernels} == {(True, False), (False, True)}
 
 
 def test_a_compiled_step_runs_where_the_other_rank_is_pretended(pretended):

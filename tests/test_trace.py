@@ -226,6 +226,22 @@ def test_batch_norm():
     assert not torch.equal(new["buffers"]["1.running_var"], state["buffers"]["1.running_var"])
 
 
+def test_the_batch_norm_of_cudnn_says_what_it_writes():
+    """Its operation does not: without a GPU it is asked for by its name."""
+
+    def step(state, x):
+        mean, var = state["mean"].clone(), state["var"].clone()
+        y, *_ = torch.ops.aten.cudnn_batch_norm(x, state["var"], state["mean"], mean, var, True, 0.1, 1e-5)
+        return {"mean": mean, "var": var}, y
+
+    x, state = torch.randn(8, 3, 4), {"mean": torch.zeros(3), "var": torch.ones(3)}
+    lowered = zt.Step.of(step).lower(state, x)
+    mean, var = torch.zeros(3), torch.ones(3)
+    y = F.batch_norm(x, mean, var, training=True)
+    assert "aten._native_batch_norm_legit_functional.default" in {str(e.op) for e in lowered.graph.eqns}
+    assert distance(lowered.compile()(state, x), ({"mean": mean, "var": var}, y)) == 0
+
+
 def test_checkpoint():
     again = partial(checkpoint, use_reentrant=False)
     _, _, graph, _ = traced(nn.Tanh(), wrap=again)

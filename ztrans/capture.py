@@ -16,10 +16,9 @@ NCCL lets go of a communicator only when no graph holds one of its collectives: 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ import torch
 from . import ops
 from .fusion import is_update
 from .graph import Eqn, Graph, Var
+from .trace import no_collection
 
 
 def check_device(device: str | None) -> None:
@@ -150,12 +150,13 @@ class Capture:
 
     def _capture(self, inputs: list[torch.Tensor]) -> None:
         captured = self.cuda.CUDAGraph()
+        gc.collect()  # memory, or a module of kernels, that is let go meanwhile would end the capture
         try:
             # Only this thread is captured: those that load data or watch NCCL may go on.
             with (
                 self.cuda.stream(self.cuda.current_stream()),  # the one that is current again if it fails
                 ops.filled_after_capture(self.device),
-                _no_collection(),
+                no_collection(),
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self.run(inputs)
@@ -185,19 +186,6 @@ def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
         buffer.fill_(x.item())  # the number goes with the launch: no copy from the host to wait for
     else:
         buffer.copy_(x, non_blocking=True)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: memory or a module of kernels that is let go would end a capture."""
-    gc.collect()
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _close(capture: weakref.ref[Capture]) -> None:

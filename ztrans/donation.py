@@ -50,6 +50,8 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
     def may(i: int, e: Eqn, pairs: list[tuple[Var, Var | None]]) -> bool:
         owners = [owner(v) for v, _ in pairs]
         others = [v for v in e.ins if all(v is not target for target, _ in pairs)]
+        if others and not e.outs[0].shape and len(pairs) == 1:
+            return False  # of scalars one may lie on a CPU and the other, and with it the result, on a GPU
         return (
             all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
             and len(set(owners)) == len(owners)
@@ -102,7 +104,7 @@ def _alike(v: Var, out: Var | None) -> bool:
 
 def _choices(e: Eqn) -> Iterator[tuple[Any, list[tuple[Var, Var | None]]]]:
     """The ways to write over arguments: what does so, and what it writes, each with the result that this makes."""
-    twin = _twin(e.op)
+    twin = in_place(e.op)
     if twin is not None:
         yield twin, _written(e, twin)
     elif _into(e.op) is not None:
@@ -112,7 +114,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, list[tuple[Var, Var | None]]]]:
 
 
 @functools.cache
-def _twin(op: Any) -> Any:
+def in_place(op: Any) -> Any:
     """The in-place twin of an elementwise operation or of a fused optimizer's."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -163,13 +165,16 @@ def onto(op: Any, place: int) -> Callable:
 
 def _written(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
     """The arguments that the in-place twin writes, each with the result that this makes."""
-    fused, declared = _declared(twin)
-    flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
-    if len(flat) != len(e.outs) or not all(isinstance(v, Var) for v in flat):
-        return []
-    pairs = list(zip(flat, e.outs))
+    pairs = updated(e, twin)
     # A fused optimizer writes its gradients only to unscale them, which is not asked of it here.
-    return pairs[:1] + pairs[2:] if fused and e.kwargs.get("grad_scale") is None else pairs
+    return pairs[:1] + pairs[2:] if _declared(twin)[0] and e.kwargs.get("grad_scale") is None else pairs
+
+
+def updated(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
+    """The arguments that the in-place twin declares to write, each with the result that this makes, or would."""
+    _, declared = _declared(twin)
+    flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
+    return list(zip(flat, e.outs)) if len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat) else []
 
 
 @functools.cache

@@ -201,10 +201,11 @@ def fake() -> Iterator[FakeTensorMode]:
 
 
 def fused(
-    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = ()
+    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), alike: bool = False
 ) -> Callable[[list], Sequence]:
     """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
-    write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it."""
+    write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it.
+    Where ranks must have kernels that are `alike`, none is chosen by the clock."""
     from torch._inductor import config  # here, for it takes a second to import
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -223,7 +224,7 @@ def fused(
     module.recompile()
     context = TracingContext(mode)
     context.fw_metadata = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
-    with torch.no_grad(), tracing(context):
+    with torch.no_grad(), tracing(context), config.patch(deterministic=alike):
         return compile_fx_inner(module, fakes, is_backward=True)
 
 

@@ -21,7 +21,8 @@ MOST = 64  # equations of a group: beyond that compiling takes longer than the f
 # Fused, though tagged neither pointwise nor reduction. Scatters are not: threads would race for their sums.
 _ALSO = {
     "_to_copy", "cat", "constant_pad_nd", "copy", "embedding", "full_like", "gather", "index", "linalg_vector_norm",
-    "native_layer_norm", "native_layer_norm_backward", "nll_loss_backward", "nll_loss_forward", "ones_like",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "native_layer_norm_backward",
+    "nll_loss_backward", "nll_loss_forward", "ones_like",
     "select_backward", "slice_backward", "stack", "zeros_like",
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
 }  # fmt: skip
@@ -98,7 +99,7 @@ def _items(graph: Graph) -> list[_Item]:
     items = [_Item((0, 0))]
     home: dict[Var, _Item] = {}
     free: dict[Var, Eqn] = {}  # made of nothing, or a view of that; they stand with who first reads them
-    update: _Item | None = None  # the last one, while no collective has come since
+    updates: list[_Item] = []  # since the last collective, one for each call
 
     def place(e: Eqn, target: _Item | None, after: _Item | None = None) -> None:
         held = dict.fromkeys(free[v] for v in e.ins if v in free)
@@ -134,13 +135,13 @@ def _items(graph: Graph) -> list[_Item]:
             # A scalar costs nothing wherever it stands; early, it stands between no updates.
             place(e, latest if _may_join(e, latest, home) else None, latest if _is_small(e) else None)
         elif is_update(e):
-            ready = update is not None and latest.place < update.place and not any(v in free for v in e.ins)
-            joins = ready and _same_call(update.eqns[0], e)
-            place(e, update if joins else None)
-            update = home[next(out for out in e.outs if out is not None)]
+            calls = (item for item in updates if latest.place < item.place and _same_call(item.eqns[0], e))
+            call = None if any(v in free for v in e.ins) else next(calls, None)
+            place(e, call)
+            updates += [items[-1]] if call is None else []
         else:
             place(e, None)
-            update = None if e.op is WAIT or is_start(e) else update
+            updates = [] if e.op is WAIT or is_start(e) else updates
     while free:
         place(next(iter(free.values())), None)
     return sorted(items, key=lambda item: item.place)
@@ -174,9 +175,10 @@ def _is_small(e: Eqn) -> bool:
 
 
 def _same_call(a: Eqn, b: Eqn) -> bool:
-    """Whether one call does both updates: of one optimizer, with the same settings, one tensor each."""
+    """Whether one call does both updates: of one optimizer, with the same settings, one tensor each, of one dtype."""
     lists = all(isinstance(x, list) and len(x) <= 1 for e in (a, b) for x in e.args)
-    return lists and a.op is b.op and a.kwargs == b.kwargs and list(map(len, a.args)) == list(map(len, b.args))
+    dtypes = lambda e: [[v.dtype for v in x] for x in e.args]
+    return lists and a.op is b.op and a.kwargs == b.kwargs and dtypes(a) == dtypes(b)
 
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:

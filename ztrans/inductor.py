@@ -45,9 +45,21 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     graph, groups = fuse(graph)
-    given = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
-    lies = strides(by_group(graph, mesh) if mesh is not None else graph, at, inputs, given.twins)
-    groups = tuple(g for g in groups if g.updates or _on_one_device([lies[v] for v in (*g.ins, *g.outs)]))
+
+    def lie(groups: Sequence[Group]) -> tuple[Donation, dict[Var, Strided]]:
+        given = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
+        return given, strides(by_group(graph, mesh) if mesh is not None else graph, at, inputs, given.twins)
+
+    given, lies = lie(groups)
+    together = tuple(g for g in groups if g.updates or _on_one_device([lies[v] for v in (*g.ins, *g.outs)]))
+    if together != groups:  # the others run one by one, and may write over their arguments
+        groups, (given, lies) = together, lie(together)
+    over = varying(graph, ("batch",))
+
+    def varies(e: Eqn) -> bool:
+        """What does not must be equal on all ranks to the bit, and another may find another way faster."""
+        return e.region != "update" and all(v in over for v in e.outs if v is not None)
+
     compiled: dict[str, Callable] = {}
     kernels: dict[Group, Kernel] = {}
     made, place = producers(graph.eqns), {e: i for i, e in enumerate(graph.eqns)}
@@ -58,14 +70,12 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
         ins = tuple(dict.fromkeys((*group.ins, *old.values())))
         places = [ins.index(old[v]) if v in old else None for v in group.outs]
         donated = [k for k, v in enumerate(ins) if v in made and _dies(v, made[v], ins, given, end)]
-        key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}"
+        alike = bool(graph.axes) and not all(v in over and made[v].region != "update" for v in group.outs)
+        key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}{' alike' if alike else ''}"
         if key not in compiled:
-            compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies)
+            compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies, alike)
         kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
-    # What does not vary must be equal on all ranks to the bit, and another may find another library faster.
-    over = varying(graph, ("batch",))
-    tried = [e for e in graph.eqns if e.region != "update" and e.outs[0] in over]
-    calls = {e: call for e in tried if (call := _other(e, lies)) is not None}
+    calls = {e: call for e in graph.eqns if varies(e) and (call := _other(e, lies)) is not None}
     program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
     wanted = [lies[v] for v in graph.inputs]
 
@@ -117,8 +127,9 @@ def _compiled(
     over: Sequence[int | None],
     donated: Sequence[int],
     lies: Mapping[Var, Strided],
+    alike: bool,
 ) -> Callable[[list], Sequence]:
-    """A kernel of these equations, which returns the results that take nobody's place."""
+    """A kernel of these equations, which returns the results that take nobody's place; `alike` on all ranks."""
 
     def computed(*args: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(ins, args))
@@ -129,4 +140,4 @@ def _compiled(
                 args[k].copy_(env[v])
         return [env[v] for v, k in zip(outs, over) if k is None]
 
-    return fused(computed, lambda: [lies[v].empty() for v in ins], donated)
+    return fused(computed, lambda: [lies[v].empty() for v in ins], donated, alike)

@@ -63,7 +63,9 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
     )
     for leaf, g in zip(leaves, grads):
         if g is not None:
-            g = ops.gradient(g, leaf.detach())
+            # Fused optimizers read a leaf, which is contiguous as all state is, and its gradient from end to end;
+            # that they lie alike is what `.backward()` sees to.
+            g = ops.gradient(g.contiguous(), leaf.detach())
             if leaf.grad is None or create_graph:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
             else:

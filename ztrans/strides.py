@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .collectives import SHARD, WAIT, is_start
+from .donation import in_place, updated
 from .execute import fake
+from .fusion import is_update
 from .graph import Eqn, Graph, Var, substitute
 from .layout import local_shape, localize
 
@@ -47,6 +49,8 @@ def strides(
             lies.update((v, Strided(v.dtype, s, _dense(s), lies[e.ins[0]].device)) for v, s in zip(e.outs, shapes))
         elif e.op is SHARD:
             lies[e.outs[0]] = lies[e.args[0]]._replace(shape=local_shape(e.outs[0], graph.axes, at))
+        elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # which fake tensors would really compute
+            lies.update((out, lies[v]) for v, out in pairs if out is not None)
         else:
             twin = twins.get(e)
             twin = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op

@@ -10,6 +10,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Hashable, Iterator
@@ -18,6 +19,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+import torch._decomp
 import torch.fx.traceback as fx_traceback
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -133,7 +135,7 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
         ]
     generator = torch.random.get_rng_state()
     with mode, _quiet():
-        gm = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        gm = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*fakes)
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, _name(fn))
@@ -148,6 +150,13 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
     graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
     _check_state(graph, paths)
     return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+
+
+@functools.cache
+def _declared() -> dict:
+    """cuDNN's batch norm writes statistics that it does not declare to write: as what it is, which does."""
+    aten = torch.ops.aten
+    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
 
 
 class _Fakes(FakeTensorMode):
