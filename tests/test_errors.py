@@ -1,6 +1,8 @@
 """What people do wrong, and what they are told: type, transform, leaf, their line, and what to do."""
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -291,6 +293,21 @@ def test_another_mesh(mesh):
     state = zt.shard_params(other)(case.step).shard(case.state())
     with pytest.raises(TypeError, match="lies on another mesh"):
         zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_fails_does_not_wait_for_the_others_to_end(fails):
+    """NCCL ends a communicator with all its ranks; they wait for this one in another place."""
+    code = f"""
+import atexit
+import torch.distributed as dist
+import ztrans as zt
+atexit.register(lambda: print("left to the end:", dist.is_initialized()))
+zt.make_mesh("cpu", dp=-1)
+assert not {fails}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"left to the end: {fails}\n" and (done.returncode != 0) == fails
 
 
 def test_too_few_ranks(mesh):

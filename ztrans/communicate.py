@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import ops
 from .collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
 from .exchange import Exchanges, exchange, is_direct
 from .graph import Eqn, Split, Var
 from .layout import chunk, local_shape, part
+from .mesh import beside
 from .ops.cast_pack import reference as pack
 from .redistribute import on_axis
 
@@ -34,15 +36,9 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
     return gather(received, send, **options)
 
 
-def communicator(group: dist.ProcessGroup, gathers: bool) -> dist.ProcessGroup:
+def communicator(mesh: DeviceMesh, axis: str, gathers: bool) -> dist.ProcessGroup:
     """The communicator of a mesh axis for gathers, or for reductions: two, so that neither queues behind the other."""
-    return group if gathers else _second(group)
-
-
-@functools.cache
-def _second(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="ztrans reductions")
+    return mesh.get_group(axis) if gathers else beside(mesh, axis, "reductions")
 
 
 @dataclass(eq=False)

@@ -101,7 +101,7 @@ def to_fx(
             results = []
         elif is_start(eqn):
             axis = eqn.kwargs["axis"]
-            processes = communicator(mesh.get_group(axis), eqn.op is ALL_GATHER) if mesh is not None else None
+            processes = communicator(mesh, axis, eqn.op is ALL_GATHER) if mesh is not None else None
             module.add_module(f"{eqn.op.name}_{i}", start(eqn, graph.axes, at, processes, streams))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]

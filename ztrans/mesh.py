@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 import warnings
 from typing import Any
@@ -51,7 +52,10 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
 
 
 def _end() -> None:
-    if dist.is_initialized():
+    # NCCL ends a communicator with all its ranks, and those of a program that failed here wait for this one
+    # somewhere else: they are to see it die instead.
+    failed = hasattr(sys, "last_type")
+    if dist.is_initialized() and not failed:
         dist.destroy_process_group()
 
 
@@ -71,19 +75,31 @@ def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
                 continue
             parts = [every] * group.size()
             if dist.get_backend(group) != "fake":  # whose other ranks are nowhere
-                dist.all_gather_object(parts, every, group=_own(group))
+                # What ranks ask each other must not meet what a program sends: one may ask while another runs.
+                dist.all_gather_object(parts, every, group=beside(mesh, axis, "ranks", backend="gloo"))
             every = [x for part in parts for x in part]
     finally:
         patience.cancel()
     return every
 
 
+def beside(mesh: DeviceMesh, axis: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """One more process group of the ranks along an axis, made when all ranks of the mesh first ask for it."""
+    k = (mesh.mesh_dim_names or ()).index(axis)
+    rows = mesh.mesh.movedim(k, -1).reshape(-1, mesh.size(k)).tolist()
+    return _beside(mesh.get_group(axis), tuple(map(tuple, rows)), f"ztrans {purpose}", backend)
+
+
 @functools.cache
-def _own(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    # What ranks ask each other must not meet what a program sends: one may ask while another runs.
-    return dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True, group_desc="ztrans ranks"
-    )
+def _beside(
+    group: dist.ProcessGroup, rows: tuple[tuple[int, ...], ...], purpose: str, backend: str | None
+) -> dist.ProcessGroup:
+    options = {"backend": backend, "group_desc": purpose}
+    if sum(map(len, rows)) < dist.get_world_size():  # the others are not here
+        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **options)
+    # Made by its members alone, a group is named by how many they have, and some may have more (pytorch#189073).
+    made = [(row, dist.new_group(row, **options)) for row in rows]
+    return next(each for row, each in made if dist.get_rank() in row)
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
