@@ -310,6 +310,12 @@ assert not {fails}
     assert done.stdout == f"left to the end: {fails}\n" and (done.returncode != 0) == fails
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+def test_a_mesh_of_gpus_that_are_not_there():
+    with pytest.raises(RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"):
+        zt.make_mesh("cuda", dp=-1)
+
+
 def test_too_few_ranks(mesh):
     with pytest.raises(
         RuntimeError, match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun")

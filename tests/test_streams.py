@@ -29,7 +29,7 @@ from ztrans.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.near import MOST, Near
 from ztrans.ops.symmetric import in_one_process
 from ztrans.recording import Record, recorded
-from ztrans.streams import Done, Streams
+from ztrans.streams import Done, Streams, in_a_row
 from ztrans.transport import Times, transport
 
 WORLD = 4
@@ -180,6 +180,16 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     lanes = [r.stream for r in Reading.read if r.stream is not None]
     assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
     assert cuda.races == []
+
+
+def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
+    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("ztrans.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
+    monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
+    monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
+    ran = []
+    assert in_a_row(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert ran == ["busy"] * 8 + ["run"] * 4
 
 
 class Hasty(Streams):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -19,9 +20,12 @@ from .cluster import Cluster, Device, Link
 from .fit import Sample, fit
 from .graph import DTYPES, Partial, Split, Var
 from .mesh import check_runs, everywhere
+from .streams import in_a_row
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_SIZES = tuple(4096 * 4**k for k in range(7))  # bytes that a rank receives: 4 KiB to 16 MiB
+_SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives: 4 KiB to 256 MiB
+_LARGEST = 2**24  # between CPUs
+_ROW = 2**28  # bytes, of messages of a GPU in a row
 _ENOUGH = 0.1  # seconds that a message takes after which no larger one is tried
 _BURST = 0.25  # seconds for which one size is tried, and for which matmuls run beside a gather
 
@@ -137,9 +141,9 @@ def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     """Messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
     group, samples, largest = mesh.get_group(axis), [], {}
     for kind in _KINDS:
-        for size in _SIZES:
+        for size in (s for s in _SIZES if on.type != "cpu" or s <= _LARGEST):
             start, received = _collective(kind, size, group, on)
-            once = lambda start=start: _once(lambda: _waited(start()), on)
+            once = functools.partial(_message, start, size, on)
             once()
             slowest = max(everywhere(once(), mesh))  # so that all decide alike
             # Each collective waits for all ranks, so nothing else must keep them in step.
@@ -155,6 +159,19 @@ def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
         return _Wire(axis, ranks, samples, 0.0, 0.0)  # a GPU's transfers cost its processor nothing
     host = median(_taken(start, mesh, on) for _ in range(3)) / received
     return _Wire(axis, ranks, samples, host, median(_started(group, on) for _ in range(15)))
+
+
+def _message(start: Callable[[], Any], size: int, on: torch.device) -> float:
+    """Seconds of one message; on a GPU of one of some in a row, for a step launches the next before one is over."""
+    if on.type == "cpu":
+        return _once(lambda: _waited(start()), on)
+    row = max(2, min(16, _ROW // size))
+
+    def run() -> None:
+        for future in [start() for _ in range(row)]:
+            _waited(future)
+
+    return in_a_row(run, on, 1) / row
 
 
 def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:

@@ -22,12 +22,20 @@ _PATIENCE = 60.0  # seconds
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """A DeviceMesh with the given axes, in order; one size may be -1, for what the others leave.
 
-    Under torchrun it starts torch.distributed if nobody has, and ends it with the process; in a
-    single process without torchrun it makes a mesh of one. `init_device_mesh` of PyTorch does as well.
+    Under torchrun it starts torch.distributed if nobody has, and ends it with the process, and a rank takes
+    the GPU of its number on the host; in a single process without torchrun it makes a mesh of one.
+    `init_device_mesh` of PyTorch does as well.
 
-    Raises: RuntimeError when the axes need more ranks than there are.
+    Raises: RuntimeError when the axes need more ranks than there are, or the device is not there.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
+            "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
+        )
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # also where all ranks have used the first GPU before
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         if "RANK" in os.environ:

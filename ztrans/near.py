@@ -20,6 +20,7 @@ from . import ops
 from .collectives import ALL_GATHER
 from .communicate import all_gather
 from .graph import Primitive
+from .streams import in_a_row
 from .transport import Times
 
 MOST = 32 * 2**20  # bytes of a whole message: a larger one takes what the wire takes, whichever way it goes
@@ -129,16 +130,8 @@ def scatter(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor],
 
 def _seconds(run: Callable[[], object]) -> float:
     """Of one of many in a row, the best of three."""
-    found = []
-    for _ in range(4):  # the first brings all up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(_TIMES):
-            run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / _TIMES)
-    return min(found[1:])
+    run()  # brings all up
+    return min(in_a_row(run, torch.device("cuda"), _TIMES) for _ in range(3))
 
 
 def _of_all(group: dist.ProcessGroup, mine: Any) -> list:

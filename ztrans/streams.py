@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 HIGH = -1  # the priority of what is short, and waited for
+_AHEAD = 8  # products of 4096 x 4096 in fp32, some milliseconds each
 
 
 class Streams:
@@ -82,6 +83,21 @@ class Done:
         """Let compute wait; not the host."""
         self.streams.release()
         self.streams.cuda.current_stream().wait_event(self.event)
+
+
+def in_a_row(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds of one of `times` calls on a GPU that has other work until all are launched: what they take there, and
+    not what it takes to launch them, which in a step is done ahead."""
+    busy = torch.ones(4096, 4096, device=device)
+    begin, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+    for _ in range(_AHEAD):
+        torch.mm(busy, busy)
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times
 
 
 @functools.cache
