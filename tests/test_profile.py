@@ -207,6 +207,7 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
 
 
 @pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
 def test_ranks_compile_alike_what_must_be_equal_on_them(pretended):
     """A kernel that the clock chose may sum in another order than that of another rank."""
 

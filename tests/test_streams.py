@@ -23,6 +23,7 @@ from worlds import ALL, batches, slices
 import ztrans as zt
 from ztrans import donation, ops
 from ztrans.arguments import flat
+from ztrans.cluster import Link
 from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, is_start, wait
 from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
@@ -80,6 +81,26 @@ def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
     # The bytes alive at once, of all pools, are those that the cost model counts, but for alignment.
     inputs = sum(x.nbytes for x in local)
     assert cuda.peak <= 1.02 * (low.memory_analysis().peak - inputs) + 512
+
+
+def test_what_a_gather_unpacks_is_counted(mesh):
+    """Small members cross together, and are there twice while their values are made."""
+
+    def step(state, x):
+        for w in state.values():
+            x = x @ w
+        return state, x
+
+    state, x = {f"w{k}": torch.ones(64, 64) for k in range(12)}, torch.ones(1, 64)
+    step = zt.chain(zt.shard_params(mesh, outputs="local"), zt.prefetch(memory=1 << 30))(step)
+    low = step.lower(step.shard(state), x, cluster=zt.cluster("h100", dp=Link("wire", 1.0, 1e15)))
+    (gather,) = [e for e in low.graph.eqns if is_start(e)]
+    assert len(gather.outs) == 12
+    _, local = flat(low.program, low.graph, low.mesh, step.shard(state), (x,))
+    inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
+    said = low.memory_analysis().peak - inputs
+    assert 2 * whole < play(low, local, mesh).peak <= 1.02 * said + 512
+    assert said < 2.3 * whole
 
 
 def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):

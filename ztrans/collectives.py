@@ -124,9 +124,20 @@ def received_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
     return buffer_bytes(eqn, index, sizes) * (n - 1 if eqn.op is REDUCE_SCATTER else n) // n
 
 
+def unpacked_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    """Bytes of the buffer in which a gather receives the members that cross together, and of which their values
+    are made: a GPU does that when they have come, a CPU when the first is waited for."""
+    if eqn.op is not ALL_GATHER:
+        return 0
+    return sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)) if not is_alone(eqn, k, sizes))
+
+
 def sent_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffers from which a reduction sends what it had to pack, cast or pad."""
-    if eqn.op is ALL_GATHER or (eqn.op is ALL_REDUCE and sizes[eqn.kwargs["axis"]] > 2):
+    """Bytes of the buffers from which a collective sends what it had to pack, and a reduction what it had to cast
+    or pad."""
+    if eqn.op is ALL_GATHER:
+        return unpacked_bytes(eqn, sizes) // sizes[eqn.kwargs["axis"]]
+    if eqn.op is ALL_REDUCE and sizes[eqn.kwargs["axis"]] > 2:
         return 0
     packed = (k for k in range(len(eqn.outs)) if not sends_as_it_lies(eqn, k, sizes))
     return sum(buffer_bytes(eqn, k, sizes) for k in packed)

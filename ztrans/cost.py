@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, wire_bytes
+from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
 from .donation import donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
@@ -121,8 +121,8 @@ def is_matmul(eqn: Eqn) -> bool:
 def memory(graph: Graph) -> Memory:
     """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
 
-    Buffers count too: what a collective receives from its start on, what a reduction packs, casts or
-    pads until its wait. Inputs are live throughout, being the caller's; state outputs replace them.
+    Buffers count too: what a collective receives from its start on, what it packs, and a reduction casts
+    or pads, until its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state outputs replace them.
     """
     size, given = local_bytes(graph), donation(graph)
     n = len(graph.eqns)
@@ -137,7 +137,9 @@ def memory(graph: Graph) -> Memory:
                 allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
                 held.append((i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if is_start(e) and (sent := sent_bytes(e, graph.axes)):
-            held.append((i, min(waits[f] for f in e.outs), e.outs[0], sent, "send buffer"))
+            end = min(waits[f] for f in e.outs)
+            held.append((i, end, e.outs[0], sent, "send buffer"))
+            held += [(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
     change = [0] * (n + 1)
     for start, end, _, b, _ in held:
         change[start] += b
