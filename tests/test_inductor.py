@@ -197,6 +197,22 @@ def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
     assert code.count("empty_strided_cpu((64, 512)") == 1
 
 
+def test_the_rms_norm_of_a_gpu_is_fused_with_what_is_around_it():
+    """A CPU has none of its own, so that PyTorch records other operations for it."""
+    aten = torch.ops.aten
+
+    def both_ways(x, w, grad):
+        y, scale = aten._fused_rms_norm(x, [8], w, 1e-6)
+        return [y.cos(), *aten._fused_rms_norm_backward(grad, x, [8], scale, w, [True, True])]
+
+    x, w, grad = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True), torch.randn(4, 8)
+    y = F.rms_norm(x, (8,), w, 1e-6)
+    wanted = [y.cos(), *torch.autograd.grad(y, (x, w), grad)]
+    kernel = fused(both_ways, lambda: [torch.empty(4, 8), torch.empty(8), torch.empty(4, 8)])
+    for a, b in zip(kernel([x.detach(), w.detach(), grad]), wanted, strict=True):
+        torch.testing.assert_close(a, b.detach())
+
+
 def test_products_by_another_library():
     a, b, bias = torch.randn(64, 32), torch.randn(48, 32).t(), torch.randn(48)
     assert torch.allclose(products.mm(a, b), a @ b, atol=1e-5)
