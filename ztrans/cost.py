@@ -122,7 +122,8 @@ def memory(graph: Graph) -> Memory:
     """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
 
     Buffers count too: what a collective receives from its start on, what it packs, and a reduction casts
-    or pads, until its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state outputs replace them.
+    or pads, until its wait, and what a gather unpacks while it does. Inputs are live throughout, being the
+    caller's; state outputs replace them.
     """
     size, given = local_bytes(graph), donation(graph)
     n = len(graph.eqns)
