@@ -127,6 +127,84 @@ def test_gradients_lie_as_parameters_do(name):
     compare(Turned, OPTIMIZERS[name])
 
 
+def test_what_the_optimizer_counts_in_its_groups_is_refused():
+    class Counts(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["momentum"] = group["momentum"] / 2
+            super().step(closure)
+
+    model = make_model()
+    optimizer = Counts(model.parameters(), lr=0.1, momentum=0.9)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match="changes 'momentum' of a parameter group, which would happen once"):
+        zt.Step(step)(state, *data()[0])
+
+
+def test_settings_that_change_between_steps_are_traced_anew():
+    """Modes, frozen parameters and hyperparameters: as the loop would see them."""
+
+    def change(k, model, optimizer):
+        if k == 1:
+            model.train(False)
+        if k == 2:
+            model[0].weight.requires_grad_(False)
+        if k == 3:
+            optimizer.param_groups[0]["momentum"] = 0.5
+
+    make = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    optimizer, twin = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data()):
+        want = plain(*batch)
+        state, got = run(state, *batch)
+        assert distance(got, want.detach()) < 1e-6
+        change(k, model, optimizer), change(k, other, twin)
+    assert len(run._cache) == 4
+    zt.restore(other, twin, state)
+    assert distance(everything(other, twin), everything(model, optimizer)) < 1e-6
+
+
+def test_memory_that_a_parameter_shares_is_refused():
+    class Shares(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            if tied:
+                self.second.weight = self.first.weight
+            else:
+                self.second.weight = nn.Parameter(self.first.weight.data)
+
+    for tied in (True, False):
+        model = Shares(tied)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        if tied:
+            zt.lift(lambda x: None, model, optimizer)
+        else:
+            with pytest.raises(ValueError, match=r"first\.weight and second\.weight lie in the same memory"):
+                zt.lift(lambda x: None, model, optimizer)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.LSTM(6, 5, num_layers=2), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x[:, None])[0][:, 0])
+
+
+def test_recurrent_layers():
+    """Those of oneDNN give backward what it needs under autograd alone."""
+    compare(Recurrent, OPTIMIZERS["adam"])
+
+
 def test_lift_in_the_middle_of_training():
     compare(make_model, started(OPTIMIZERS["adam"]))
     compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # not for its first gradient

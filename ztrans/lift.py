@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,8 +32,9 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
 
     `step(state, *batch) -> (state, output)` is a pure train step for any transform; `state` holds
     today's parameters, buffers, optimizer state and learning rates by name. Learning rates are
-    inputs (`state["lr"][group]`, the groups of all optimizers one after another); other hyperparameters
-    are constants of the program. Several modules are one `nn.ModuleDict`.
+    inputs (`state["lr"][group]`, the groups of all optimizers one after another); other hyperparameters,
+    `train()` and `eval()`, and which parameters are trained, are constants of a program: a step that is simply
+    called is traced anew when they have changed. Several modules are one `nn.ModuleDict`.
 
     Raises: TypeError for a model that is no module; ValueError for optimizers that need a closure, hold parameters
     that are not the module's or another's, or make state that `lift` does not know before its first step; and when
@@ -70,15 +72,19 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
         )
     for o in optimizers:
         make(o, names)
+    today = _state(model, optimizers, names)
+    _check_apart(today)
 
     def step(state: State, *batch: Any) -> tuple[State, Any]:
         with _swapped(model, optimizers, names, state) as (params, buffers):
             versions = [getattr(lr, "_version", 0) for lr in state["lr"]]
+            settings = _settings(optimizers)
             with _stepped(optimizers):
                 output = loop_step(*batch)
             held = {p: s for o in optimizers for p, s in o.state.items()}
             kept = {name: held.get(p, {}) for name, p in params.items()}
             _check_rates(optimizers, state["lr"], versions)
+            _check_settings(settings, _settings(optimizers))
             _check_kept(kept, state["optimizer"])
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
@@ -92,10 +98,33 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
         detach = lambda x: x.detach() if isinstance(x, torch.Tensor) else x
         return new, torch.utils._pytree.tree_map(detach, output)
 
+    def settings() -> tuple:
+        """What a program is made for besides its arguments."""
+        modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
+        return *modes, repr(_settings(optimizers))
+
+    step.settings = settings  # type: ignore[attr-defined]
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     given = inspect.signature(loop_step).parameters.values()
     step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
-    return step, _state(model, optimizers, names)
+    return step, today
+
+
+def _check_apart(state: State) -> None:
+    """Tensors that a step changes and that lie in one another's memory would part, and each go its own way."""
+    trained = {**state["params"], **{f"{k} of {n}": v for n, s in state["optimizer"].items() for k, v in s.items()}}
+    spans = []
+    for name, x in {**state["buffers"], **trained}.items():
+        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
+            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
+    spans.sort()
+    for (device, _, end, one), (where, start, _, other) in itertools.pairwise(spans):
+        if device == where and start < end and (one in trained or other in trained):
+            raise ValueError(
+                f"lift: {one} and {other} lie in the same memory, and in a state each would have its own.\n"
+                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
+            )
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
@@ -154,6 +183,23 @@ def _check_rates(optimizers: Sequence[Optimizer], rates: list, versions: list[in
                 "Step the scheduler after the lifted step, and pass its rates on: "
                 'state["lr"] = [group["lr"] for group in optimizer.param_groups].'
             )
+
+
+def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """The hyperparameters of every group, but for the learning rate."""
+    groups = ({k: v for k, v in group.items() if k not in ("params", "lr")} for group in _groups(optimizers))
+    return [{k: id(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _check_settings(before: list[dict], after: list[dict]) -> None:
+    """Numbers that an optimizer counts in its groups, or that the loop changes there."""
+    changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
+    if changed:
+        raise ValueError(
+            f"lift: the loop step, or its optimizer, changes {changed[0]!r} of a parameter group, which would happen "
+            f"once, while it is traced.\nChange it between steps, which are then traced anew; what is counted in every "
+            f"step must be in the optimizer's state of a parameter."
+        )
 
 
 def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:

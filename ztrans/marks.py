@@ -65,7 +65,7 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
         if g is not None:
             # Fused optimizers read a leaf, which is contiguous as all state is, and its gradient from end to end;
             # that they lie alike is what `.backward()` sees to.
-            g = ops.gradient(g.contiguous(), leaf.detach())
+            g = ops.gradient(g.contiguous() if g.layout is torch.strided else g, leaf.detach())
             if leaf.grad is None or create_graph:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
             else:

@@ -126,7 +126,7 @@ class Step:
         Returns what was recorded first. The state is donated and advances. All ranks must call it. See
         `Compiled.tune`.
         """
-        key = _signature(state, batch)
+        key = self._key(state, batch)
         self._cache[key], measured = self.compiled(state, *batch).tune(state, *batch, steps=steps)
         return measured
 
@@ -135,7 +135,7 @@ class Step:
 
     def compiled(self, state: Any, *batch: Any) -> Compiled:
         """The compiled step for arguments like these, made at the first call with such arguments."""
-        key = _signature(state, batch)
+        key = self._key(state, batch)
         if key not in self._cache:
             self._check_laid_out(state)
             self._cache[key] = self.lower(state, *batch).compile()
@@ -143,10 +143,15 @@ class Step:
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
                     f"{', '.join(str(a) for a in _shapes(batch))}. Every new shape is traced and compiled anew: pad "
-                    f"batches to a few sizes.",
+                    f"batches to a few sizes. So is, in a lifted loop, every new setting of the module or the "
+                    f"optimizer but lr: a scheduler may want cycle_momentum=False.",
                     stacklevel=3,
                 )
         return self._cache[key]
+
+    def _key(self, state: Any, batch: tuple) -> tuple:
+        settings = getattr(self.fn, "settings", None)  # of a lifted loop: what else a program is made for
+        return *_signature(state, batch), settings() if settings is not None else None
 
     def _check_laid_out(self, state: Any) -> None:
         if self.mesh is not None:

@@ -134,7 +134,7 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
             for a in map(abstract.__getitem__, dynamic)
         ]
     generator = torch.random.get_rng_state()
-    with mode, _quiet():
+    with mode, _quiet(), _without_onednn():
         gm = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*fakes)
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
@@ -150,6 +150,18 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
     graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
     _check_state(graph, paths)
     return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its recurrent layers keep what backward needs under autograd alone, and a program runs without; what is chosen
+    when a program runs is not touched."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @functools.cache
