@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 
 import torch
@@ -28,8 +27,7 @@ from worlds import ALL, batches, default_dtype, distance, on_ranks, plain, shard
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
-from ztrans import communicate, sockets
-from ztrans.exchange import _peers as direct
+from ztrans.process_groups import Channel
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -70,18 +68,18 @@ def equals_lockstep_and_plain(mesh, names, **options) -> None:
 
 @contextlib.contextmanager
 def counted():
-    """Bytes that this rank receives, by communicator."""
-    counts, original = Counter(), communicate.exchange
+    """Bytes that this rank receives, by the purpose of the channel."""
+    counts, original = Counter(), Channel.exchange
 
-    def exchange(pieces, into, group):
-        counts[group] += sum(x.nbytes for r, x in enumerate(into) if r != group.rank())
-        return original(pieces, into, group)
+    def exchange(self, pieces, into):
+        counts[self.purpose] += sum(x.nbytes for r, x in enumerate(into) if r != self.group.rank())
+        return original(self, pieces, into)
 
-    communicate.exchange = exchange
+    Channel.exchange = exchange
     try:
         yield counts
     finally:
-        communicate.exchange = original
+        Channel.exchange = original
 
 
 def wire_bytes(mesh) -> None:
@@ -95,7 +93,7 @@ def wire_bytes(mesh) -> None:
             state, _ = step(state, *part)  # the ranks agree on the program in the first call
             with counted() as counts:
                 step(state, *part)
-            measured[fused] = counts[mesh.get_group("dp")]  # reductions have a communicator of their own
+            measured[fused] = counts["gathers"]
             lowered = step.compiled(state, *part).lowered
             said[fused] = lowered.cost_analysis().over("dp", "param")
         report("wire", stage=stage, plain=measured[False], fused=measured[True], said=said[True])
@@ -112,36 +110,6 @@ def disagreement(mesh) -> None:
         every = [None] * WORLD
         dist.all_gather_object(every, str(error))
         report("disagree", error=every)
-
-
-def loneliness(mesh) -> None:
-    """Rank 1 passes a new shape, and the others do so only when it has given up waiting quietly."""
-    case, patience = CASES["mlp_momentum"], zt.mesh._PATIENCE
-    step = zt.shard_params(mesh)(case.step)
-    state, _ = step(step.shard(case.state()), *case.batch(4))
-    zt.mesh._PATIENCE, every = 0.2, [None] * WORLD
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        time.sleep(0 if RANK == 1 else 3)
-        step(state, *case.batch(6))
-    zt.mesh._PATIENCE = patience
-    dist.all_gather_object(every, [str(w.message) for w in told if "new program" in str(w.message)])
-    report("lonely", told=every)
-
-
-def unreachable(mesh) -> None:
-    """Rank 1 has no address of its own."""
-    case, true, every = CASES["uneven"], sockets.own_address, [None] * WORLD
-    wanted, _ = train(case, mesh, 3)
-    direct.cache_clear()
-    sockets.own_address = lambda: "192.0.2.1" if RANK == 1 else true()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        state, _ = train(case, mesh, 3)
-    sockets.own_address = true
-    direct.cache_clear()
-    dist.all_gather_object(every, [str(w.message) for w in told if "over gloo" in str(w.message)])
-    report("unreachable", distance=distance(state, wanted), told=every)
 
 
 def sharding(mesh) -> None:
@@ -257,18 +225,18 @@ def memory(mesh) -> None:
 
 @contextlib.contextmanager
 def messages():
-    """What is sent, in order: bytes by communicator."""
-    sent, original = [], communicate.exchange
+    """What is sent, in order: bytes by the purpose of the channel."""
+    sent, original = [], Channel.exchange
 
-    def exchange(pieces, into, group):
-        sent.extend((x.nbytes, group.group_name) for r, x in enumerate(pieces) if r != group.rank())
-        return original(pieces, into, group)
+    def exchange(self, pieces, into):
+        sent.extend((x.nbytes, self.purpose) for r, x in enumerate(pieces) if r != self.group.rank())
+        return original(self, pieces, into)
 
-    communicate.exchange = exchange
+    Channel.exchange = exchange
     try:
         yield sent
     finally:
-        communicate.exchange = original
+        Channel.exchange = original
 
 
 def inductor() -> None:
@@ -304,8 +272,6 @@ def two() -> None:
     equals_lockstep_and_plain(mesh, names)
     wire_bytes(mesh)
     disagreement(mesh)
-    loneliness(mesh)
-    unreachable(mesh)
     sharding(mesh)
     tuned(mesh, report)
     memory(mesh)

@@ -56,10 +56,9 @@ class Files:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def trained(case, step, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
+def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
-    state = step.shard(case.state())
     for batch in batches(case, 2):
         _, local = flat(low.program, low.graph, low.mesh, state, slices(batch, 2)[RANK])
         run(local)
@@ -92,10 +91,11 @@ def main() -> None:
             case = CASES[name]
             step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(case.step)
             low = step.lower(step.shard(case.state()), *slices(batches(case, 1)[0], 2)[RANK])
+            states = [step.shard(case.state()) for _ in range(2)]
             with Races() as cuda:
                 by = Always(cuda.knows(files)) if symmetric else None
-                streamed, text = trained(case, step, low, mesh, Streams(cuda, by))
-            plain, _ = trained(case, step, low, mesh, None)
+                streamed, text = trained(case, states[0], low, mesh, Streams(cuda, by))
+            plain, _ = trained(case, states[1], low, mesh, None)
             same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed))
             ways = sorted(set(re.findall(r"by=(\w+ \w+)", text)))
             report(case=name, stage=stage, bitwise=same, races=cuda.races, symmetric=symmetric, ways=ways)

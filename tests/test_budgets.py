@@ -86,12 +86,13 @@ def test_what_only_the_order_as_written_meets_keeps_it_and_says_so(tmp_path):
 
 def test_a_plan_for_another_program():
     plan = lower(zt.overlap_grads()).plan
-    other = lower(zt.overlap_grads(), rows=3)
+    assert lower(zt.overlap_grads(), rows=3, plan=plan).plan == plan, "another batch size is no other program"
+    other = lower(zt.overlap_grads(), zt.prefetch())
     with pytest.raises(ValueError) as caught:
-        lower(zt.overlap_grads(), rows=3, plan=plan)
+        lower(zt.overlap_grads(), zt.prefetch(), plan=plan)
     assert str(caught.value) == (
-        f"plan: it was made for program {plan.program}, and this one is {other.plan.program}: another model, batch "
-        f"shape, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+        f"plan: it was made for program {plan.program}, and this one is {other.plan.program}: another model, mesh, "
+        f"or other transforms.\nLower without it, and save lowered.plan again."
     )
     with pytest.raises(ValueError) as caught:
         lower(zt.overlap_grads(), plan=dataclasses.replace(plan, reductions=((("nobody'",), ""),)))

@@ -19,6 +19,7 @@ from worlds import batches
 import ztrans as zt
 from ztrans import ops
 from ztrans.capture import Capture, check_device, fed, placed, with_rates
+from ztrans.compiled import Bound
 from ztrans.execute import executable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
@@ -133,7 +134,7 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled._bound.append((lowered, Capture(counted, lowered.graph, cuda, "cpu")))
+    compiled._bound.append(Bound(lowered, Capture(counted, lowered.graph, cuda, "cpu")))
     return compiled, cuda, calls
 
 
@@ -296,7 +297,7 @@ def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
     # Here the state lies where the graph is; the rate is to come with every call all the same, as on a GPU.
     monkeypatch.setattr("ztrans.capture.fed", lambda *_: [names.index("lr.0"), names.index("x")])
     compiled = lowered.compile()
-    compiled._bound.append((lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
+    compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
     found, losses = run(compiled, state)
     function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()

@@ -29,6 +29,7 @@ from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.near import MOST, Near
 from ztrans.ops.symmetric import in_one_process
+from ztrans.process_groups import Channel
 from ztrans.recording import Record, recorded
 from ztrans.streams import Done, Streams, in_a_row
 from ztrans.transport import Times, transport
@@ -156,9 +157,10 @@ def test_the_checker_knows_what_a_kernel_reads_through_addresses():
 
 def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
     near = Near(lambda nbytes, group: in_one_process(2, nbytes)[0])
-    near.reserve("dp", 8)
+    group = Channel("dp", "gathers")  # anything that can be referred to weakly
+    near.reserve(group, 8)
     near.check()
-    near.memory("dp").error.fill_(2)
+    near.memory(group).error.fill_(2)
     with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
         near.check()
 

@@ -2,50 +2,104 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .collectives import buffer_bytes, is_start, wire_dtype
+from .fingerprint import update_fingerprint
+from .graph import DTYPES, Graph, variables
+from .groups import is_users, is_wait
 from .layout import AbstractMesh
-from .mesh import everywhere
-from .plan import fingerprint
+from .meeting import Call, everywhere, first_difference, meet
+from .plan import Plan
+from .pretty import op_name
+from .transfer import Landmark, landmarks, transfer
 
 if TYPE_CHECKING:
     from .stages import Lowered
 
 
+def messages(graph: Graph) -> list[str]:
+    """The messages that a program sends, in order, one a line: what must be the same on every rank."""
+    lines = []
+    for e in graph.eqns:
+        if is_start(e):
+            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
+            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.outs, sizes)]
+            kind = " ".join(filter(None, (e.op.name, e.kwargs.get("op"))))
+            wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
+            lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")
+        elif is_users(e) and not is_wait(e):
+            # Along another axis ranks may have batches, and so messages, of other sizes.
+            shown = ", ".join(f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(e.args))
+            lines.append(f"{op_name(e.op)} over {e.args[-1] if e.args else ''} of {shown}")
+    return lines
+
+
+def messages_hash(graph: Graph) -> int:
+    """A hash of `messages`, the same in every process."""
+    return int.from_bytes(hashlib.sha256("\n".join(messages(graph)).encode()).digest()[:8], "big", signed=True)
+
+
+class Brought(NamedTuple):
+    """What a rank brings to an agreement."""
+
+    program: str
+    update: str
+    messages: list[str]
+    plan: Plan
+    marks: dict[str, Landmark]
+
+
 def agree(lowered: Lowered) -> Lowered:
-    """Compare hashes of program and plan over the mesh when a program first runs, so that a disagreement is an
-    error and not a hang. A rank that is the only one with a new program says so while it waits.
+    """Compare the programs of all ranks of the mesh when a program first runs, so that a disagreement is an error.
 
-    Ranks that planned otherwise, having measured otherwise, take the plan of the mesh's first rank.
+    Batches may differ in size. All ranks take the plan of the mesh's first rank, which may have measured otherwise.
 
-    Raises: RuntimeError naming the ranks that differ.
+    Raises: RuntimeError on every rank, naming the ranks that differ and the first message where they do.
     """
-    if not isinstance(lowered.mesh, DeviceMesh) or lowered.mesh.size() == 1:
+    mesh, plan = lowered.mesh, lowered.plan
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
         return lowered
-    mesh, digest, me = lowered.mesh, lowered.plan.digest, dist.get_rank()
-    ranks = mesh.mesh.flatten().tolist()
-    name, inputs = lowered.graph.name, ", ".join(map(repr, lowered.graph.inputs[lowered.graph.num_state :]))
-    alone = (
-        f"{name}: rank {me} has a new program, its batch is {inputs}, and has waited a minute for the other ranks "
-        f"to come with theirs.\nThey may be late; or they passed shapes that they had before, and will never come: "
-        f"every rank must pass the same shapes in every step. Pad batches to one length on all ranks."
-    )
-    programs, digests = zip(*everywhere((fingerprint(lowered.hinted), digest), mesh, alone))
-    differ = [rank for rank, value in zip(ranks, programs) if value != programs[0]]
-    if differ:
+    name, hinted, ranks = lowered.graph.name, lowered.hinted, mesh.mesh.flatten().tolist()
+    meet(mesh, Call(f"a step of {name}, with a program that is new here"))
+    mine = Brought(plan.program, update_fingerprint(hinted), messages(hinted), plan, landmarks(hinted, plan))
+    brought: list[Brought] = everywhere(mine, mesh)
+    _check_alike(name, ranks, brought)
+    first, problem = brought[0], ""
+    try:
+        if plan.program != first.program:
+            lowered = lowered.planned(transfer(first.plan, first.marks, hinted))
+        elif plan.digest != first.plan.digest:
+            lowered = lowered.planned(first.plan)
+    except ValueError as error:
+        problem = f"rank {dist.get_rank()}: {error}"
+    problems = everywhere(problem, mesh) if len({b.program for b in brought}) > 1 else [problem]
+    if any(problems):
         raise RuntimeError(
-            f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
-            f"On rank {me} its batch is {inputs}; every rank must pass the same shapes and "
-            f"take the same branches. Compare print(step.lower(state, batch)) of two ranks."
+            f"{name}: the plan of rank {ranks[0]} does not fit the program of another rank.\n"
+            f"  {next(filter(None, problems))}\nPad the batches to one size on all ranks."
         )
-    if len(set(digests)) == 1:
-        return lowered
-    plan = everywhere(lowered.plan if me == ranks[0] else None, mesh)[0]
-    return lowered if digest == digests[0] else lowered.planned(plan)
+    return lowered
+
+
+def _check_alike(name: str, ranks: Sequence[int], brought: Sequence[Brought]) -> None:
+    differ = [r for r, b in zip(ranks, brought) if (b.update, b.messages) != (brought[0].update, brought[0].messages)]
+    if not differ:
+        return
+    lists = [b.messages for b in brought]
+    alike = all(each == lists[0] for each in lists)
+    what = "  They send the same messages, and update the state otherwise.\n" if alike else ""
+    raise RuntimeError(
+        f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
+        f"{what or first_difference(ranks, lists)}"
+        f"Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
+        f"transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
+    )
 
 
 def slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:

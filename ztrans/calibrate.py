@@ -17,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, symmetric
 from .cluster import Cluster, Device, Link
+from .communicate import channel
 from .fit import Sample, fit
 from .graph import DTYPES, Partial, Split, Var
-from .mesh import check_runs, everywhere
+from .meeting import Call, everywhere, meet
+from .mesh import check_runs
+from .process_groups import Channel
 from .streams import in_a_row
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -53,6 +56,7 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
     device = _device(on)
     if mesh.size() == 1:
         return Cluster(device, ())
+    meet(mesh, Call("zt.calibrate"))
     wires = [_wire(axis, mesh, on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
     every = everywhere((device, _host_name(), wires), mesh)
     mine = _agreed(dict(zip(mesh.mesh.flatten().tolist(), every)), links or {})
@@ -139,10 +143,10 @@ def _once(run: Callable[[], Any], on: torch.device) -> float:
 
 def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     """Messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
-    group, samples, largest = mesh.get_group(axis), [], {}
+    gathers, samples, largest = channel(mesh, axis, gathers=True), [], {}
     for kind in _KINDS:
         for size in (s for s in _SIZES if on.type != "cpu" or s <= _LARGEST):
-            start, received = _collective(kind, size, group, on)
+            start, received = _collective(kind, size, gathers, on)
             once = functools.partial(_message, start, size, on)
             once()
             slowest = max(everywhere(once(), mesh))  # so that all decide alike
@@ -153,12 +157,12 @@ def _wire(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
             if slowest > _ENOUGH:
                 break
     size, slowest = largest["all_gather"]
-    start, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), group, on)
-    ranks = tuple(dist.get_process_group_ranks(group))
+    start, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), gathers, on)
+    ranks = tuple(dist.get_process_group_ranks(gathers.group))
     if on.type != "cpu":
         return _Wire(axis, ranks, samples, 0.0, 0.0)  # a GPU's transfers cost its processor nothing
     host = median(_taken(start, mesh, on) for _ in range(3)) / received
-    return _Wire(axis, ranks, samples, host, median(_started(group, on) for _ in range(15)))
+    return _Wire(axis, ranks, samples, host, median(_started(gathers, on) for _ in range(15)))
 
 
 def _message(start: Callable[[], Any], size: int, on: torch.device) -> float:
@@ -174,18 +178,19 @@ def _message(start: Callable[[], Any], size: int, on: torch.device) -> float:
     return in_a_row(run, on, 1) / row
 
 
-def _collective(kind: str, size: int, group: dist.ProcessGroup, on: torch.device) -> tuple[Callable[[], Any], int]:
+def _collective(kind: str, size: int, messages: Channel, on: torch.device) -> tuple[Callable[[], Any], int]:
     """A function that starts a collective in which a rank receives about `size` bytes, and how many exactly."""
-    ranks = {"axis": group.size()}
-    rows = ranks["axis"] * max(1, size // 4 // (group.size() - 1) // (2 if kind == "all_reduce" else 1))
+    n = messages.group.size()
+    ranks = {"axis": n}
+    rows = n * max(1, size // 4 // (n - 1) // (2 if kind == "all_reduce" else 1))
     split = Split("axis")
     x = Var("x", torch.float32, (rows,), (split if kind == "all_gather" else Partial("axis", "sum"),))
     if kind == "all_gather":
         eqn = collectives.all_gather([x], ["y"], "axis")
     else:
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
-    start = symmetric.start(eqn, ranks, {"axis": group.rank()}, group, symmetric.side_streams(on.type))
-    member = torch.zeros(rows // (group.size() if kind == "all_gather" else 1), device=on)
+    start = symmetric.start(eqn, ranks, {"axis": messages.group.rank()}, messages, symmetric.side_streams(on.type))
+    member = torch.zeros(rows // (n if kind == "all_gather" else 1), device=on)
     return lambda: start(member)[0][0], collectives.wire_bytes(eqn, ranks)
 
 
@@ -193,9 +198,9 @@ def _waited(future: Any) -> None:
     future.work.wait()  # `future` holds what it receives into until then
 
 
-def _started(group: dist.ProcessGroup, on: torch.device) -> float:
+def _started(gathers: Channel, on: torch.device) -> float:
     """The seconds in which the smallest message is started."""
-    start, _ = _collective("all_gather", _SIZES[0], group, on)
+    start, _ = _collective("all_gather", _SIZES[0], gathers, on)
     began = time.perf_counter()
     future = start()
     took = time.perf_counter() - began

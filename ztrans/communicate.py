@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import ops
 from .collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
-from .exchange import Exchanges, exchange, is_direct
 from .graph import Eqn, Split, Var
 from .layout import chunk, local_shape, part
-from .mesh import beside
 from .ops.cast_pack import reference as pack
+from .process_groups import Channel, process_groups
 from .redistribute import on_axis
 
 
@@ -36,27 +35,49 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
     return gather(received, send, **options)
 
 
-def communicator(mesh: DeviceMesh, axis: str, gathers: bool) -> dist.ProcessGroup:
-    """The communicator of a mesh axis for gathers, or for reductions: two, so that neither queues behind the other."""
-    return mesh.get_group(axis) if gathers else beside(mesh, axis, "reductions")
+def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
+    """The channel of a mesh axis for gathers, or for reductions: two, so that neither queues behind the other."""
+    return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
 
 
 @dataclass(eq=False)
 class Future:
-    """A value under way: `work` says when it has come, `finish` makes it from what came."""
+    """A value under way: `work` says when it has come, `finish` makes it from what came.
+
+    Both are None once the value is there, and once the channel has been closed.
+    """
 
     work: Any
-    finish: Callable[[], list[torch.Tensor]]
+    finish: Callable[[], list[torch.Tensor]] | None
     values: list[torch.Tensor | None] | None = None
 
     def value(self, member: int) -> torch.Tensor:
         """Wait, and give away the value of one member of the bucket: it lives as long as the program needs it."""
         if self.values is None:
+            if self.work is None:
+                raise RuntimeError("ztrans: this collective was given up, because the step that started it failed.")
             self.work.wait()
             self.values = self.finish()
             self.work = self.finish = None  # and with them the send and receive buffers
         value, self.values[member] = self.values[member], None
         return value
+
+    def drop(self) -> None:
+        """Give the value up, so that nothing here keeps the connections to other ranks."""
+        self.work = self.finish = None
+
+
+@dataclass(frozen=True, eq=False)
+class Works:
+    """Sends and receives under way, waited for together."""
+
+    works: Sequence[Any]
+    channel: Channel
+
+    def wait(self) -> None:
+        with self.channel.errors():
+            for work in self.works:
+                work.wait()
 
 
 Started = tuple[list, Callable[[], list[torch.Tensor]]]  # what is under way, and what is made of it
@@ -85,13 +106,13 @@ class Start(torch.nn.Module):
     are packed together (see `collectives.is_alone`).
     """
 
-    def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None) -> None:
         super().__init__()
         _end_gently()
         axis = eqn.kwargs["axis"]
         self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
-        self.size, self.rank, self.group = sizes[axis], at[axis], group
-        self.direct = group is not None and is_direct(group)
+        self.size, self.rank, self.channel = sizes[axis], at[axis], channel
+        self.direct = channel is not None and channel.is_direct
         self.outs: Sequence[Var] = eqn.outs
         splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs))
         self.dim = next((s.dim for s in splits if isinstance(s, Split)), 0)
@@ -106,6 +127,11 @@ class Start(torch.nn.Module):
         self.groups = [[k] for k in members if alone[k]] + ([packed] if packed else [])
         self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that carries the messages."""
+        return self.channel.group
+
     def extra_repr(self) -> str:
         return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
 
@@ -119,7 +145,8 @@ class Start(torch.nn.Module):
             started.clear()  # and with them the send and receive buffers
             return [values[k] for k in range(len(members))]
 
-        future = Future(Exchanges([w for works, _ in started for w in works]), finish)
+        future = Future(Works([work for works, _ in started for work in works], self.channel), finish)
+        self.channel.futures.add(future)
         return tuple(Member((future, k)) for k in range(len(members)))
 
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
@@ -128,9 +155,10 @@ class Start(torch.nn.Module):
         mine = received[self.rank]
         pack([s.movedim(dim, 0) for s in shards], sizes, 1, mine)
         if self.direct:
-            works = exchange([mine] * self.size, received, self.group)
+            works = self.channel.exchange([mine] * self.size, received)
         else:
-            works = [all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)]
+            with self.channel.errors():
+                works = [all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)]
 
         def finish() -> list[torch.Tensor]:
             whole = ops.unpack(received, sizes, [self.shapes[k] for k in ks], self.size)
@@ -163,10 +191,11 @@ class Start(torch.nn.Module):
         """What every rank sends to this one, in rank order: row r of `send` goes to rank r."""
         if not self.direct:
             received = torch.empty_like(send)
-            work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
+            with self.channel.errors():
+                work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
             return list(received), [_Holding(work, send)]
         pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
-        return pieces, exchange(list(send), pieces, self.group)
+        return pieces, self.channel.exchange(list(send), pieces)
 
     def _over(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece in which the sum is made; None where pieces lie in one buffer, which it would keep."""
@@ -189,13 +218,14 @@ class Start(torch.nn.Module):
         if self.direct and few:
             # Every rank gets all terms and adds them up in rank order: no more bytes than a ring between two.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
-            works = exchange([send] * self.size, pieces, self.group)
+            works = self.channel.exchange([send] * self.size, pieces)
             reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))
         else:
             sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
             kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
             total = send.clone() if len(flat) == 1 else send  # the sum is made in place
-            works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
+            with self.channel.errors():
+                works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
             reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)
 
         def finish() -> list[torch.Tensor]:

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from . import inductor
-from .agreement import agree, slowest
+from .agreement import agree, messages, messages_hash, slowest
 from .arguments import check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
-from .mesh import everywhere
+from .failure import Writes, alone, check_whole, running, steps_of
+from .meeting import Call, everywhere, meet
+from .process_groups import process_groups
 from .profile import Profile, profile
 from .symmetric import check
 
 if TYPE_CHECKING:
-    from .stages import Lowered
+    from .stages import Lowered, Traced
+
+
+class Bound(NamedTuple):
+    """A program as it runs on this rank, and a hash of the messages that it sends."""
+
+    lowered: Lowered
+    run: Callable
+    messages: int = 0
 
 
 @dataclass(frozen=True)
 class Compiled:
     """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares programs over all ranks, and takes rank 0's plan where they differ.
+    The first call compares programs over all ranks, and takes rank 0's plan where they differ. A program with a plan
+    that the ranks `agreed` on for another batch shape needs no more than to send the same messages.
     """
 
     lowered: Lowered
     backend: str = "eager"
     cuda_graph: bool = False
-    _bound: list[tuple[Lowered, Callable]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    agreed: bool = field(default=False, compare=False, repr=False)
+    _bound: list[Bound] = field(default_factory=list, compare=False, repr=False)
+    _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def as_text(self) -> str:
         """The program that runs."""
@@ -46,7 +62,8 @@ class Compiled:
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         leaves, local = self._flat(state, batch)
-        outputs = self._run(local)(local)
+        with self._step(leaves, local) as run:
+            outputs = run(local)
         for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
             # the same DTensor objects, whose storage now holds the new state
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
@@ -59,13 +76,14 @@ class Compiled:
         after it; the timeline is this rank's. A step with `cuda_graph` is recorded as it is without. See
         `profile.Profile`.
         """
-        _, local = self._flat(state, batch)
-        run = self._run(local)
-        local = placed(self.lowered.graph, local) if self.cuda_graph else local
-        graph, mesh = self._bound[0][0].graph, self.lowered.mesh
-        if not isinstance(mesh, DeviceMesh):
-            return profile(graph, run.program, local, steps)
-        return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
+        leaves, local = self._flat(state, batch)
+        with self._step(leaves, local) as run:
+            self._writes.begin()
+            local = placed(self.lowered.graph, local) if self.cuda_graph else local
+            graph, mesh = self._bound[0].lowered.graph, self._mesh
+            if mesh is None:
+                return profile(graph, run.program, local, steps)
+            return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
 
     def close(self) -> None:
         """Let go of the captured CUDA graph, if there is one.
@@ -73,9 +91,9 @@ class Compiled:
         Before the process group goes, or to go on with another state: the next call runs the step as it is,
         and the one after captures it anew.
         """
-        for _, run in self._bound:
-            if isinstance(run, Capture):
-                run.close()
+        for bound in self._bound:
+            if isinstance(bound.run, Capture):
+                bound.run.close()
 
     def tune(self, state: Any, *batch: Any, steps: int = 3) -> tuple[Compiled, Profile]:
         """Plan again from `steps` recorded steps, record as many of that plan, and keep the faster one.
@@ -84,15 +102,48 @@ class Compiled:
         rank. The state is donated and advances. All ranks must call it.
         """
         before = self.profile(state, *batch, steps=steps)
-        again = dataclasses.replace(self, lowered=self._bound[0][0].replan(before), _bound=[])
+        again = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
         after = again.profile(state, *batch, steps=steps)
         first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
-        lowered, run = (again if second < first else self)._bound[0]
+        lowered, run, sent = (again if second < first else self)._bound[0]
         note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
         plan = dataclasses.replace(lowered.plan, notes=notes)
         lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)
-        return dataclasses.replace(self, lowered=lowered, _bound=[(lowered, run)]), before
+        return dataclasses.replace(self, lowered=lowered, _bound=[Bound(lowered, run, sent)]), before
+
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        """The mesh of devices that the program runs on; None for a program of one process."""
+        return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
+
+    @contextlib.contextmanager
+    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Callable]:
+        """What runs the program, once all ranks have come to it."""
+        name, mesh = self.lowered.graph.name, self._mesh
+        state = leaves[: self.lowered.graph.num_state]
+        check_whole(state, name)
+        with alone(self._lock if mesh is None else process_groups(mesh).lock, name):
+            bound = self._bind(local)
+            if mesh is not None:
+                call = Call(f"a step of {name}", bound.messages, steps_of(state))
+                meet(mesh, call, lambda: messages(bound.lowered.graph))
+            with running(f"step {steps_of(state) + 1} of {name}", state, mesh, self._writes):
+                if self.cuda_graph:
+                    self._writes.begin()
+                yield bound.run
+
+    def for_other_sizes(self, traced: Traced) -> Compiled:
+        """The program of the same step for a batch of other sizes, in the order of this one.
+
+        The ranks agreed on that order, so they need not agree again, and this rank alone may have such a batch. A
+        program that cannot follow it, since it has other collectives, is planned and agreed on as a new one.
+        """
+        known = self._bound[0].lowered if self._bound else self.lowered
+        try:
+            return dataclasses.replace(self, lowered=traced.follow(known), agreed=bool(self._bound), _bound=[])
+        except ValueError:
+            return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
     def _flat(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
@@ -100,19 +151,19 @@ class Compiled:
         check_donation(lowered.graph, local)  # each time: one leaf may since have been set to another
         return leaves, local
 
-    def _run(self, local: Sequence[torch.Tensor]) -> Callable:
+    def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         if not self._bound:
-            lowered = agree(self.lowered)
+            lowered = self.lowered if self.agreed else agree(self.lowered)
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
             if self.cuda_graph:
                 local = placed(lowered.graph, local)
             if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, lowered.mesh, local)
+                graph, run = inductor.executable(lowered.graph, lowered.mesh, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
-                run = executable(lowered.graph, lowered.mesh)
+                run = executable(lowered.graph, lowered.mesh, self._writes.begin)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
-            self._bound.append((lowered, run))
-        return self._bound[0][1]
+            self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
+        return self._bound[0]

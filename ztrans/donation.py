@@ -18,6 +18,7 @@ from .collectives import SHARD, WAIT, is_start
 from .graph import Eqn, Graph, Var, is_view, producers
 from .groups import is_wait
 from .liveness import liveness
+from .write_order import first_write
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
     """Decide for every equation whether it writes over its arguments, but for those `apart`, which do not."""
     live = liveness(graph)
     last = dict(live.last)
-    exact = set(graph.inputs[: graph.num_state])  # values that fill a storage which the program may write
+    state, writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
+    exact = set(state)  # values that fill a storage which the program may write
     moved: dict[Var, Var] = {}  # results that live in the storage of an argument
     until = _let_go(graph)
     read: dict[Var, int] = {}  # by storage, where the last collective that reads it lets it go
@@ -57,6 +59,7 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
             and len(set(owners)) == len(owners)
             and not any(owner(v) in owners for v in others)
             and all(read.get(v, -1) < i for v in owners)
+            and (i >= writes_from or state.isdisjoint(owners))
         )
 
     found: dict[Eqn, Any] = {}

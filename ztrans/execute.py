@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
-from .communicate import communicator, wait
-from .donation import donation
+from .communicate import channel, wait
+from .donation import Donation, donation
 from .fusion import Group
 from .graph import Eqn, Graph, Split, Var, substitute
 from .groups import by_group
@@ -55,6 +55,7 @@ class Kernel:
     call: torch.nn.Module
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
+    writes: bool = False  # whether it writes over the state
 
 
 def to_fx(
@@ -65,13 +66,15 @@ def to_fx(
     kernels: Mapping[Group, Kernel] = MappingProxyType({}),
     calls: Mapping[Eqn, Callable] = MappingProxyType({}),
     streams: Streams | None = None,
+    on_write: Callable[[], None] | None = None,
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
 
     Collectives are submodules that start them and calls of `wait`. Equations of a group stand side by
     side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
     equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
-    carries the region and the user's line, and the equations of a group.
+    carries the region and the user's line, and the equations of a group. The program calls `on_write` before the
+    first equation that writes over the state.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     graph = by_group(graph, mesh) if mesh is not None else graph
@@ -81,7 +84,8 @@ def to_fx(
     for v in graph.inputs:
         env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
     apart = {e for group in kernels for e in group.eqns}
-    over = donation(graph, apart).twins if donate else {}
+    given = donation(graph, apart) if donate else Donation({}, {}, {}, {})
+    over, state = given.twins, set(graph.inputs[: graph.num_state])
     together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in over for e in g.eqns))}
     inside = {e for g in together.values() for e in g.eqns[1:]}
     for i, eqn in enumerate(graph.eqns):
@@ -89,6 +93,9 @@ def to_fx(
         group = together.get(eqn)
         if eqn in inside:
             continue
+        if on_write is not None and _writes(group, eqn, kernels, given, state):
+            out.call_function(on_write)
+            before, on_write = len(out.nodes), None
         if group in kernels:
             kernel = kernels[group]
             module.add_module(f"kernel_{i}", kernel.call)
@@ -101,8 +108,8 @@ def to_fx(
             results = []
         elif is_start(eqn):
             axis = eqn.kwargs["axis"]
-            processes = communicator(mesh, axis, eqn.op is ALL_GATHER) if mesh is not None else None
-            module.add_module(f"{eqn.op.name}_{i}", start(eqn, graph.axes, at, processes, streams))
+            messages = channel(mesh, axis, eqn.op is ALL_GATHER) if mesh is not None else None
+            module.add_module(f"{eqn.op.name}_{i}", start(eqn, graph.axes, at, messages, streams))
             made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
             results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
         elif eqn.op is WAIT:
@@ -121,6 +128,16 @@ def to_fx(
             node.meta["eqns"] = group.eqns if group is not None else (eqn,)
     out.output([substitute(o, env.__getitem__) for o in graph.outputs])
     return fx.GraphModule(module, out, graph.name)
+
+
+def _writes(
+    group: Group | None, eqn: Eqn, kernels: Mapping[Group, Kernel], given: Donation, state: Collection[Var]
+) -> bool:
+    """Whether an equation, or the group that runs in its place, writes over the state."""
+    if group in kernels:
+        return kernels[group].writes
+    written = (v for e in (group.eqns if group is not None else (eqn,)) if e in given.twins for v in e.outs)
+    return any(given.owner.get(v) in state for v in written if v is not None)
 
 
 def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
@@ -157,17 +174,26 @@ def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, An
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
 
-def executable(graph: Graph, mesh: DeviceMesh | None) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-    """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs."""
-    return bind(graph, to_fx(graph, mesh, donate=True))
+def executable(
+    graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None
+) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+    """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs.
+
+    It calls `on_write` before the first write.
+    """
+    return bind(graph, to_fx(graph, mesh, donate=True, on_write=on_write), on_write)
 
 
-def bind(graph: Graph, program: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+def bind(
+    graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
+) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
     """The FX module of a program as such a function."""
 
     def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.no_grad():
             outputs = program(*inputs)
+            if on_write is not None:
+                on_write()
             _write_back(inputs[: graph.num_state], outputs)
         return outputs
 

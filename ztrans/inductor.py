@@ -23,6 +23,7 @@ from .groups import by_group, is_users
 from .layout import localize
 from .strides import Strided, run, strides, text
 from .varying import varying
+from .write_order import first_write
 
 
 class Fused(torch.nn.Module):
@@ -37,7 +38,12 @@ class Fused(torch.nn.Module):
         return [next(made) if k is None else args[k] for k in self.over]
 
 
-def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]) -> tuple[Graph, Callable]:
+def executable(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
+    on_write: Callable[[], None] | None = None,
+) -> tuple[Graph, Callable]:
     """The program in the order in which it runs, and a function of flat inputs as `execute` makes it.
 
     It is compiled for inputs that lie in memory as `inputs` do; others are copied to lie so. Its
@@ -62,10 +68,10 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
 
     compiled: dict[str, Callable] = {}
     kernels: dict[Group, Kernel] = {}
-    made, place = producers(graph.eqns), {e: i for i, e in enumerate(graph.eqns)}
+    made, place, writes_from = producers(graph.eqns), {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
     for group in (g for g in groups if not g.updates):
-        end = place[group.eqns[-1]]
-        old = _over(graph, group, given, end)
+        begin, end = place[group.eqns[0]], place[group.eqns[-1]]
+        old = _over(graph, group, given, end) if begin >= writes_from else {}
         eqns = [localize(e, graph.axes, at) for e in group.eqns]
         ins = tuple(dict.fromkeys((*group.ins, *old.values())))
         places = [ins.index(old[v]) if v in old else None for v in group.outs]
@@ -74,9 +80,9 @@ def executable(graph: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Ten
         key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}{' alike' if alike else ''}"
         if key not in compiled:
             compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies, alike)
-        kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs)
+        kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs, writes=bool(old))
     calls = {e: call for e in graph.eqns if varies(e) and (call := _other(e, lies)) is not None}
-    program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls))
+    program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls, on_write=on_write), on_write)
     wanted = [lies[v] for v in graph.inputs]
 
     def called(inputs: Sequence[torch.Tensor]) -> list[Any]:

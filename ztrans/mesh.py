@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
-import threading
-import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .layout import AbstractMesh
-
-_PATIENCE = 60.0  # seconds
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -42,7 +36,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_end)
+        atexit.register(_end, os.getpid())
     world, known = dist.get_world_size(), 1
     for size in sizes.values():
         known *= size if size != -1 else 1
@@ -59,55 +53,14 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(sizes))
 
 
-def _end() -> None:
+def _end(process: int) -> None:
+    if process != os.getpid():  # a child that was forked has the groups of its parent, and none of their threads
+        return
     # NCCL ends a communicator with all its ranks, and those of a program that failed here wait for this one
     # somewhere else: they are to see it die instead.
     failed = hasattr(sys, "last_type")
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
-
-
-def everywhere(value: Any, mesh: DeviceMesh, waiting: str = "") -> list[Any]:
-    """What each rank of a mesh brings, in the order of `mesh.mesh`: all of them must call it, and no others.
-
-    `waiting` is the warning for when some have not come within a minute.
-    """
-    every, patience = [value], threading.Timer(_PATIENCE, warnings.warn, [waiting])
-    patience.daemon = True
-    if waiting:
-        patience.start()
-    try:
-        for axis in reversed(mesh.mesh_dim_names or ()):
-            group = mesh.get_group(axis)
-            if group.size() == 1:
-                continue
-            parts = [every] * group.size()
-            if dist.get_backend(group) != "fake":  # whose other ranks are nowhere
-                # What ranks ask each other must not meet what a program sends: one may ask while another runs.
-                dist.all_gather_object(parts, every, group=beside(mesh, axis, "ranks", backend="gloo"))
-            every = [x for part in parts for x in part]
-    finally:
-        patience.cancel()
-    return every
-
-
-def beside(mesh: DeviceMesh, axis: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
-    """One more process group of the ranks along an axis, made when all ranks of the mesh first ask for it."""
-    k = (mesh.mesh_dim_names or ()).index(axis)
-    rows = mesh.mesh.movedim(k, -1).reshape(-1, mesh.size(k)).tolist()
-    return _beside(mesh.get_group(axis), tuple(map(tuple, rows)), f"ztrans {purpose}", backend)
-
-
-@functools.cache
-def _beside(
-    group: dist.ProcessGroup, rows: tuple[tuple[int, ...], ...], purpose: str, backend: str | None
-) -> dist.ProcessGroup:
-    options = {"backend": backend, "group_desc": purpose}
-    if sum(map(len, rows)) < dist.get_world_size():  # the others are not here
-        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **options)
-    # Made by its members alone, a group is named by how many they have, and some may have more (pytorch#189073).
-    made = [(row, dist.new_group(row, **options)) for row in rows]
-    return next(each for row, each in made if dist.get_rank() in row)
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:

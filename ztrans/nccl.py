@@ -24,6 +24,7 @@ from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .communicate import Future, Member, Start
 from .graph import Eqn
 from .layout import part
+from .process_groups import Channel
 from .streams import Done, Streams
 from .transport import Transport
 
@@ -54,12 +55,12 @@ class StreamedStart(Start):
         eqn: Eqn,
         sizes: Mapping[str, int],
         at: Mapping[str, int],
-        group: dist.ProcessGroup,
+        channel: Channel,
         streams: Streams,
         by: Transport,
     ) -> None:
-        super().__init__(eqn, sizes, at, group)
-        self.streams, self.lane, self.transport = streams, streams.lane(group), by
+        super().__init__(eqn, sizes, at, channel)
+        self.streams, self.lane, self.transport = streams, streams.lane(channel), by
         self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}[eqn.op]
 
     def extra_repr(self) -> str:

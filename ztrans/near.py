@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import platform
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class Near:
 
     def __init__(self, make: Make = ops.rendezvous) -> None:
         self.make = make
-        self.room: dict[Any, int] = {}
-        self.made: dict[Any, ops.Symmetric] = {}
+        self.room: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[dist.ProcessGroup, ops.Symmetric] = weakref.WeakKeyDictionary()
 
     def times(self, group: dist.ProcessGroup, kind: Primitive, wire: torch.dtype, nbytes: int) -> Times | str:
         """What a message of `nbytes`, whole, takes either way; or why it cannot go through symmetric memory.
@@ -51,7 +52,11 @@ class Near:
             return "elements of more than 8 bytes"
         if nbytes > MOST:
             return f"above {MOST >> 20} MiB"
-        return refusal(group, self.make) or _times(group, self.make, kind, wire, 1 << max(nbytes - 1, 0).bit_length())
+        rounded = 1 << max(nbytes - 1, 0).bit_length()
+        refused = _once(group, (self.make,), lambda: refusal(group, self.make))
+        return refused or _once(
+            group, (self.make, kind, wire, rounded), lambda: _times(group, self.make, kind, wire, rounded)
+        )
 
     def reserve(self, group: dist.ProcessGroup, nbytes: int) -> None:
         """Some message will need this much."""
@@ -69,7 +74,17 @@ class Near:
             memory.check()
 
 
-@functools.cache
+_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def _once(group: dist.ProcessGroup, question: Hashable, ask: Callable[[], Any]) -> Any:
+    """The answer to a question about a group, asked once in the life of the group."""
+    answers = _answers.setdefault(group, {})
+    if question not in answers:
+        answers[question] = ask()
+    return answers[question]
+
+
 def refusal(group: dist.ProcessGroup, make: Make) -> str:
     """Why the ranks of a group cannot read each other's memory; empty if they can."""
     if group.size() == 1:
@@ -86,7 +101,6 @@ def refusal(group: dist.ProcessGroup, make: Make) -> str:
     return next(filter(None, _of_all(group, said)), "")
 
 
-@functools.cache
 def _times(group: dist.ProcessGroup, make: Make, kind: Primitive, wire: torch.dtype, nbytes: int) -> Times | str:
     n = group.size()
     count = max(nbytes // wire.itemsize // n, 1)  # of one rank's part

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .cluster import Cluster
 from .cost import Memory, memory
+from .fingerprint import fingerprint
 from .graph import Graph
 from .outcome import validate
 from .planner import EFFORT, Infeasible, solve
@@ -98,18 +97,6 @@ class Plan:
                 f"  kept from forward, not gathered again: {', '.join(m.removesuffix(chr(39)) for m in self.dropped)}"
             )
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def fingerprint(graph: Graph) -> str:
-    """A hash of a program, by which a plan knows what it is for: its text but for the user's lines, which a comment
-    moves, and its literals."""
-    found = hashlib.sha256(str(graph.replace(eqns=tuple(e.replace(source=None) for e in graph.eqns))).encode())
-    for e in graph.eqns:
-        for x in (*e.args, *e.kwargs.values()):
-            for literal in x if isinstance(x, (list, tuple)) else (x,):
-                if isinstance(literal, torch.Tensor):
-                    found.update(literal.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -193,13 +180,13 @@ def apply(graph: Graph, plan: Plan) -> Graph:
     """
     if plan.program != fingerprint(graph):
         raise ValueError(
-            f"plan: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another model, batch "
-            f"shape, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+            f"plan: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another model, mesh, "
+            f"or other transforms.\nLower without it, and save lowered.plan again."
         )
     if plan.update == WRITTEN:
         return _as_written(graph)
     s = skeleton(graph)
-    place = {_name(s, k): k for k in range(len(s.ops) + 1)}
+    place = {place_name(s, k): k for k in range(len(s.ops) + 1)}
     gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
     reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
     by_member = lambda members, index: tuple(index[m] for m in members)
@@ -237,7 +224,8 @@ def _kept(problem: Problem, schedule: Schedule) -> dict[int, int]:
     return kept
 
 
-def _name(s: Skeleton, k: int) -> str:
+def place_name(s: Skeleton, k: int) -> str:
+    """The name of a place: of the first value that is made after it; empty at the end."""
     return next((o.name for e in s.ops[k : k + 1] for o in e.outs if o is not None), "")
 
 
@@ -245,8 +233,8 @@ def _named(s: Skeleton, program: str, schedule: Schedule, update: str) -> Plan:
     name = lambda planned, members: tuple(planned[i].start.outs[0].name for i in members)
     return Plan(
         program,
-        tuple((name(s.gathers, b.members), _name(s, b.start)) for b in schedule.gathers),
-        tuple((name(s.reductions, b.members), _name(s, b.wait)) for b in schedule.reductions),
+        tuple((name(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
+        tuple((name(s.reductions, b.members), place_name(s, b.wait)) for b in schedule.reductions),
         name(s.gathers, sorted(schedule.dropped)),
         update,
     )

@@ -17,7 +17,7 @@ from .cost import memory
 from .execute import bind
 from .fit import sending, unpacking
 from .graph import Eqn, Graph
-from .mesh import everywhere
+from .meeting import everywhere
 from .play import Message
 from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain

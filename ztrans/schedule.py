@@ -22,6 +22,7 @@ from .collectives import WAIT, is_start
 from .graph import Eqn, Graph, Var, is_random, producers, rename, users
 from .groups import is_users
 from .problem import Schedule
+from .write_order import first_write
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
 
@@ -116,6 +117,8 @@ def skeleton(graph: Graph) -> Skeleton:
     def after(v: Var) -> int:
         return place.get(made[v], -1) if v in made else -1
 
+    # Where writes come last, every reduction must be done before the first of them.
+    latest = sum(e not in out for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
     gathers = [p for p in planned.values() if p.start.order.place == "gather"]
     reductions = [p for p in planned.values() if p.start.order.place == "reduce"]
     gathers.sort(key=lambda p: first(p.value))  # stable: at one use, as they were
@@ -127,7 +130,7 @@ def skeleton(graph: Graph) -> Skeleton:
         tuple(reductions),
         tuple(first(p.value) for p in gathers),
         tuple(max(map(after, p.start.ins)) for p in reductions),
-        tuple(first(p.value) for p in reductions),
+        tuple(min(first(p.value), latest) for p in reductions),
     )
 
 

@@ -24,6 +24,7 @@ from .compiled import Compiled
 from .cost import Cost, Memory, cost, memory
 from .evaluate import join, lockstep, scatter
 from .execute import check_compiler
+from .fingerprint import fingerprint
 from .graph import Graph, dce
 from .groups import by_axis
 from .layout import AbstractMesh
@@ -35,7 +36,9 @@ from .schedule import skeleton
 from .simulate import simulate
 from .timeline import Timeline
 from .trace import Program, no_collection
+from .transfer import landmarks, transfer
 from .transforms.base import Transform
+from .write_order import writes_last
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,31 @@ class Traced:
 
         Raises: ValueError when a plan is for another program, or a memory budget cannot be met.
         """
+        mesh, history = self._transformed()
+        hinted = history[-1][1]
+        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        if plan is None:
+            plan, graph = plans.make(hinted, cluster)
+        else:
+            graph = plans.apply(hinted, plan)
+        return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
+
+    @no_collection()
+    def follow(self, other: Lowered) -> Lowered:
+        """The program of one rank in the order of another of the same step, which is for a batch of other sizes.
+
+        Raises: ValueError when it does not have the same collectives.
+        """
+        mesh, history = self._transformed()
+        hinted, plan = history[-1][1], other.plan
+        if plan.program != fingerprint(hinted):
+            plan = transfer(plan, landmarks(other.hinted, plan), hinted)
+        graph = plans.apply(hinted, plan)
+        history = (*history[:-1], ("lower", graph))
+        return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
+
+    def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
+        """The mesh, and the program after each transform; at last with what no transform used taken out."""
         mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -66,13 +94,8 @@ class Traced:
             graph = graph.replace(history=(*graph.history, repr(transform)))
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
-        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        if plan is None:
-            plan, graph = plans.make(hinted, cluster)
-        else:
-            graph = plans.apply(hinted, plan)
-        history.append(("lower", graph))
-        return Lowered(graph, tuple(history), self.program, mesh, plan, cluster, hinted)
+        hinted = writes_last(hinted) if hinted.writes_last else hinted
+        return mesh, (*history, ("hinted", hinted))
 
     def __str__(self) -> str:
         return str(self.graph)

@@ -21,12 +21,15 @@ from torch.utils import _pytree as pytree
 from .arguments import check_laid_out
 from .cluster import Cluster
 from .compiled import Compiled
+from .failure import check_whole
 from .graph import Layout
 from .layout import AbstractMesh, copied, relaid, shard_leaf
+from .meeting import Call, meet
 from .mesh import check_runs
 from .plan import Plan
 from .profile import Profile
 from .refusals import no_state
+from .replicas import check_same
 from .stages import Lowered, Traced
 from .trace import Abstract, is_number, leaf_names, trace
 from .transforms.base import Chain, Transform
@@ -45,7 +48,9 @@ class Step:
     fn: Callable
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
-    _cache: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    # By what a program is made for besides the sizes of its batch: the program whose plan the ranks agreed on.
+    _agreed: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def __name__(self) -> str:
@@ -127,22 +132,34 @@ class Step:
         `Compiled.tune`.
         """
         key = self._key(state, batch)
-        self._cache[key], measured = self.compiled(state, *batch).tune(state, *batch, steps=steps)
+        tuned, measured = self.compiled(state, *batch).tune(state, *batch, steps=steps)
+        # Programs for other batch sizes follow the plan of this one, so they are lowered again.
+        for other in [k for k in self._cache if _any_size(k) == _any_size(key)]:
+            del self._cache[other]
+        self._cache[key] = self._agreed[_any_size(key)] = tuned
         return measured
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         return self.compiled(state, *batch)(state, *batch)
 
     def compiled(self, state: Any, *batch: Any) -> Compiled:
-        """The compiled step for arguments like these, made at the first call with such arguments."""
+        """The compiled step for arguments like these, made at the first call with such arguments.
+
+        The sizes of the batch may differ from rank to rank and from call to call: a program for another size follows
+        the plan of the first, so that all ranks send the same messages in the same order.
+        """
         key = self._key(state, batch)
         if key not in self._cache:
             self._check_laid_out(state)
-            self._cache[key] = self.lower(state, *batch).compile()
+            first = self._agreed.get(_any_size(key))
+            if first is None:
+                self._cache[key] = self._agreed[_any_size(key)] = self.lower(state, *batch).compile()
+            else:
+                self._cache[key] = first.for_other_sizes(self.trace(state, *batch))
             if len(self._cache) > _MANY_PROGRAMS:
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
-                    f"{', '.join(str(a) for a in _shapes(batch))}. Every new shape is traced and compiled anew: pad "
+                    f"{', '.join(str(a) for a in _shapes(batch))}. Every new shape is traced and compiled: pad "
                     f"batches to a few sizes. So is, in a lifted loop, every new setting of the module or the "
                     f"optimizer but lr: a scheduler may want cycle_momentum=False.",
                     stacklevel=3,
@@ -177,18 +194,21 @@ class Step:
     def shard(self, state: Any, *, source: int | None = None, device: torch.device | str | None = None) -> Any:
         """Full tensors (the same on every rank), or DTensors -> DTensor leaves as this step wants them, copied.
 
-        With `source=0` only rank 0's tensors count: the others may hold meta tensors, and each leaf
-        is sent in turn. Meta leaves without a source become uninitialised parts, to be filled in
-        place (`torch.nn.init` works on them), so no rank ever holds the whole state.
+        All ranks must call it. Without a `source` the ranks compare a digest of every leaf. With `source=0` only
+        rank 0's tensors count: the others may hold meta tensors, and each leaf is sent in turn. Meta leaves without a
+        source become uninitialised parts, to be filled in place (`torch.nn.init` works on them), so no rank ever
+        holds the whole state.
 
-        Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError for another source than
-        0 on a mesh of several axes.
+        Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError where ranks hold different
+        leaves, and for another source than 0 on a mesh of several axes; RuntimeError for a half updated state.
         """
         mesh = self.mesh
         leaves, tree = pytree.tree_flatten(state)
-        for path, leaf in zip(leaf_names(self.fn, (state,))[1], leaves):
+        paths = leaf_names(self.fn, (state,))[1]
+        for path, leaf in zip(paths, leaves):
             if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
                 raise no_state(path, leaf)
+        check_whole(leaves, "shard")
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
         check_runs(mesh)
@@ -196,6 +216,8 @@ class Step:
             raise ValueError(
                 f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be."
             )
+        if isinstance(mesh, DeviceMesh):
+            check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
         device = torch.device(device) if device is not None else None
         laid = [
             relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
@@ -204,7 +226,14 @@ class Step:
         return pytree.tree_unflatten(laid, tree)
 
     def unshard(self, state: Any) -> Any:
-        """DTensor leaves -> full tensors on every rank; a collective call."""
+        """DTensor leaves -> full tensors on every rank; a collective call.
+
+        Raises: RuntimeError for a half updated state, or when not all ranks call it.
+        """
+        check_whole(pytree.tree_leaves(state), "unshard")
+        if isinstance(self.mesh, DeviceMesh) and self.mesh.size() > 1:
+            check_runs(self.mesh)
+            meet(self.mesh, Call("unshard"))
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().clone(), state)
 
 
@@ -221,7 +250,17 @@ def _signature(state: Any, batch: tuple) -> tuple:
         )
         for i, x in enumerate(leaves)
     )
-    return tree, described
+    return tree, num_state, described
+
+
+def _any_size(key: tuple) -> tuple:
+    """The key of a program without the sizes of its batch."""
+    tree, num_state, described, *rest = key
+    rough = tuple(
+        (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) and i >= num_state else (x, *more)
+        for i, (x, *more) in enumerate(described)
+    )
+    return tree, num_state, rough, *rest
 
 
 def _shapes(batch: tuple) -> list:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import ops
 from .collectives import ALL_GATHER, REDUCE_SCATTER, without
@@ -24,6 +23,7 @@ from .layout import local_shape, part
 from .nccl import Message, StreamedStart, moved_back
 from .near import Near, gather, scatter
 from .ops.kernel import FLOATS
+from .process_groups import Channel
 from .streams import Streams
 from .transport import transport
 
@@ -101,15 +101,15 @@ def start(
     eqn: Eqn,
     sizes: Mapping[str, int],
     at: Mapping[str, int],
-    group: dist.ProcessGroup | None,
+    channel: Channel | None,
     streams: Streams | None,
 ) -> Start:
     """What starts a collective equation, beside compute where there are streams to do so."""
     if streams is None:
-        return Start(eqn, sizes, at, group)
+        return Start(eqn, sizes, at, channel)
     axis, wire = eqn.kwargs["axis"], eqn.kwargs.get("dtype") or eqn.ins[0].dtype
     whole = (local_shape(dataclasses.replace(v, layout=without(v.layout, axis)), sizes, at) for v in eqn.outs)
     nbytes = sum(map(math.prod, whole)) * wire.itemsize
-    times = lambda: streams.near.times(group, eqn.op, wire, nbytes) if streams.near else "none was given"
+    times = lambda: streams.near.times(channel.group, eqn.op, wire, nbytes) if streams.near else "none was given"
     by = transport(eqn.op, eqn.kwargs.get("op"), wire, times)
-    return (SymmetricStart if by.is_symmetric else StreamedStart)(eqn, sizes, at, group, streams, by)
+    return (SymmetricStart if by.is_symmetric else StreamedStart)(eqn, sizes, at, channel, streams, by)

@@ -37,6 +37,11 @@ class Transform:
         return None
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks hold the same state, or parts of it (only shard_params has some)."""
+        return ()
+
+    @property
     def as_written(self) -> bool:
         """Whether it works on the program as it was traced."""
         return self.turn < Transform.turn

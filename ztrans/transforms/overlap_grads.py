@@ -42,7 +42,8 @@ def overlap_grads(
         max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
             twice the largest). One bucket is always allowed; a gradient in whole dies with its wait.
         update: "eager" updates a bucket's parameters as soon as it is reduced, as far as no global norm
-            stands between; "last" leaves every update at the end.
+            stands between; "last" writes the state only when every reduction of the step is done, so that a step
+            that fails before that leaves the old state whole, at the price of memory and overlap.
 
     Raises: ValueError when the program has no gradient reductions: apply shard_params first.
 
@@ -94,7 +95,8 @@ class _OverlapGrads(Transform):
             hints[start] = hint
             for v in start.ins:
                 hints.update((e, Order("birth")) for e in _chain(v, made, used, outputs))
-        return graph.replace(eqns=tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns))
+        eqns = tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns)
+        return graph.replace(eqns=eqns, writes_last=self.update == "last")
 
 
 def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:

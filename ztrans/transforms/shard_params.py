@@ -95,6 +95,10 @@ class _ShardParams(Transform):
     def name(self) -> str:
         return "shard_params"
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis, self.replicate_axis) if self.replicate_axis else (self.axis,)
+
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
         if self.stage == 0 or not shape or (self.where is not None and not self.where(path, leaf)):
             return ()

@@ -1,0 +1,364 @@
+"""What goes wrong on ranks of a mesh, one scenario a run: `python tests/faults/scenarios.py SCENARIO` under the
+environment of torchrun. Each rank prints what it saw as lines of JSON."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from ztrans.process_groups import Channel
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TIMEOUT = datetime.timedelta(seconds=6)  # of the user's group
+WIDTH, LAYERS = 24, 4
+
+
+def report(name: str, **what) -> None:
+    sys.stdout.write(json.dumps({"name": name, **what}) + "\n")
+    sys.stdout.flush()
+
+
+def start() -> torch.distributed.device_mesh.DeviceMesh:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+
+
+# ---- a step
+
+
+def params() -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    shapes = {f"w{i}": (WIDTH, WIDTH) for i in range(LAYERS)} | {f"b{i}": (WIDTH,) for i in range(LAYERS)}
+    return {name: 0.3 * torch.randn(shape, generator=source) for name, shape in shapes.items()}
+
+
+def loss_of(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for i in range(LAYERS):
+        x = torch.tanh(F.linear(x, weights[f"w{i}"], weights[f"b{i}"]))
+    # Where the batch is one sample, this reshape is a view and not a copy: the program has other equations.
+    return F.mse_loss(x.transpose(0, 1).reshape(-1), y.transpose(0, 1).reshape(-1))
+
+
+def updated(state: dict, grads: dict) -> dict:
+    moments = {k: 0.9 * state["m"][k] + grads[k] for k in grads}
+    weights = {k: p - 0.05 * moments[k] for k, p in state["params"].items()}
+    return {"params": weights, "m": moments}
+
+
+def train_step(state: dict, x: torch.Tensor, y: torch.Tensor) -> tuple[dict, torch.Tensor]:
+    grads, value = grad_and_value(loss_of)(state["params"], x, y)
+    return updated(state, grads), value
+
+
+def first_state() -> dict:
+    return {"params": params(), "m": {k: torch.zeros_like(p) for k, p in params().items()}}
+
+
+def transformed(mesh, stage: int, update: str = "eager", step: Callable = train_step) -> zt.Step:
+    shard = zt.shard_params(mesh, stage=stage, outputs="local")
+    return zt.chain(shard, zt.overlap_grads(update=update), zt.prefetch(), zt.fuse_cast_gather())(step)
+
+
+def batch(step: int, rank: int, samples: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(samples, WIDTH, generator=source), torch.randn(samples, WIDTH, generator=source)
+
+
+def distance(a, b) -> float:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
+def copied(state):
+    return pytree.tree_map(lambda x: x.to_local().clone() if hasattr(x, "to_local") else x.clone(), state)
+
+
+def same(a, b) -> bool:
+    return all(map(torch.equal, pytree.tree_leaves(a), pytree.tree_leaves(b)))
+
+
+# ---- faults
+
+
+class Armed:
+    """At exchange number `at` from now on, of the channels for one purpose, `fault` happens on this rank."""
+
+    def __init__(self, fault: Callable[[], None], at: int, purpose: str) -> None:
+        self.fault, self.left, self.purpose, self.original = fault, at, purpose, Channel.exchange
+
+    def __enter__(self) -> None:
+        armed = self
+
+        def exchange(channel, pieces, into):
+            if channel.purpose == armed.purpose:
+                armed.left -= 1
+                if armed.left == 0:
+                    armed.fault()
+            return armed.original(channel, pieces, into)
+
+        Channel.exchange = exchange
+
+    def __exit__(self, *_) -> None:
+        Channel.exchange = self.original
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no memory is left (pretended)")
+
+
+def signalled(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def failed(run: Callable[[], object]) -> dict:
+    """The error of a call, its notes, and the seconds until it came."""
+    began = time.monotonic()
+    try:
+        run()
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        return {"kind": type(error).__name__, "text": str(error), "notes": notes, "after": time.monotonic() - began}
+    return {"kind": "", "text": "", "notes": [], "after": time.monotonic() - began}
+
+
+# ---- scenarios in which all ranks live
+
+
+def uneven() -> None:
+    """Batches of other sizes on every rank and in every step, against data parallelism written out by hand."""
+    torch.set_default_dtype(torch.float64)
+    mesh, steps = start(), 50
+    sizes = [[random.Random(100 * k + r).choice([1, 2, 3, 7]) for r in range(WORLD)] for k in range(steps)]
+    sizes[-1] = [3, *[1] * (WORLD - 1)]  # the last small batch
+    truth = first_state()
+    for k in range(steps):
+        every = [grad_and_value(loss_of)(truth["params"], *batch(k, r, sizes[k][r]))[0] for r in range(WORLD)]
+        truth = updated(truth, {name: sum(g[name] for g in every) / WORLD for name in truth["params"]})
+    for stage in (0, 1, 2, 3):
+        step = transformed(mesh, stage)
+        state = step.shard(first_state())
+        for k in range(steps):
+            state, _ = step(state, *batch(k, RANK, sizes[k][RANK]))
+        plans = {compiled.lowered.plan.digest for compiled in step._cache.values()}
+        texts = {str(compiled.lowered) for compiled in step._cache.values()}
+        report(f"uneven {stage}", distance=distance(step.unshard(state), truth), programs=len(texts), plans=len(plans))
+
+
+def disagreements() -> None:
+    """Ranks that call different things, and then the same again."""
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    state, _ = step(state, *batch(0, RANK))
+
+    report("ended", **failed(lambda: step(state, *batch(1, RANK)) if RANK else step.unshard(state)))
+
+    def flagged(state, x, y, decay):
+        grads, value = grad_and_value(loss_of)(state["params"], x, y)
+        grads = {k: g + 0.1 * state["params"][k] if decay else g for k, g in grads.items()}
+        return updated(state, grads), value
+
+    def fewer(state, x, y, all_layers):
+        weights = state["params"] if all_layers else {k: v for k, v in state["params"].items() if k != "b0"}
+        rest = {} if all_layers else {"b0": state["params"]["b0"]}
+        grads, value = grad_and_value(lambda w: loss_of({**w, **rest}, x, y))(weights)
+        whole = {k: grads[k] if k in grads else torch.zeros_like(p) for k, p in state["params"].items()}
+        return updated(state, whole), value
+
+    for name, other in (("update", flagged), ("messages", fewer)):
+        branch = transformed(mesh, 3, step=other)
+        report(name, **failed(lambda branch=branch: branch(state, *batch(1, RANK), RANK != 1)))
+    branch = transformed(mesh, 3, step=fewer)
+    state, _ = branch(state, *batch(1, RANK), True)
+    report("known", **failed(lambda: branch(state, *batch(2, RANK), RANK != 1)))
+
+    other = transformed(mesh, 3, step=lambda state, x, y: train_step(state, x, y))
+    report("names", **failed(lambda: (other if RANK else step)(state, *batch(2, RANK))))
+    state, _ = step(state, *batch(2, RANK))  # nobody has sent anything: all go on together
+    report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
+
+    def logits(state, x, y):
+        return state, x @ state["params"]["w0"]
+
+    mean = zt.shard_params(mesh)(logits)
+    report("outputs", **failed(lambda: mean(state, *batch(3, RANK, 2 + RANK))))
+
+
+def starts_apart() -> None:
+    mesh = start()
+    for stage in (0, 3):
+        step, seeded = transformed(mesh, stage), first_state()
+        seeded["params"]["w2"] += 0.1 * RANK
+        report(f"seeds {stage}", **failed(lambda step=step, seeded=seeded: step.shard(seeded)))
+        state = step.shard(seeded, source=0)
+        report(f"source {stage}", distance=distance(step.unshard(state), first_state()))
+    other = first_state()
+    other["params"]["w1"] = torch.zeros(WIDTH + RANK, WIDTH)
+    report("shapes", **failed(lambda: transformed(mesh, 3).shard(other, source=0)))
+    fewer = first_state()
+    if RANK:
+        del fewer["m"]["b3"]
+    report("leaves", **failed(lambda: transformed(mesh, 3).shard(fewer)))
+    meta = first_state() if RANK == 0 else pytree.tree_map(lambda x: x.to("meta"), first_state())
+    report("meta", **failed(lambda: transformed(mesh, 3).shard(meta)))
+
+
+def threads() -> None:
+    """A second thread takes a step of the mesh while the first is in one."""
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    state, _ = step(state, *batch(0, RANK))
+    other, told = step.shard(first_state()), []
+
+    def second() -> None:
+        told.append(failed(lambda: step(other, *batch(1, RANK))))
+
+    def beside() -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    with Armed(beside, 2, "gathers"):
+        state, _ = step(state, *batch(1, RANK))
+    report("threads", **told[0])
+    state, _ = step(state, *batch(2, RANK))
+    report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
+
+
+def forked() -> None:
+    """A child that is forked and ends, as those of data loaders do."""
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    for k in range(3):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        state, _ = step(state, *batch(k, RANK))
+    report("forked", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
+
+
+def resources() -> dict[str, int]:
+    gc.collect()
+    with open("/proc/self/statm") as sizes:
+        resident = int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    count = lambda folder: len(os.listdir(f"/proc/self/{folder}"))
+    return {"descriptors": count("fd"), "threads": count("task"), "resident": resident}
+
+
+def again(times: int) -> torch.distributed.device_mesh.DeviceMesh:
+    where = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + times}"
+    dist.init_process_group("gloo", init_method=where, rank=RANK, world_size=WORLD, timeout=TIMEOUT)
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+
+
+def steady() -> None:
+    """A thousand steps; and the process group destroyed and made again."""
+    DTensor.from_local(torch.zeros(2), start(), [Shard(0)], run_check=False)
+    dist.destroy_process_group()  # torch keeps the first group that a DTensor has seen
+    for times in range(7):
+        step = transformed(again(1 + times), 3)
+        state = step.shard(first_state())
+        for k in range(1000 if times == 0 else 2):
+            state, _ = step(state, *batch(k, RANK))
+            if k in (99, 999):
+                report(f"after {k + 1}", **resources())
+        report(f"made again {times}", **resources())
+        dist.destroy_process_group()
+        if times == 0:
+            report("called", **failed(lambda step=step, state=state: step(state, *batch(0, RANK))))
+        del step, state
+
+
+# ---- scenarios in which a rank fails
+
+
+def one_fails(fault: Callable[[], None], stage: int, update: str, purpose: str, at: int) -> None:
+    """Rank 1 fails in its third step; what all ranks see, have, and are told when they go on."""
+    mesh = start()
+    step = transformed(mesh, stage, update)
+    state = step.shard(first_state())
+    for k in range(2):
+        state, _ = step(state, *batch(k, RANK))
+    before = copied(state)
+    if RANK == 1:
+        with Armed(fault, at, purpose):
+            report("failed", **failed(lambda: step(state, *batch(2, RANK))))
+    else:
+        report("failed", **failed(lambda: step(state, *batch(2, RANK))))
+    whole = same(copied(state), before)
+    report("then", whole=whole, **failed(lambda: zt.Step.of(train_step).unshard(state)))
+    report("shard", **failed(lambda: zt.Step.of(train_step).shard(state)))
+    report("next", **failed(lambda: step(state, *batch(3, RANK))))
+
+
+def last(fault: Callable[[], None]) -> Callable[[], None]:
+    return lambda: one_fails(fault, 3, "last", "reductions", 1)
+
+
+def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
+    """The fault comes with the last reduction of the step, when parameters of the last layers have been updated."""
+
+    def run() -> None:
+        lowered = transformed(zt.AbstractMesh(dp=WORLD), stage).lower(first_state(), *batch(0, 0))
+        reductions = [e for e in lowered.graph.eqns if e.op.name in ("all_reduce", "reduce_scatter")]
+        one_fails(fault, stage, "eager", "reductions", len(reductions))
+
+    return run
+
+
+def ends_early() -> None:
+    """Rank 1 runs out of data and ends its program as it should; the others take another step."""
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    for k in range(3 if RANK == 1 else 4):
+        told = failed(lambda k=k: step(state, *batch(k, RANK)))
+    report("last step", **told)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "uneven": uneven,
+    "disagreements": disagreements,
+    "starts_apart": starts_apart,
+    "threads": threads,
+    "forked": forked,
+    "steady": steady,
+    "ends_early": ends_early,
+    "killed": eager(signalled(signal.SIGKILL), 0),
+    "stopped": eager(signalled(signal.SIGSTOP), 3),
+    "interrupted": eager(interrupt, 0),
+    "interrupted_last": last(interrupt),
+    "memory": eager(out_of_memory, 3),
+    "killed_last": last(signalled(signal.SIGKILL)),
+}
+
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]]()
+    if dist.is_initialized():
+        dist.destroy_process_group()

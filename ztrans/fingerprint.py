@@ -1,0 +1,91 @@
+"""fingerprint: a hash of what a program does, the same for every size of its batch.
+
+A plan names the collectives of a program and the equations between which they run. These names are those of the
+step, so a plan also holds where the batch is larger or smaller. Values that depend on the batch therefore count
+with their names, dtypes and numbers of dims alone; all others with their shapes and constants too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .collectives import is_start
+from .graph import Eqn, Graph, Var, is_random, variables
+from .pretty import equation, header, op_name
+
+_BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
+
+
+def fingerprint(graph: Graph) -> str:
+    """16 hexadecimal digits. Lines of the user's program do not count: a comment moves them."""
+    digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)
+    for v in graph.inputs:
+        digest.update(_show(v, sized).encode())
+    for e in graph.eqns:
+        if any(out in sized for out in e.outs):
+            digest.update(_outline(e).encode())
+        else:
+            digest.update(equation(e.replace(source=None)).encode())
+            digest.update(_constants(e))
+    digest.update(", ".join(v.name for v in variables(graph.outputs)).encode())
+    return digest.hexdigest()[:16]
+
+
+def update_fingerprint(graph: Graph) -> str:
+    """A hash of the update alone, whose constants must be the same on every rank for the state to stay the same.
+
+    Values are numbered in order, since a batch of another size may give them other names.
+    """
+    digest, sized = hashlib.sha256(), _batch_sized(graph)
+    numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
+    for e in graph.eqns:
+        if e.region == "update" and not is_start(e) and not any(out in sized for out in e.outs):
+            read = lambda v: numbers.setdefault(v, len(numbers))
+            digest.update(repr((str(e.op), _literals(e.args, read), _literals(e.kwargs, read))).encode())
+            digest.update(_constants(e))
+    return digest.hexdigest()[:16]
+
+
+def _batch_sized(graph: Graph) -> set[Var]:
+    """The values whose shapes, or the constants that made them, may depend on the size of the batch."""
+    sized = set(graph.batch)
+    for e in graph.eqns:
+        depends = is_random(e.op) or any(v in sized for v in e.ins)
+        if is_start(e):
+            depends = e.provenance.role in _BATCH_SIZED
+        if depends:
+            sized.update(out for out in e.outs if out is not None)
+    return sized
+
+
+def _literals(tree: Any, read: Any) -> Any:
+    """The arguments of an equation, values by number and tensors by shape."""
+    if isinstance(tree, torch.Tensor):
+        return tuple(tree.shape)
+    if isinstance(tree, (list, tuple)):
+        return [_literals(item, read) for item in tree]
+    if isinstance(tree, Mapping):
+        return {key: _literals(item, read) for key, item in tree.items()}
+    return read(tree) if isinstance(tree, Var) else repr(tree)
+
+
+def _show(v: Var, sized: set[Var]) -> str:
+    """A value; where its shape may depend on the batch, without its extents."""
+    return f"{v.name}: {v.dtype}, {len(v.shape)} dims" if v in sized else repr(v)
+
+
+def _outline(e: Eqn) -> str:
+    """An equation without its numbers, which may depend on the batch."""
+    outs = ", ".join("_" if out is None else f"{out.name}: {out.dtype}, {len(out.shape)} dims" for out in e.outs)
+    return f"{outs} = {op_name(e.op)}({', '.join(v.name for v in e.ins)})"
+
+
+def _constants(e: Eqn) -> bytes:
+    """The contents of the tensors that were written in the step: torch.tensor(...)."""
+    tensors = [x for x in pytree.tree_leaves((e.args, dict(e.kwargs))) if isinstance(x, torch.Tensor)]
+    return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -1,0 +1,109 @@
+"""replicas: whether all ranks of a mesh hold the same values.
+
+A state that is cut from full tensors must be cut from the same tensors everywhere. Ranks that have drawn other random
+numbers would train replicas that differ for ever, or a mixture, and nothing would show it. So the ranks compare a
+digest of every leaf once, when the state is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .meeting import Call, everywhere, meet
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 4096  # elements that are weighted by their place when a digest is made
+
+
+class Leaf(NamedTuple):
+    """What a rank says of one leaf; `values` is a digest, None where the values do not count."""
+
+    kind: str
+    values: tuple[int, int] | None
+
+
+def check_same(
+    mesh: DeviceMesh, axes: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], source: int | None
+) -> None:
+    """Compare the leaves of a state over the ranks of a mesh that differ along `axes` alone; along others, such as
+    that of tensor parallelism, ranks may hold different leaves. With a `source` only that rank's values count.
+
+    Raises: ValueError on every rank, which names the first leaf that differs.
+    """
+    if mesh.size() == 1:
+        return
+    meet(mesh, Call("shard"))
+    described = list(zip(paths, _described(leaves, source is None)))
+    every = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
+    names = mesh.mesh_dim_names or ()
+    others = [k for k, name in enumerate(names) if name not in axes]
+    rows = mesh.mesh.permute(*others, *(k for k in range(mesh.ndim) if k not in others))
+    for row in rows.reshape(math.prod(mesh.size(k) for k in others), -1).tolist():
+        for rank in row:
+            _check_alike(row[0], every[row[0]], rank, every[rank])
+
+
+def _check_alike(
+    first_rank: int, first: Sequence[tuple[str, Leaf]], rank: int, other: Sequence[tuple[str, Leaf]]
+) -> None:
+    if [path for path, _ in other] != [path for path, _ in first]:
+        raise ValueError(
+            f"shard: rank {rank} has {len(other)} leaves and rank {first_rank} has {len(first)}, or they have other "
+            f"names.\nBuild the same model and optimizer on every rank."
+        )
+    for (path, leaf), (_, wanted) in zip(other, first):
+        if leaf != wanted:
+            raise ValueError(_text(path, first_rank, wanted, rank, leaf))
+
+
+def digest(x: torch.Tensor) -> torch.Tensor:
+    """Two sums of the bits of a tensor, i64[2]: one of all of them, one in which the place of each counts.
+
+    >>> digest(torch.tensor([1.0, 2.0])).equal(digest(torch.tensor([2.0, 1.0])))
+    False
+    """
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach().resolve_neg()
+    words = x.contiguous().view(-1).view(_WORDS[x.itemsize])
+    whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(0, dtype=torch.int64)
+    rest = words[words.numel() // _ROW * _ROW :].to(torch.int64)
+    whole[: rest.numel()] += rest
+    weights = torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1  # odd, so that no place counts for nothing
+    return torch.stack([whole.sum(), (whole * weights).sum()])
+
+
+def _described(leaves: Sequence[Any], values: bool) -> list[Leaf]:
+    digests = {i: digest(x) for i, x in enumerate(leaves) if values and _is_full(x)}
+    sums = dict(zip(digests, torch.stack([d.cpu() for d in digests.values()]).tolist())) if digests else {}
+    return [Leaf(_kind(x, values), tuple(sums[i]) if i in sums else None) for i, x in enumerate(leaves)]
+
+
+def _is_full(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and not x.is_meta
+
+
+def _kind(x: Any, values: bool) -> str:
+    if isinstance(x, DTensor):
+        return f"a DTensor {list(x.shape)} of {x.dtype}"
+    if not isinstance(x, torch.Tensor):
+        return f"a number, {x!r}"
+    return f"{list(x.shape)} of {x.dtype}{' on meta, without values' if x.is_meta and values else ''}"
+
+
+def _text(path: str, first_rank: int, first: Leaf, rank: int, here: Leaf) -> str:
+    if first.kind != here.kind:
+        return (
+            f"shard: {path} is {first.kind} on rank {first_rank} and {here.kind} on rank {rank}.\n"
+            f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
+            f"others hold tensors of the same shapes, which may be on meta."
+        )
+    return (
+        f"shard: {path} has other values on rank {rank} than on rank {first_rank}, so the ranks would train different "
+        f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
+        f"model is built, and load the same checkpoint."
+    )

@@ -1,0 +1,80 @@
+"""transfer: a plan for a program of the same step whose equations differ a little, as with a batch of one sample.
+
+A batch of another size may need a copy or a view more, so equations have other names there. Its collectives and its
+matrix products are the same, and so is their order. So a place in the program is known by how many of them come
+before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import add, ge
+
+from .collectives import is_start
+from .cost import is_matmul
+from .fingerprint import fingerprint
+from .graph import Graph, producers
+from .groups import is_users
+from .plan import Members, Plan, place_name
+from .schedule import Skeleton, skeleton
+
+Landmark = tuple[int, int, int]  # before a place: matrix products, births of gradients, collectives of no plan
+
+
+def landmarks(graph: Graph, plan: Plan) -> dict[str, Landmark]:
+    """The landmark of every place that a plan names, in the program that it was made for."""
+    s = skeleton(graph)
+    passed, places = _passed(s), {place_name(s, k): k for k in range(len(s.ops) + 1)}
+    named = {at for _, at in (*plan.gathers, *plan.reductions)}
+    return {at: passed[places[at]] for at in named if at in places}
+
+
+def _passed(s: Skeleton) -> list[Landmark]:
+    """The landmark of every place of a program."""
+    births = Counter(s.born)
+    steps = [(is_matmul(e), births[k], is_start(e) or is_users(e)) for k, e in enumerate(s.ops)]
+    return [*accumulate(steps, lambda sums, more: tuple(map(add, sums, more)), initial=(0, births[-1], 0))]
+
+
+def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
+    """`plan` for another program of its step; `marks` are the `landmarks` of the program that it was made for.
+
+    A gather starts where as much has been done as there, but before its first use.
+
+    Raises: ValueError when the programs do not have the same collectives.
+    """
+    s = skeleton(graph)
+    gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
+    reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
+    planned = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
+    reduced = {m for members, _ in plan.reductions for m in members}
+    if planned != set(gathers) or reduced != set(reductions):
+        names = sorted((planned ^ set(gathers)) | (reduced ^ set(reductions)))
+        raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")
+    passed, maker = _passed(s), producers(s.ops)
+
+    def place(at: str) -> int:
+        """The first place with as much behind it as `at` has."""
+        if at == "":
+            return len(s.ops)
+        return next((k for k, here in enumerate(passed) if all(map(ge, here, marks[at]))), len(s.ops))
+
+    def started(members: Members, at: str) -> str:
+        indices = [gathers[m] for m in members]
+        inputs = [v for i in indices for v in s.gathers[i].start.ins if v in maker]
+        release = max((s.places[maker[v]] + 1 for v in inputs), default=0)
+        return place_name(s, min(max(place(at), release), min(s.use[i] for i in indices)))
+
+    def waited(members: Members, at: str) -> str:
+        born = max(s.born[reductions[m]] for m in members) + 1
+        return place_name(s, min(max(place(at), born), min(s.need[reductions[m]] for m in members)))
+
+    return dataclasses.replace(
+        plan,
+        program=fingerprint(graph),
+        gathers=tuple((members, started(members, at)) for members, at in plan.gathers),
+        reductions=tuple((members, waited(members, at)) for members, at in plan.reductions),
+    )
