@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 
@@ -48,6 +49,7 @@ def interrupted(step, state, x, after: float) -> bool:
         raise KeyboardInterrupt
 
     old = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # a callback of the collector swallows what is raised in it
     signal.setitimer(signal.ITIMER_REAL, after)
     try:
         step(state, x)
@@ -56,6 +58,7 @@ def interrupted(step, state, x, after: float) -> bool:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+        gc.enable()
     return False
 
 
