@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,7 +50,7 @@ class Compiled:
     agreed: bool = field(default=False, compare=False, repr=False)
     _bound: list[Bound] = field(default_factory=list, compare=False, repr=False)
     _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    _runner: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def as_text(self) -> str:
         """The program that runs."""
@@ -123,7 +122,7 @@ class Compiled:
         name, mesh = self.lowered.graph.name, self._mesh
         state = leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
-        with alone(self._lock if mesh is None else process_groups(mesh).lock, name):
+        with alone(self._runner if mesh is None else process_groups(mesh).runner, name):
             bound = self._bind(local)
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))

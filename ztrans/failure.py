@@ -62,10 +62,11 @@ def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: W
     has sent only a part of what they wait for.
     """
     writes.begun = False
-    first = _first(leaves)
+    first, grad_enabled = _first(leaves), torch.is_grad_enabled()
     try:
         yield
     except BaseException as error:
+        torch.set_grad_enabled(grad_enabled)  # an interrupt may come while torch.no_grad() ends
         if writes.begun:
             _mark(leaves, f"{name} failed with {type(error).__name__}")
         remark = "The state is half updated." if writes.begun else "The state is as it was before the step."
@@ -85,12 +86,14 @@ def _mark(leaves: Sequence[Any], cause: str) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: threading.Lock, name: str) -> Iterator[None]:
-    """Hold the lock of what is running.
+def alone(runner: dict[str, int], name: str) -> Iterator[None]:
+    """Let one thread run at a time; `runner` holds its number.
 
-    Raises: RuntimeError when another thread holds it.
+    A thread that finds its own number was interrupted on its way in, and may go on; a lock would stay locked.
+
+    Raises: RuntimeError when another thread runs.
     """
-    if not lock.acquire(blocking=False):
+    if runner.setdefault("thread", threading.get_ident()) != threading.get_ident():
         raise RuntimeError(
             f"{name}: another thread runs a step of this mesh. Their messages would be taken for each other's.\n"
             f"Run the steps of one mesh from one thread."
@@ -98,7 +101,7 @@ def alone(lock: threading.Lock, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        runner.clear()
 
 
 def _told(name: str, mesh: DeviceMesh | None, error: BaseException) -> LostRank | None:

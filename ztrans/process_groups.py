@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -101,12 +100,14 @@ class Channel:
 class ProcessGroups:
     """The channels of one mesh, in the order in which its ranks first asked for them: the same on all ranks.
 
-    The step that runs holds `lock`. `epoch` counts how often closed channels were opened again, `calls` what the
+    `runner` is the thread that runs a step (see `failure.alone`). `epoch` counts how often closed channels were opened
+    again, `calls` what the
     ranks of the mesh have called together.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.lock, self.epoch, self.calls = threading.Lock(), 0, 0
+        self.runner: dict[str, int] = {}
+        self.epoch = self.calls = 0
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         # The mesh keeps its groups alive, so nothing here may keep the mesh or its groups.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
