@@ -36,6 +36,8 @@ def flat(
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, found, layouts, lowered=True)
     local = [local_part(x) for x in found]
+    # A program reads memory, and a lazily conjugated or negated tensor is not what its memory holds.
+    local[graph.num_state :] = [x.resolve_conj().resolve_neg() for x in local[graph.num_state :]]
     for v, x, y in zip(graph.inputs, found, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
@@ -91,6 +93,8 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     spans = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
         size = x.numel()
+        if i < graph.num_state and (x.is_conj() or x.is_neg()):
+            raise TypeError(_donated(graph, f"{v.name} is conjugated or negated only when it is read"))
         if not x.is_contiguous():
             if i < graph.num_state:
                 raise TypeError(_donated(graph, f"{v.name} is not contiguous"))

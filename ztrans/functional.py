@@ -24,6 +24,9 @@ from .twins import functional, is_written, member, outs, with_defaults
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
+# A lazy view computes when it is read, and only operations of PyTorch know that: what copies or sends its memory does
+# not. A program computes it where the step wrote it.
+_COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
@@ -89,7 +92,7 @@ def _mark(made: Builder, op: Any, x: Alias, other: Any, val: Any) -> Alias:
 
 
 def _view(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    base, rest = args[0], tuple(made.read(args[1:]))
+    base, rest, op = args[0], tuple(made.read(args[1:])), _COMPUTED.get(op, op)
     if op is aten.as_strided.default and base.views:  # of the storage, wherever the view begins
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = made.emit(op, (made.read(base), *rest), kwargs, val)
