@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
+from in_place import as_plain
 from programs import CASES, adam, adam_state, mlp, regression, square_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -307,6 +308,7 @@ def two() -> None:
     loneliness(mesh)
     unreachable(mesh)
     sharding(mesh)
+    as_plain(mesh, report)
     tuned(mesh, report)
     memory(mesh)
 

@@ -59,6 +59,25 @@ def seeds(what: str, source: Source | None, step: str) -> ValueError:
     )
 
 
+def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueError:
+    """The step calls something of torch.distributed that a program cannot hold."""
+    return ValueError(
+        f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
+        f"same on all ranks, cannot hold: {why}.\n"
+        f"  at {where(source)}\n"
+        f"Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all, or do it between steps."
+    )
+
+
+def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> ValueError:
+    """An operation that does not work on tensors without values."""
+    return ValueError(
+        f"trace: {step} uses {op}, which does not run on tensors without values: {str(error).splitlines()[0]}\n"
+        f"  at {where(source)}\n"
+        f"Do it outside of the step, or give the operation a fake implementation: torch.library.register_fake."
+    )
+
+
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
     if not is_random(func) or func._schema.name.endswith("_backward"):

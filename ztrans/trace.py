@@ -1,8 +1,7 @@
 """trace(fn, state, *batch): a train step as a `Graph`, forward, backward and update.
 
 `make_fx` records the step on fake tensors, functional from end to end (see `functional`), and each
-operation keeps the user's line and its region. A backward operation knows its line through the
-autograd node that runs it, whose sequence number the forward operation drew.
+operation keeps the user's line and its region (see `watch`).
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -21,23 +20,17 @@ from typing import Any
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .functional import import_fx
 from .graph import Graph, Var, dce
 from .marks import Marks
-from .refusals import draws, draws_again, no_argument, no_state, reads_value, refuse_closure, seeds
+from .refusals import no_argument, no_state, seeds
 from .regions import label_regions
-from .source import Source, user_source
 from .versions import check_torch
+from .watch import Watch
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,7 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
             full[i] = tensor.requires_grad_() if _wants_grad(leaves[i]) else tensor
-        with _Lines(_name(fn)), Marks():
+        with Watch(_name(fn)), Marks():
             result = fn(*pytree.tree_unflatten(full, in_tree))
         flat_result, out_tree = pytree.tree_flatten(result)
         outside.extend([_check_result(fn, result, state), out_tree])
@@ -249,44 +242,3 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             torch.compiler._is_compiling_flag = before
-
-
-class _Lines(TorchDispatchMode):
-    """Write on every operation its user line, whether autograd runs it, and whether autograd records it."""
-
-    def __init__(self, step: str) -> None:
-        super().__init__()
-        self.step = step
-        self.lines: dict[int, Source | None] = {}
-        self.last = torch.autograd._get_sequence_nr() - 1
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        node = torch._C._current_autograd_node()
-        source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
-        latest = torch.autograd._get_sequence_nr() - 1
-        for number in range(self.last + 1, latest + 1):
-            self.lines[number] = source
-        recorded, self.last = latest > self.last, max(self.last, latest)
-        for arg in pytree.tree_leaves((args, kwargs)):
-            if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                refuse_closure(func, arg, source or user_source(2), self.step)
-            if isinstance(arg, torch.Generator):
-                raise seeds(f"a torch.Generator ({func})", source or user_source(2), self.step)
-        if node is not None and draws(func, args, kwargs or {}):
-            raise draws_again(func, source, self.step)
-        old = fx_traceback.current_meta.get("custom")
-        fx_traceback.current_meta["custom"] = {
-            "source": source,
-            "backward": node is not None,
-            "recorded": recorded,
-        }
-        try:
-            return func(*args, **(kwargs or {}))
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            shape = isinstance(error, DynamicOutputShapeException)
-            raise reads_value(func, shape, source or user_source(2), self.step) from None
-        finally:
-            if old is None:
-                fx_traceback.current_meta.pop("custom", None)
-            else:
-                fx_traceback.current_meta["custom"] = old
