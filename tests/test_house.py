@@ -23,9 +23,9 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets", "c10d"], 0),
-    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets", "c10d", "ambient"], 0),
+    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit", "reached"], 1),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay", "captured"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh", "watch"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
@@ -54,7 +54,7 @@ DOORS = {
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "watch", "c10d", "marks", "lift", "execute", "rules"}
+ROOMS = {"trace", "watch", "c10d", "ambient", "marks", "lift", "execute", "rules"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

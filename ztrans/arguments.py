@@ -17,6 +17,33 @@ from .layout import AbstractMesh, placements
 from .trace import Program
 
 
+def traced_leaves(program: Program, name: str, state: Any, batch: tuple) -> list:
+    """The leaves of a call that are inputs of the program.
+
+    Raises: TypeError where the others are not what the program was traced for.
+    """
+    leaves, tree = pytree.tree_flatten((state, *batch))
+    if tree != program.in_tree:
+        raise TypeError(f"{name}: compiled for arguments {program.in_tree}, called with {tree}.")
+    for i, value in program.static:
+        if leaves[i] != value:
+            raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
+    static = {i for i, _ in program.static}
+    return [x for i, x in enumerate(leaves) if i not in static]
+
+
+def check_captured(program: Program, name: str) -> None:
+    """Raises: TypeError where what the step reads besides its arguments is not what it was traced for."""
+    now = program.captured.key()
+    if now != program.made_for:
+        changes = program.captured.changes(program.made_for, now)
+        raise TypeError(
+            f"{name}: what the step reads besides its arguments has changed since it was traced:\n"
+            + "".join(f"  * {change}\n" for change in changes[:4])
+            + "Lower it again, or call the step itself, which is then traced anew."
+        )
+
+
 def flat(
     program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, state: Any, batch: tuple
 ) -> tuple[list, list[torch.Tensor]]:
@@ -24,14 +51,7 @@ def flat(
 
     Raises: TypeError where they are not what the program was compiled for.
     """
-    leaves, tree = pytree.tree_flatten((state, *batch))
-    if tree != program.in_tree:
-        raise TypeError(f"{graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
-    for i, value in program.static:
-        if leaves[i] != value:
-            raise TypeError(f"{graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
-    static = {i for i, _ in program.static}
-    found = [x for i, x in enumerate(leaves) if i not in static]
+    found = traced_leaves(program, graph.name, state, batch)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # one rank holds everything, however it is called
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, found, layouts, lowered=True)

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from . import inductor
 from .agreement import agree, slowest
-from .arguments import check_donation, flat
+from .ambient import refuse_inside, without_autocast
+from .arguments import check_captured, check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
 from .mesh import everywhere
@@ -45,6 +46,13 @@ class Compiled:
         return self.as_text()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
+        refuse_inside(self.lowered.graph.name, (state, batch))
+        check_captured(self.lowered.program, self.lowered.graph.name)
+        return self.run(state, batch)
+
+    @without_autocast()
+    def run(self, state: Any, batch: tuple) -> tuple[Any, Any]:
+        """What a call does when the step has been looked up for what it captures, as `Step` does."""
         leaves, local = self._flat(state, batch)
         outputs = self._run(local)(local)
         for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
@@ -52,6 +60,7 @@ class Compiled:
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
 
+    @without_autocast()
     def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
         """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
 
@@ -59,6 +68,7 @@ class Compiled:
         after it; the timeline is this rank's. A step with `cuda_graph` is recorded as it is without. See
         `profile.Profile`.
         """
+        check_captured(self.lowered.program, self.lowered.graph.name)
         _, local = self._flat(state, batch)
         run = self._run(local)
         local = placed(self.lowered.graph, local) if self.cuda_graph else local

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .ambient import without_autocast
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import communicator, wait
 from .donation import donation
@@ -166,7 +167,7 @@ def bind(graph: Graph, program: fx.GraphModule) -> Callable[[Sequence[torch.Tens
     """The FX module of a program as such a function."""
 
     def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             outputs = program(*inputs)
             _write_back(inputs[: graph.num_state], outputs)
         return outputs

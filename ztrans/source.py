@@ -53,9 +53,14 @@ def where(source: Source | None, otherwise: str = "an unknown line") -> str:
 
 
 @functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file of code is torch's, the standard library's, ours, or was installed."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
+
+
 def _is_users(file: str) -> bool:
-    library = file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
-    return "site-packages" not in file and not library
+    return not file.startswith("<") and not is_library(file)
 
 
 def user_source(depth: int = 1) -> Source | None:

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from .ambient import refuse_inside, without_autocast
+from .captured import Captured, Key
 from .functional import import_fx
 from .graph import Graph, Var, dce
 from .marks import Marks
@@ -42,6 +44,8 @@ class Program:
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # of all input leaves
     static: tuple[tuple[int, Any], ...]  # input leaves that are no tensors and no numbers: (index, value)
+    captured: Captured  # what the step reads besides its arguments
+    made_for: Key  # what that was
 
 
 @dataclass(frozen=True)
@@ -91,17 +95,22 @@ def no_collection() -> Iterator[None]:
 
 
 @no_collection()
-def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> Program:
+def trace(
+    fn: Callable, state: Any, *batch: Any, device: str | None = None, captured: Captured | None = None
+) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
     which become inputs, never constants. Meta leaves are traced as lying on `device`, by default
-    where other leaves lie.
+    where other leaves lie. `captured` is what `fn` reads besides, if that is known already.
 
     Raises: ValueError when the step reads a value while it is traced, closes over a tensor, or
     returns a state of another structure. RuntimeError for a torch that ztrans does not know.
     """
     check_torch()
+    refuse_inside(f"trace: {_name(fn)}", (state, batch))
+    captured = captured or Captured(fn)
+    made_for = captured.key()
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     names, paths = leaf_names(fn, (state, *batch))
@@ -135,14 +144,16 @@ def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> P
     inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
     numbers = {i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and i not in numbers)
-    eqns, outputs, facts = import_fx(gm.graph, inputs)
+    with without_autocast():
+        eqns, outputs, facts = import_fx(gm.graph, inputs)
     static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
     if any(i < num_state for i, _ in static):
         i, a = static[0]
         raise no_state(paths[i], a)
     graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
     _check_state(graph, paths)
-    return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+    graph = dce(label_regions(graph, facts))
+    return Program(graph, in_tree, outside[1], tuple(paths), static, captured, made_for)
 
 
 @contextlib.contextmanager

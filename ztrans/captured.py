@@ -1,0 +1,126 @@
+"""Captured: what a program is made for besides the arguments of its step.
+
+A trace makes constants of the numbers, strings and truth values that a step finds in its closure, in globals,
+in defaults, and in attributes of its modules and objects, and it depends on PyTorch's own state (see `ambient`).
+Where these values are is worked out once (see `reached`). At every call they are read and compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .ambient import ambient
+from .reached import LONGEST, Reach, is_own, reach
+
+_CONSTANTS = frozenset(
+    [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
+)
+_LONGEST_TEXT = 80  # characters of a container in a message
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+class Key(NamedTuple):
+    """What a program is made for besides its arguments: equal keys have one program."""
+
+    reach: int  # which of the lists of places was right
+    values: tuple  # at these places
+    ambient: tuple
+    settings: Any
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the step `fn` reads of Python and of PyTorch besides its arguments.
+
+    `settings` are what a lifted loop says of its module and its optimizers. A function or an object that is
+    replaced by another leads to other places, so there may be several lists of them.
+    """
+
+    fn: Callable
+    _reaches: list[tuple[Reach, list]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def key(self) -> Key:
+        """What the values are now."""
+        settings = getattr(self.fn, "settings", None)
+        return Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
+
+    def reach(self) -> Reach:
+        """The places that are read now."""
+        return self._reaches[self._read()[0]][0]
+
+    def _read(self) -> tuple[int, tuple]:
+        """Which of the lists of places is right now, and what stands there."""
+        for number, (known, objects) in reversed(list(enumerate(self._reaches))):
+            values, now = _values(known)
+            if len(now) == len(objects) and all(map(operator.is_, now, objects)):
+                return number, values
+        found = reach(self.fn)
+        values, objects = _values(found)
+        self._reaches.append((found, objects))
+        return len(self._reaches) - 1, values
+
+    def changes(self, before: Key, now: Key) -> list[str]:
+        """What differs between two keys, each in words."""
+        ambients = zip(before.ambient, now.ambient)
+        changes = [f"{name} was {old} and is {new}" for (name, old), (_, new) in ambients if old != new]
+        if before.settings != now.settings:
+            changes.append("a setting of the module or of an optimizer is another")
+        known, objects = self._reaches[before.reach]
+        kept = {id(x) for x in objects}
+        for place, old in zip(known.places, before.values):
+            found: list = []
+            new, line = _value(place.read(), found), f" ({place.source})" if place.source else ""
+            if old != new:
+                changes.append(f"{place.name} was {_shown(old)} and is {_shown(new)}{line}")
+            elif any(id(x) not in kept for x in found):
+                changes.append(f"{place.name} is another object{line}")
+        return changes
+
+
+def _values(found: Reach) -> tuple[tuple, list]:
+    """The values at all places, and the functions and objects among them."""
+    objects: list = []
+    return tuple([_value(place.read(), objects) for place in found.places]), objects
+
+
+def _value(value: Any, objects: list) -> Any:
+    """What of a value a program depends on, with its type; a function or an object joins `objects`."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, _CONTAINERS):
+        if len(value) > LONGEST:
+            return kind, len(value)
+        if isinstance(value, dict):
+            return kind, tuple([(k, _value(x, objects)) for k, x in value.items()])
+        items = [_value(x, objects) for x in value]
+        return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+    if isinstance(value, numbers.Number | enum.Enum):
+        return kind, value
+    if callable(value) or is_own(kind):
+        objects.append(value)
+    return None
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it."""
+    kind, content = value or (None, ...)
+    if kind in _CONSTANTS or isinstance(content, numbers.Number | enum.Enum):
+        return repr(content)
+    if isinstance(content, tuple) and issubclass(kind, dict):
+        text = "{" + ", ".join(f"{k!r}: {_shown(x)}" for k, x in content) + "}"
+    elif isinstance(content, tuple | frozenset):
+        text = f"[{', '.join(map(_shown, content))}]"
+    else:
+        text = "an object"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
