@@ -24,11 +24,11 @@ PACKAGE = ROOT / "ztrans"
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
     **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets", "c10d", "ambient"], 0),
-    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit", "reached"], 1),
+    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit", "reached", "generators"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay", "captured"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh", "watch"], 3),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh", "watch", "leaks"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
-    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
+    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values", "fx_trace"], 4),
     **dict.fromkeys(["functional", "cost", "near", "nccl", "recording"], 5),
     **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
@@ -54,7 +54,7 @@ DOORS = {
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "watch", "c10d", "ambient", "marks", "lift", "execute", "rules"}
+ROOMS = {"fx_trace", "watch", "leaks", "c10d", "ambient", "marks", "lift", "execute", "rules"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

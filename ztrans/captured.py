@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import numbers
 import operator
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,6 +92,12 @@ def _values(found: Reach) -> tuple[tuple, list]:
     return tuple([_value(place.read(), objects) for place in found.places]), objects
 
 
+def constants(value: Any) -> tuple[Any, list[int]]:
+    """What of a value a program depends on: equal constants make equal programs."""
+    objects: list = []
+    return _value(value, objects), [id(x) for x in objects]
+
+
 def _value(value: Any, objects: list) -> Any:
     """What of a value a program depends on, with its type; a function or an object joins `objects`."""
     kind = type(value)
@@ -107,7 +114,7 @@ def _value(value: Any, objects: list) -> Any:
         return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
     if isinstance(value, numbers.Number | enum.Enum):
         return kind, value
-    if callable(value) or is_own(kind):
+    if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
         objects.append(value)
     return None
 

@@ -13,7 +13,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,19 +31,22 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 @dataclass(frozen=True)
 class Place:
     """Where the code finds a value, which is ABSENT while it is not there. `source` is where the code writes it, or
-    else reads it."""
+    else reads it; `write` puts another value into a variable."""
 
     name: str
     read: Callable[[], Any]
     source: Source | None = None
+    write: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Every place that a step's code reads, and every object whose attributes it may write, by the name it goes by."""
+    """Every place that a step's code reads; every object and container that it may change, by the name it goes by;
+    and the lines that name attributes."""
 
     places: tuple[Place, ...]
     holders: tuple[tuple[str, Any], ...]
+    attributes: Mapping[str, Source]
 
 
 def reach(fn: Callable) -> Reach:
@@ -52,7 +55,7 @@ def reach(fn: Callable) -> Reach:
     walk.visit(fn, getattr(fn, "__name__", "the step"))
     while walk.scan_attributes():
         pass
-    return Reach(tuple(walk.places.values()), tuple(walk.holders.values()))
+    return Reach(tuple(walk.places.values()), tuple(walk.holders.values()), walk.attributes)
 
 
 class _Mentions(NamedTuple):
@@ -95,12 +98,14 @@ class _Walk:
         self.scanned: set[tuple[int, str]] = set()
         self.seen: dict[int, Any] = {}
 
-    def place(self, key: tuple, name: str, read: Callable[[], Any], source: Source | None) -> None:
+    def place(
+        self, key: tuple, name: str, read: Callable[[], Any], source: Source | None, write: Callable | None = None
+    ) -> None:
         value = read()
         if isinstance(value, types.ModuleType):
             self.visit(value, name)
         elif key not in self.places:
-            self.places[key] = Place(name, read, source)
+            self.places[key] = Place(name, read, source, write)
             self.visit(value, name)
 
     def visit(self, value: Any, name: str) -> None:
@@ -125,7 +130,8 @@ class _Walk:
         for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
             if own:
                 source = where(mentions.closure.get(variable, code.co_firstlineno))
-                self.place((id(cell), ""), variable, functools.partial(_contents, cell), source)
+                write = functools.partial(_fill, cell)
+                self.place((id(cell), ""), variable, functools.partial(_contents, cell), source, write)
             elif callable(value := _contents(cell)):  # a library's function keeps what it was given
                 self.visit(value, variable)
         for attribute in ("__defaults__", "__kwdefaults__"):
@@ -136,7 +142,8 @@ class _Walk:
             for variable, line in mentions.globals.items():
                 if variable in f.__globals__ or not hasattr(builtins, variable):
                     read = functools.partial(f.__globals__.get, variable, ABSENT)
-                    self.place((id(f.__globals__), variable), variable, read, where(line))
+                    write = functools.partial(_assign, f.__globals__, variable)
+                    self.place((id(f.__globals__), variable), variable, read, where(line), write)
             self.attributes = {k: where(line) for k, line in mentions.attributes.items()} | self.attributes
         if vars(f):
             self.holders[id(f)] = name, f
@@ -159,10 +166,10 @@ class _Walk:
             self.visit(value, f"{name}[{key!r}]")
 
     def module(self, m: nn.Module, name: str) -> None:
-        """A module of PyTorch's own code reads its plain attributes, so each of them is a place."""
+        """A module's plain attributes are read by code that is not followed, so each of them is a place."""
         self.holders[id(m)] = name, m
         for attribute in vars(m):
-            if attribute not in _OF_EVERY_MODULE:
+            if attribute not in _OF_EVERY_MODULE and not is_internal(m, attribute):
                 self.entry(m, attribute, name)
         for child, part in m._modules.items():
             self.visit(part, f"{name}.{child}")
@@ -228,11 +235,30 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
 )
 
 
+def is_internal(holder: Any, attribute: str) -> bool:
+    """Whether an attribute is for a library's module alone, as the lists of weights of a recurrent layer."""
+    return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
+
+
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned yet
         return ABSENT
+
+
+def _fill(cell: types.CellType, value: Any) -> None:
+    if value is ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
+    if value is ABSENT:
+        del variables[name]
+    else:
+        variables[name] = value
 
 
 @functools.cache

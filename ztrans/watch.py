@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -19,23 +20,37 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import c10d
-from .refusals import cannot_be_traced, draws, draws_again, no_collective, reads_value, refuse_closure, seeds
+from .refusals import (
+    cannot_be_traced,
+    draws,
+    draws_again,
+    no_collective,
+    reads_earlier_trace,
+    reads_value,
+    refuse_closure,
+    seeds,
+)
 from .source import Source, user_source, where
 from .twins import is_written
 
 
 class Watch(TorchDispatchMode):
-    """Write on every operation its user line, whether autograd runs it, and whether autograd records it."""
+    """Write on every operation its user line, whether autograd runs it, and whether autograd records it.
 
-    def __init__(self, step: str) -> None:
+    `tensors` are all that the operations made, with their lines, as long as somebody holds them.
+    """
+
+    def __init__(self, step: str, mode: FakeTensorMode) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.mode = step, mode
+        self.tensors: list[tuple[weakref.ref, Source | None]] = []
         self.lines: dict[int, Source | None] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
 
@@ -56,18 +71,26 @@ class Watch(TorchDispatchMode):
             "recorded": recorded,
         }
         try:
-            return self._run(func, args, kwargs, line)
+            out = self._run(func, args, kwargs, line)
+            self.remember(out, line)
+            return out
         finally:
             if old is None:
                 fx_traceback.current_meta.pop("custom", None)
             else:
                 fx_traceback.current_meta["custom"] = old
 
+    def remember(self, made: Any, line: Source | None) -> None:
+        """Tensors of the trace, to find those that outlive it."""
+        self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(made) if isinstance(x, FakeTensor)]
+
     def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
         """Refuse an operation that no program can hold."""
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
                 refuse_closure(func, arg, line, self.step)
+            if isinstance(arg, FakeTensor) and arg.fake_mode is not self.mode:
+                raise reads_earlier_trace(arg, line, self.step)
             if isinstance(arg, torch.Generator):
                 raise seeds(f"a torch.Generator ({func})", line, self.step)
         if backward and draws(func, args, kwargs):
