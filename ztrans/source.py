@@ -59,7 +59,8 @@ def is_library(file: str) -> bool:
     return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's; code without a file, which something has generated, is nobody's."""
     return not file.startswith("<") and not is_library(file)
 
 
@@ -68,7 +69,7 @@ def user_source(depth: int = 1) -> Source | None:
     frame = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
         frame = frame.f_back
     return None
