@@ -23,13 +23,13 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets", "c10d", "ambient"], 0),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets", "c10d", "ambient", "views"], 0),
     **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit", "reached", "generators"], 1),
     **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay", "captured"], 2),
     **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh", "watch", "leaks"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values", "fx_trace"], 4),
-    **dict.fromkeys(["functional", "cost", "near", "nccl", "recording"], 5),
+    **dict.fromkeys(["functional", "recompute", "cost", "near", "nccl", "recording"], 5),
     **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),

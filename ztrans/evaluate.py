@@ -32,6 +32,7 @@ from .groups import is_users
 from .layout import cut, localize
 from .pretty import op_name
 from .source import where
+from .views import called
 
 Env = dict[Var, Any]
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -130,7 +131,7 @@ def _local(eqn: Eqn, env: Env, graph: Graph, at: dict[str, int]) -> None:
         env[eqn.outs[0]] = cut(env[eqn.args[0]], split, graph.axes[split.axis], at[split.axis])
     else:
         here = localize(eqn, graph.axes, at)
-        out = here.op(*substitute(here.args, read), **substitute(here.kwargs, read))
+        out = called(here.op)(*substitute(here.args, read), **substitute(here.kwargs, read))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         outs = [x for o in outs for x in (o if isinstance(o, list) else (o,))]
         env.update((var, value) for var, value in zip(eqn.outs, outs) if var is not None)

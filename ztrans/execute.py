@@ -36,6 +36,7 @@ from .layout import cut, localize
 from .streams import Streams
 from .symmetric import side_streams, start
 from .versions import check_torch
+from .views import called
 
 
 class _Cut(torch.nn.Module):
@@ -135,7 +136,7 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    made = out.call_function(twin or eqn.op, args, kwargs)
+    made = out.call_function(twin or called(eqn.op), args, kwargs)
     returns = eqn.op._schema.returns
     # An update over lists: the results are its arguments.
     if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .aliases import Alias, Builder, Storage, View
 from .collectives import GRADIENT, PMEAN, PSUM
@@ -53,9 +54,13 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
             env[node] = args[0][args[1]]
         else:
             env[node] = _operation(made, node.target, args, kwargs, node.meta.get("val"))
-    seen = {eqn: node.meta.get("custom", {}) for eqn, node in made.nodes.items()}
-    facts = {eqn: Fact(custom.get("backward", False), custom.get("recorded", False)) for eqn, custom in seen.items()}
-    return made.eqns, outputs, facts
+    return made.eqns, outputs, {eqn: _fact(node) for eqn, node in made.nodes.items()}
+
+
+def _fact(node: fx.Node) -> Fact:
+    custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
+    dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
 
 
 def _operation(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:

@@ -17,10 +17,13 @@ from .varying import varying
 
 @dataclass(frozen=True)
 class Fact:
-    """What the tracer saw of an equation: autograd ran it; autograd recorded it."""
+    """What the tracer saw of an equation: autograd ran it; autograd recorded it; the number of the selective
+    checkpoint that it is in; that checkpoint drops its results, and backward computes them."""
 
     backward: bool
     recorded: bool
+    checkpoint: int | None = None
+    dropped: bool = False
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

@@ -24,6 +24,7 @@ from .functional import import_fx
 from .fx_trace import record
 from .graph import Graph, Var, dce
 from .leaks import settled
+from .recompute import checkpointed
 from .refusals import no_argument, no_state
 from .regions import label_regions
 from .versions import check_torch
@@ -143,7 +144,8 @@ def trace(
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        return _Traced(dce(label_regions(graph, facts)), recorded.out_tree, recorded.tensors)
+        graph = checkpointed(dce(label_regions(graph, facts)), {v: f for e, f in facts.items() for v in e.outs})
+        return _Traced(graph, recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for)

@@ -52,6 +52,7 @@ class Watch(TorchDispatchMode):
         self.step, self.mode = step, mode
         self.tensors: list[tuple[weakref.ref, Source | None]] = []
         self.lines: dict[int, Source | None] = {}
+        self.checkpoints: dict[Any, int] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -69,16 +70,26 @@ class Watch(TorchDispatchMode):
             "source": source,
             "backward": node is not None,
             "recorded": recorded,
+            "checkpoint": self._checkpoint(),
         }
         try:
             out = self._run(func, args, kwargs, line)
             self.remember(out, line)
             return out
         finally:
+            # A selective checkpoint says here what is to become of each of its operations, and lets it stand.
+            fx_traceback.current_meta.pop("recompute", None)
             if old is None:
                 fx_traceback.current_meta.pop("custom", None)
             else:
                 fx_traceback.current_meta["custom"] = old
+
+    def _checkpoint(self) -> int | None:
+        """The number of the selective checkpoint that the operation is in: each has saved-tensor hooks of its own."""
+        if "recompute" not in fx_traceback.current_meta:
+            return None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
 
     def remember(self, made: Any, line: Source | None) -> None:
         """Tensors of the trace, to find those that outlive it."""
