@@ -9,6 +9,7 @@ equation per member, so that each parameter's update can run as soon as its grad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,12 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
 
 def _fact(node: fx.Node) -> Fact:
     custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
+    if policy is not None and policy.name.endswith("OFFLOAD"):
+        warnings.warn(
+            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
+            f"  at {where(custom.get('source'))}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
+            stacklevel=2,
+        )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,7 +63,7 @@ def record(
         return leaves
 
     generator = torch.random.get_rng_state()
-    with mode, _quiet(), _without_onednn():
+    with mode, _quiet(), _without_onednn(), _with_caches_that_change():
         module = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*inputs)
     torch.clear_autocast_cache()  # of weights without values, that the caller's autocast would use again
     if not torch.equal(generator, torch.random.get_rng_state()):
@@ -81,6 +82,19 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _with_caches_that_change() -> Iterator[None]:
+    """While it is traced a selective checkpoint caches every result, also one that is then changed in place, as a
+    dropout mask is. PyTorch would refuse to use it; here only the marks of the checkpoint count."""
+    cached = torch.utils.checkpoint._VersionWrapper
+    get_val = cached.get_val
+    cached.get_val = lambda self, allow_cache_entry_mutation: self.val
+    try:
+        yield
+    finally:
+        cached.get_val = get_val
 
 
 @functools.cache
