@@ -2,7 +2,8 @@
 
 `backward` is what autograd ran. `forward` is what it recorded, what depends on the batch before
 the last backward, and what only prepares either. The rest is the `update`: it works on values that
-are the same on all ranks, after a gradient, or between two of them.
+are the same on all ranks, after a gradient, or between two of them. In a step without a backward,
+`forward` is what depends on the batch and enters the state through `pmean` or `psum` alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .collectives import GRADIENT
+from .collectives import GRADIENT, PMEAN, PSUM
 from .graph import Eqn, Graph, Var, variables
-from .varying import varying
+from .varying import Varying, varying
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
             wanted.update(v for v in e.args[1:] if v not in over)
         elif any(o in wanted for o in e.outs) and e not in differentiated and not facts[e].backward:
             wanted.update(v for v in e.ins if v not in over)
-    last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=-1)
+    last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
+    unreduced = _unreduced(graph, over) if last == len(graph.eqns) else set[Var]()
     feeds: set[Var] = {v for e in graph.eqns if any(o in over for o in e.outs) for v in e.ins}
     eqns = []
     for i, e in reversed(list(enumerate(graph.eqns))):
@@ -58,7 +60,7 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
         if facts[e].backward or e.op is GRADIENT:
             region = "backward"
         elif any(o in over for o in outs):
-            region = "forward" if i < last else "update"
+            region = "forward" if i < last and not any(o in unreduced for o in outs) else "update"
         elif e in differentiated:
             region = "forward"
         elif any(o in wanted or o in depends for o in outs):
@@ -69,3 +71,12 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
             feeds.update(e.ins)
         eqns.append(e.replace(region=region))
     return graph.replace(eqns=tuple(reversed(eqns)))
+
+
+def _unreduced(graph: Graph, over: Varying) -> set[Var]:
+    """Values that depend on the batch and enter the state without a reduction that the user asked for."""
+    found = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
+    for e in reversed(graph.eqns):
+        if any(o in found for o in e.outs) and e.op not in (PMEAN, PSUM):
+            found.update(v for v in e.ins if v in over)
+    return found
