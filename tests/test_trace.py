@@ -423,6 +423,6 @@ def test_a_step_without_autograd_must_reduce_what_enters_its_state():
     def tracks(state, x):
         return {"w": 0.9 * state["w"] + x.mean()}, x.sum()
 
-    with pytest.raises(ValueError, match="reaches state w.*without having been reduced") as e:
+    with pytest.raises(ValueError, match=r"reaches state w.*without having been reduced") as e:
         zt.shard_params(zt.AbstractMesh(dp=2))(tracks).lower({"w": W}, X)
     assert f"test_trace.py:{line('tracks', 'x.mean')}" in str(e.value)
