@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hyper
+import numpy as np
 import pytest
 import torch
 from hyper import Config, scaled
@@ -18,6 +19,7 @@ from torch.func import grad
 import ztrans as zt
 
 HERE = Path(__file__).name
+TAPS = np.array([1.0, 2.0])
 RATE, MODE, TABLE, ITEMS = 0.1, "sum", {"x": 1.0, "deep": [1.0]}, [1.0, 2.0]
 
 
@@ -32,8 +34,15 @@ class Slotted:
     rate: float
 
 
-class Loss:
-    """A callable with attributes, a property, and a method that it calls."""
+class Base:
+    offset = 0.5
+
+    def halved(self, x):
+        return x / 2 + self.offset
+
+
+class Loss(Base):
+    """A callable with attributes, a property, and methods that it calls, of its class and of the one above."""
 
     power = 2.0
 
@@ -48,7 +57,7 @@ class Loss:
         return self.halved(x) ** self.power * self.scale
 
     def halved(self, x):
-        return x / 2
+        return super().halved(x)
 
 
 class Model(nn.Module):
@@ -89,7 +98,7 @@ def closure():
         nested = lambda y: y * deep
         total = inner(x) * rate + nested(x) * times + plus + power(x)
         total = total + hyper.factor + scaled(x) + Config.decay + HYPER.rate + SLOTTED.rate + ARGS.rate
-        total = total + TABLE["deep"][0] + ITEMS[0] + behind(x) + LOSS(x) + MODEL(x) + grad(lambda z: (z * rate).sum())(x)
+        total = total + TABLE["deep"][0] + ITEMS[0] + behind(x) + LOSS(x) + MODEL(x) + float(TAPS.sum()) + grad(lambda z: (z * rate).sum())(x)
         return state, total.sum() if MODE == "sum" else total.mean()
 
     def change(**values):
@@ -114,12 +123,14 @@ CHANGES = {
     "HYPER is another object": replaced("HYPER", Hyper(7.0)),
     "TABLE was {'x': 1.0, 'deep': [1.0]} and is {'x': 1.0, 'deep': [9.0]}": lambda *_: TABLE["deep"].__setitem__(0, 9.0),
     "ITEMS was [1.0, 2.0] and is [5.0, 2.0]": lambda *_: ITEMS.__setitem__(0, 5.0),
+    "TAPS was": lambda *_: TAPS.__setitem__(0, 5.0),
     "hyper.factor was 2.0 and is 4.0": lambda *_: setattr(hyper, "factor", 4.0),
     "Config.decay was 0.5 and is 0.25": lambda *_: setattr(Config, "decay", 0.25),
     "HYPER.rate was 1.0 and is 2.0": lambda *_: setattr(HYPER, "rate", 2.0),
     "SLOTTED.rate was 1.0 and is 2.0": lambda *_: setattr(SLOTTED, "rate", 2.0),
     "ARGS.rate was 1.0 and is 2.0": lambda *_: setattr(ARGS, "rate", 2.0),
     "LOSS._scale was 1.0 and is 2.0": lambda *_: setattr(LOSS, "_scale", 2.0),
+    "LOSS.offset was 0.5 and is 0.75": lambda *_: setattr(Base, "offset", 0.75),
     "LOSS.power was 2.0 and is 3.0": lambda *_: setattr(LOSS, "power", 3.0),
     "MODEL.gain was 2.0 and is 3.0": lambda *_: setattr(MODEL, "gain", 3.0),
     "MODEL.drop.p was 0.5 and is 0.0": lambda *_: setattr(MODEL.drop, "p", 0.0),
@@ -139,7 +150,8 @@ def as_it_was():
         vars(owner).clear()
         vars(owner).update(values)
     globals().update(names)
-    ITEMS[0], TABLE["deep"][0], SLOTTED.rate, Config.decay = 1.0, 1.0, 1.0, 0.5
+    TAPS[0] = 1.0
+    ITEMS[0], TABLE["deep"][0], SLOTTED.rate, Config.decay, Base.offset = 1.0, 1.0, 1.0, 0.5, 0.5
 
 
 X = torch.linspace(-1, 1, 4)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from .ambient import ambient
@@ -105,6 +106,8 @@ def _value(value: Any, objects: list) -> Any:
         return kind, value
     if isinstance(value, torch.Tensor):
         return None
+    if isinstance(value, numpy.ndarray):
+        return kind, (value.dtype.str, value.shape, value.tobytes() if value.size <= LONGEST else None)
     if isinstance(value, _CONTAINERS):
         if len(value) > LONGEST:
             return kind, len(value)
@@ -121,11 +124,13 @@ def _value(value: Any, objects: list) -> Any:
 
 def _shown(value: Any) -> str:
     """A value as messages show it."""
-    kind, content = value or (None, ...)
+    kind, content = value or (object, ...)
     if kind in _CONSTANTS or isinstance(content, numbers.Number | enum.Enum):
         return repr(content)
     if isinstance(content, tuple) and issubclass(kind, dict):
         text = "{" + ", ".join(f"{k!r}: {_shown(x)}" for k, x in content) + "}"
+    elif issubclass(kind, numpy.ndarray):
+        text = f"an array {list(content[1])}"
     elif isinstance(content, tuple | frozenset):
         text = f"[{', '.join(map(_shown, content))}]"
     else:

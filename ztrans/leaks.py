@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import nn
@@ -148,22 +148,27 @@ def _leaks(
     return [(change.name, change.source) for change in changes if change.is_leak]
 
 
+class _Heard:
+    """Standard output, with the user's lines that write to it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.lines = out, dict[Source | None, None]()
+
+    def write(self, text: str) -> int:
+        self.lines[user_source(2)] = None
+        return self.out.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.out, name)
+
+
 @contextlib.contextmanager
 def _heard(step: str) -> Iterator[None]:
     """Warn of the lines that print: they do so once, not in every step."""
-    out, lines = sys.stdout, dict[Source | None, None]()
-
-    class Heard(io.TextIOBase):
-        def write(self, text: str) -> int:
-            lines[user_source(2)] = None
-            return out.write(text)
-
-        def flush(self) -> None:
-            out.flush()
-
-    with contextlib.redirect_stdout(Heard()):
+    heard = _Heard(sys.stdout)
+    with contextlib.redirect_stdout(heard):
         yield
-    for line in lines:
+    for line in heard.lines:
         warnings.warn(
             f"trace: {step} prints while it is traced, and its program will not.\n  at {where(line)}\n"
             f"Return what you want to see as output, and print it after the step.",

@@ -70,7 +70,7 @@ class _Mentions(NamedTuple):
 def _mentions(code: types.CodeType) -> _Mentions:
     found = _Mentions({}, {}, {})
     kinds = {"GLOBAL": found.globals, "NAME": found.globals, "DEREF": found.closure, "CLASSDEREF": found.closure}
-    kinds |= {"ATTR": found.attributes, "METHOD": found.attributes}
+    kinds |= dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), found.attributes)
     for step in dis.get_instructions(code):
         action, _, kind = step.opname.partition("_")
         names = kinds.get(kind)
@@ -204,20 +204,18 @@ class _Walk:
             self.entry(owner, attribute, name)
             return
         kind = owner if isinstance(owner, type) else type(owner)
-        of_class = next((c for c in kind.__mro__ if attribute in vars(c)), None)
-        if of_class is None or not is_own(of_class):
-            return
-        value = vars(of_class)[attribute]
         full = f"{name}.{attribute}"
-        if isinstance(value, property):
-            self.visit(value.fget, full)
-        elif isinstance(value, classmethod | staticmethod):
-            self.visit(value.__func__, full)
-        elif isinstance(value, types.FunctionType):
-            self.visit(value, full)
-        else:  # of the class, until the object has one of its own; or a slot
-            read = functools.partial(getattr, owner, attribute, ABSENT)
-            self.place((id(owner), attribute), full, read, self.attributes.get(attribute))
+        for of_class in (c for c in kind.__mro__ if attribute in vars(c) and is_own(c)):  # also what super() finds
+            value = vars(of_class)[attribute]
+            if isinstance(value, property):
+                self.visit(value.fget, full)
+            elif isinstance(value, classmethod | staticmethod):
+                self.visit(value.__func__, full)
+            elif isinstance(value, types.FunctionType):
+                self.visit(value, full)
+            else:  # of the class, until the object has one of its own; or a slot
+                read = functools.partial(getattr, owner, attribute, ABSENT)
+                self.place((id(owner), attribute), full, read, self.attributes.get(attribute))
 
     def entry(self, owner: Any, attribute: str, name: str) -> None:
         read = functools.partial(vars(owner).get, attribute, ABSENT)
