@@ -11,7 +11,7 @@ from worlds import default_dtype
 import ztrans as zt
 
 # Inductor's own modules, and those of forward-mode differentiation, use torch.jit.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}:torch") for kind in ("DeprecationWarning", "FutureWarning")]
 W, X = torch.linspace(0, 3, 64).view(8, 8), torch.linspace(-1, 5, 32).view(4, 8)
 
 

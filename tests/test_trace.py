@@ -405,7 +405,8 @@ def forward_mode(state, x):
     return {"w": state["w"] - 0.1 * zt.pmean(slope, "dp") * direction}, value
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+# Forward-mode differentiation of PyTorch uses torch.jit.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_without_autograd_has_a_forward(stage):
     state, x = {"w": W}, torch.cat([X, X + 1])
@@ -418,7 +419,6 @@ def test_a_step_without_autograd_has_a_forward(stage):
     assert distance(new, want) < 1e-6 and distance(outputs[0], value) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_step_without_autograd_must_reduce_what_enters_its_state():
     def tracks(state, x):
         return {"w": 0.9 * state["w"] + x.mean()}, x.sum()

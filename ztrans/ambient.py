@@ -3,7 +3,7 @@
 A step is traced under the caller's autocast, default dtype and default device, so these are part of
 what a program is made for. A program then holds every cast that autocast made, and runs without it.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ namespace c10d, which says neither that it writes `x` nor what it writes. This m
 A call with `async_op=True` has its result at once: the work that it returns is already done. What has no
 functional form, because one rank does what another does not, is refused.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Some code writes an attribute in every step before it reads it, as a module that
 later. Whether that is so is tried: the step is traced a second time from what the first trace left. If the
 program is the same, the writes are part of it, and only their trace outside of the step is missing.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
