@@ -238,6 +238,15 @@ def test_what_the_step_reads_is_found_once(as_it_was):
     assert torch.equal(run(torch.zeros(1), X)[1], X * 100_001)
 
 
+def test_a_container_that_holds_itself():
+    ring = [1.0]
+    ring.append(ring)
+    run = zt.Step.of(lambda s, x: (s, x * ring[0]))
+    run(torch.zeros(1), X)
+    ring[0] = 2.0
+    assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
+
+
 def test_what_a_step_does_not_name_is_not_read():
     """Another attribute of an object, or another entry of a library, makes no new program."""
     settings = argparse.Namespace(rate=1.0, seen=0)

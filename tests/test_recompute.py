@@ -159,6 +159,23 @@ def test_in_a_lifted_loop():
     assert distance(*states) == 0 and peaks[1] < peaks[0]
 
 
+def test_a_checkpoint_may_be_long():
+    def step(state, x):
+        w = state.detach().requires_grad_()
+
+        def deep(x):
+            for _ in range(1000):
+                x = torch.sin(x * w)
+            return x
+
+        y = checkpoint(deep, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
+        return state - torch.autograd.grad(y.square().mean(), [w])[0], y.detach().mean()
+
+    lowered = zt.Step.of(step).lower(torch.ones(1), X)
+    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "all but the last, whose derivative reads its argument"
+    assert distance(lowered.lockstep(torch.ones(1), [(X,)])[0], step(torch.ones(1), X)[0]) == 0
+
+
 def test_what_follows_a_checkpoint_is_not_dropped():
     """PyTorch lets the mark of the last operation stand."""
 

@@ -25,6 +25,7 @@ from .reached import LONGEST, Reach, is_own, reach
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
+_LEVEL = 10  # what a container in a container counts for, which bounds how deep they are read
 _LONGEST_TEXT = 80  # characters of a container in a message
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
@@ -64,9 +65,9 @@ class Captured:
             values, now = _values(known)
             if len(now) == len(objects) and all(map(operator.is_, now, objects)):
                 return number, values
-        found = reach(self.fn)
-        values, objects = _values(found)
-        self._reaches.append((found, objects))
+        reached = reach(self.fn)
+        values, objects = _values(reached)
+        self._reaches.append((reached, objects))
         return len(self._reaches) - 1, values
 
     def changes(self, before: Key, now: Key) -> list[str]:
@@ -78,29 +79,39 @@ class Captured:
         known, objects = self._reaches[before.reach]
         kept = {id(x) for x in objects}
         for place, old in zip(known.places, before.values):
-            found: list = []
-            new, line = _value(place.read(), found), f" ({place.source})" if place.source else ""
+            (new, held), line = constants(place.read()), f" ({place.source})" if place.source else ""
             if old != new:
                 changes.append(f"{place.name} was {_shown(old)} and is {_shown(new)}{line}")
-            elif any(id(x) not in kept for x in found):
+            elif any(id(x) not in kept for x in held):
                 changes.append(f"{place.name} is another object{line}")
         return changes
 
 
-def _values(found: Reach) -> tuple[tuple, list]:
+def _values(reached: Reach) -> tuple[tuple, list]:
     """The values at all places, and the functions and objects among them."""
-    objects: list = []
-    return tuple([_value(place.read(), objects) for place in found.places]), objects
+    values, objects = [], []
+    for place in reached.places:
+        value, more = constants(place.read())
+        values.append(value)
+        objects += more
+    return tuple(values), objects
 
 
-def constants(value: Any) -> tuple[Any, list[int]]:
-    """What of a value a program depends on: equal constants make equal programs."""
-    objects: list = []
-    return _value(value, objects), [id(x) for x in objects]
+def constants(value: Any) -> tuple[Any, list]:
+    """What of a value a program depends on, with its type, and the functions and objects that it holds."""
+    reading = _Reading([])
+    return _value(value, reading), reading.objects
 
 
-def _value(value: Any, objects: list) -> Any:
-    """What of a value a program depends on, with its type; a function or an object joins `objects`."""
+@dataclass
+class _Reading:
+    """What was found in a value, and how much of it is still read: settings are small, and what is large is data."""
+
+    objects: list
+    left: int = LONGEST
+
+
+def _value(value: Any, reading: _Reading) -> Any:
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, value
@@ -109,16 +120,17 @@ def _value(value: Any, objects: list) -> Any:
     if isinstance(value, numpy.ndarray):
         return kind, (value.dtype.str, value.shape, value.tobytes() if value.size <= LONGEST else None)
     if isinstance(value, _CONTAINERS):
-        if len(value) > LONGEST:
+        reading.left -= len(value) + _LEVEL
+        if reading.left < 0:
             return kind, len(value)
         if isinstance(value, dict):
-            return kind, tuple([(k, _value(x, objects)) for k, x in value.items()])
-        items = [_value(x, objects) for x in value]
+            return kind, tuple([(k, _value(x, reading)) for k, x in value.items()])
+        items = [_value(x, reading) for x in value]
         return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
     if isinstance(value, numbers.Number | enum.Enum):
         return kind, value
     if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
-        objects.append(value)
+        reading.objects.append(value)
     return None
 
 

@@ -31,6 +31,9 @@ class Compiled:
     """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
 
     The first call compares programs over all ranks, and takes rank 0's plan where they differ.
+
+    Raises: TypeError when called with other arguments than it was compiled for, when what the step reads besides
+    its arguments has changed since it was traced, and inside of torch.func's transforms.
     """
 
     lowered: Lowered

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import operator
 import sys
 import types
 import warnings
@@ -199,7 +200,8 @@ def _same(old: Any, new: Any) -> bool:
         return True
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or _holds_tensor_of_trace(new):
         return False
-    return constants(old) == constants(new)
+    (before, held), (now, holds) = constants(old), constants(new)
+    return before == now and len(held) == len(holds) and all(map(operator.is_, held, holds))
 
 
 def _contents(holder: Any) -> dict:

@@ -68,9 +68,12 @@ class _Mentions(NamedTuple):
 
 @functools.cache
 def _mentions(code: types.CodeType) -> _Mentions:
-    found = _Mentions({}, {}, {})
-    kinds = {"GLOBAL": found.globals, "NAME": found.globals, "DEREF": found.closure, "CLASSDEREF": found.closure}
-    kinds |= dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), found.attributes)
+    mentions = _Mentions({}, {}, {})
+    kinds = {
+        **dict.fromkeys(("GLOBAL", "NAME"), mentions.globals),
+        **dict.fromkeys(("DEREF", "CLASSDEREF"), mentions.closure),
+        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), mentions.attributes),
+    }
     for step in dis.get_instructions(code):
         action, _, kind = step.opname.partition("_")
         names = kinds.get(kind)
@@ -83,9 +86,9 @@ def _mentions(code: types.CodeType) -> _Mentions:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):  # a function or a comprehension inside
             nested = _mentions(inner)
-            for names, more in zip(found, nested):
+            for names, more in zip(mentions, nested):
                 names.update({k: line for k, line in more.items() if k not in names})
-    return found
+    return mentions
 
 
 class _Walk:

@@ -22,21 +22,32 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
 
     What computes them computes the views of them as well, and in its turn reads what backward has computed.
     """
-    made, root = producers(graph.eqns), liveness(graph).root
-    names = Names(v.name for v in (*graph.inputs, *made))
+    makers, root = producers(graph.eqns), liveness(graph).root
+    place = {e: i for i, e in enumerate(graph.eqns)}
+    names = Names(v.name for v in (*graph.inputs, *makers))
     eqns: list[Eqn] = []
-    done: dict[Var, Var] = {}
+    copies: dict[Var, Var] = {}
+
+    def needed(v: Var) -> list[Eqn]:
+        """The equations that compute `v` anew, in their order."""
+        equations, reads = set[Eqn](), [v]
+        while reads:
+            v = reads.pop()
+            if root[v] in again and v not in copies and makers[v].region == "forward" and makers[v] not in equations:
+                equations.add(makers[v])
+                reads += makers[v].ins
+        return sorted(equations, key=place.__getitem__)
 
     def read(v: Var) -> Var:
-        if root[v] in again and v not in done and made[v].region == "forward":
-            e = made[v]
-            args, kwargs = substitute(e.args, read), substitute(e.kwargs, read)
-            for out in e.outs:
-                if out is not None and root[out] in again:
-                    done[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
-            outs = tuple(map(done.get, e.outs))
-            eqns.append(e.replace(args=args, kwargs=kwargs, outs=outs, region="backward"))
-        return done.get(v, v)
+        for e in needed(v):
+            copies.update(
+                (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
+                for out in e.outs
+                if out is not None and root[out] in again
+            )
+            args, kwargs = (substitute(x, lambda v: copies.get(v, v)) for x in (e.args, e.kwargs))
+            eqns.append(e.replace(args=args, kwargs=kwargs, outs=tuple(map(copies.get, e.outs)), region="backward"))
+        return copies.get(v, v)
 
     for e in graph.eqns:
         if e.region == "backward":
@@ -51,9 +62,9 @@ def checkpointed(graph: Graph, facts: Mapping[Var | None, Fact]) -> Graph:
     Kept are random draws, what the update or an output of the step reads anyway, and what leaves its checkpoint:
     that is what the next one begins with.
     """
-    made, root = producers(graph.eqns), liveness(graph).root
+    makers, root = producers(graph.eqns), liveness(graph).root
     at = lambda v: facts[v].checkpoint if v in facts else None
-    dropped = {v for v in made if root[v] is v and facts[v].dropped and not is_random(made[v].op)}
+    dropped = {v for v in makers if root[v] is v and facts[v].dropped and not is_random(makers[v].op)}
     if not dropped:
         return graph
     kept = {root[v] for v in variables(graph.outputs)}

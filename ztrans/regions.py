@@ -92,8 +92,8 @@ def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentia
 
 def _unreduced(graph: Graph, over: Varying) -> set[Var]:
     """Values that depend on the batch and enter the state without a reduction that the user asked for."""
-    found = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
+    unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
     for e in reversed(graph.eqns):
-        if any(o in found for o in e.outs) and e.op not in (PMEAN, PSUM):
-            found.update(v for v in e.ins if v in over)
-    return found
+        if any(o in unreduced for o in e.outs) and e.op not in (PMEAN, PSUM):
+            unreduced.update(v for v in e.ins if v in over)
+    return unreduced

@@ -137,9 +137,9 @@ def trace(
         return result
 
     def record_program() -> _Traced:
-        made = [abstract[i] for i in dynamic]
+        inputs_as = [abstract[i] for i in dynamic]
         wants_grad = [_wants_grad(leaves[i]) for i in dynamic]
-        recorded = record(call, lambda: [a.empty(device) for a in made], wants_grad, name)
+        recorded = record(call, lambda: [a.empty(device) for a in inputs_as], wants_grad, name)
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)

@@ -91,9 +91,9 @@ class Watch(TorchDispatchMode):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
 
-    def remember(self, made: Any, line: Source | None) -> None:
+    def remember(self, results: Any, line: Source | None) -> None:
         """Tensors of the trace, to find those that outlive it."""
-        self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(made) if isinstance(x, FakeTensor)]
+        self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(results) if isinstance(x, FakeTensor)]
 
     def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
         """Refuse an operation that no program can hold."""
