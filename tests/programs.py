@@ -549,6 +549,29 @@ def weight_norm() -> Case:
     return Case("weight_norm", step, state, regression(6, 8))
 
 
+def complex_weights() -> Case:
+    """A filter of complex weights, whose second moments are real: conjugates in forward, backward and update."""
+
+    def loss(params, x, y):
+        spectrum = torch.fft.rfft(x) @ params["filter"] * params["gain"].conj()
+        return F.mse_loss(torch.fft.irfft(spectrum, n=6) + params["shift"].imag, y)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        m = {k: 0.9 * state["m"][k] + 0.1 * g for k, g in grads.items()}
+        v = {k: 0.95 * state["v"][k] + 0.05 * (g * g.conj()).real for k, g in grads.items()}
+        params = {k: p - 0.01 * m[k] / (v[k].sqrt() + 1e-3) for k, p in state["params"].items()}
+        return {"params": params, "m": m, "v": v}, value
+
+    def state():
+        torch.manual_seed(0)
+        dtype = torch.complex(*torch.zeros(2)).dtype
+        params = {k: torch.randn(*shape, dtype=dtype) for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()}
+        return {"params": params, "m": zeros(params), "v": {k: p.abs() * 0 for k, p in params.items()}}
+
+    return Case("complex_weights", step, state, regression(6, 6))
+
+
 def cast_outside() -> Case:
     """Half-precision copies made outside of the loss and differentiated for: gradients arrive in bf16."""
     model = mlp(8, 16, 4)
@@ -600,7 +623,7 @@ EXACT = [
     mlp_momentum(), gpt_adam(), adamw_with(fused=True, foreach=False), adamw_with(foreach=True, fused=False),
     adamw_with(foreach=False, fused=False), conv_groupnorm(), batch_norm_mean(), lstm(), mixture(), lora(),
     uneven(), muon(), clipped(), loss_scaled(), accumulation(), sam(), penalty(), weight_penalty(), per_sample(),
-    token_weighted(), weight_norm(),
+    token_weighted(), weight_norm(), complex_weights(),
 ]  # fmt: skip
 HALF = [autocast(), cast_outside(), cast_inside()]
 CASES = {case.name: case for case in EXACT + HALF}

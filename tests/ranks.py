@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
+from in_place import as_plain
 from programs import CASES, adam, adam_state, mlp, regression, square_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -273,6 +274,7 @@ def two() -> None:
     wire_bytes(mesh)
     disagreement(mesh)
     sharding(mesh)
+    as_plain(mesh, report)
     tuned(mesh, report)
     memory(mesh)
 

@@ -75,6 +75,12 @@ def test_the_steps_own_collectives_are_left_where_they_are(four):
 
 
 @pytest.mark.distributed
+def test_in_place_collectives_do_what_they_do_outside_of_a_step(two):
+    figures = of(two, "in_place")
+    assert len(figures) == 2 * 10 and all(f["bitwise"] for f in figures), figures
+
+
+@pytest.mark.distributed
 def test_fused_gathers_hand_half_the_bytes_to_the_backend(two):
     figures = of(two, "wire")
     assert [f["stage"] for f in figures] == [1, 2, 3]

@@ -105,6 +105,16 @@ def test_generators_and_seeds():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_what_has_only_an_effect_is_left_out_with_a_warning():
+    def asserts(state, batch):
+        torch._assert_async((batch[0] > 0).all())
+        return state, batch[0].sum()
+
+    with pytest.warns(UserWarning, match=r"asserts calls aten._assert_async.default, which returns nothing") as told:
+        zt.Step.of(asserts).trace(STATE, BATCH)
+    assert line("asserts", "_assert_async") in str(told[0].message)
+
+
 def test_a_closure_over_a_tensor():
     mask = torch.ones(3, 1)
 

@@ -158,6 +158,17 @@ def bits(x):
     return pairs
 
 
+def conjugated(z):
+    """Lazy views, which compute when they are read: also written through, and kept."""
+    lazy = z.conj()
+    lazy[0].mul_(1 + 2j), z[1].add_(lazy[2])
+    lazy.imag.add_(1), z.mH[0].sub_(1)
+    negative = torch._neg_view(z.real)
+    negative[2].add_(3)
+    z.copy_(lazy)
+    return lazy, negative, lazy[1:].view(-1), z.mH
+
+
 def literal(x):
     t = torch.tensor([1.0, 2.0])
     return t.add_(1) * torch.tensor(3.0), torch.tensor([[1.0, 2.0]] * 5)[3] + x[0, :2], torch.zeros(3).add_(x[0, :3])
@@ -201,7 +212,7 @@ STEPS = {
     "copy_ transposed": (lambda x, z: (x.copy_(z.t()), x.view(-1)), X, T(6, 4)), "copy_ to a view": (transposed_into_a_view, X, T(2, 12)),
     "memory order": (lambda x, t, y: (t.copy_(y), t.t().view(-1), torch.add(y, 1, out=t).t().view(-1)), X, T(6, 4).t(), Y),
     "fill": (filled, X, Y, T(())), "index": (indexed, X, Y, I2), "scatter": (scattered, X, Y, I46), "out": (into, X, Y),
-    "random": (drawn, X), "bits": (bits, X), "literals": (literal, X), "data": (renamed, X, Y), "set_": (named_shape, X),
+    "random": (drawn, X), "bits": (bits, X), "lazy": (conjugated, torch.complex(X, Y)), "literals": (literal, X), "data": (renamed, X, Y), "set_": (named_shape, X),
     "autograd through views": (backward_in_place, X, Y), "gradients": (grads_are_accumulated, X, Y),
     "activations": (lambda x: (F.relu_(x[0]), F.elu_(x[1]), F.leaky_relu_(x[2], 0.1), F.silu(x[3], inplace=True), x.clamp_(max=0.5)), X),
     "matmuls": (lambda x, a, b: (x.addmm_(a, b, beta=0.5, alpha=2), x[0].addmv_(b.t(), a[0]), x.triu_(), x.cumsum_(0)), X, T(4, 3), T(3, 6)),

@@ -23,15 +23,15 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "process_groups"], 0),
-    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "meeting", "search", "coalesce", "fusion", "aliases", "transport", "mesh"], 3),
+    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "process_groups", "c10d", "ambient", "views"], 0),
+    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit", "reached", "generators"], 1),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay", "captured"], 2),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "meeting", "search", "coalesce", "fusion", "aliases", "transport", "mesh", "watch", "leaks"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
     **dict.fromkeys(["failure", "write_order", "fingerprint", "replicas"], 3.5),
     **dict.fromkeys(["transfer"], 8.5),
-    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
-    **dict.fromkeys(["functional", "cost", "near", "nccl", "recording"], 5),
+    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values", "fx_trace"], 4),
+    **dict.fromkeys(["functional", "recompute", "cost", "near", "nccl", "recording"], 5),
     **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
     **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),
@@ -56,7 +56,7 @@ DOORS = {
 }
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"trace", "marks", "lift", "execute", "rules", "process_groups"}
+ROOMS = {"fx_trace", "watch", "leaks", "c10d", "ambient", "marks", "lift", "execute", "rules", "process_groups"}
 # No room needed: pytrees, and the type of an operator, which has no public name.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 

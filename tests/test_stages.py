@@ -68,6 +68,18 @@ def test_parts_of_one_buffer_can_be_written():
     assert flat.tolist() == [1, 1, 1, 0, 0, 0]
 
 
+def test_a_state_that_becomes_its_own_conjugate():
+    """A conjugate lies where its tensor does and differs from it only in a mark, which no one else sees."""
+    run = zt.Step.of(lambda z, x: (z.conj(), (z.conj() * x).sum()))
+    z, x = torch.complex(X, X + 1), torch.complex(X, X * 2)
+    want = z.conj().resolve_conj()
+    new, output = run(z.clone(), x.conj())
+    assert torch.equal(new, want) and torch.equal(output, (want * x.conj()).sum())
+    with pytest.raises(TypeError, match="z is conjugated or negated only when it is read, and a step writes"):
+        run(z.clone().conj(), x)
+    assert torch.equal(run(run.shard(z.clone().conj()), x)[0], z)
+
+
 def test_lockstep_takes_state_in_any_memory_order():
     run = zt.shard_params(zt.AbstractMesh(dp=2))(lambda s, x: (s * 2, (s.view(-1) * x.sum()).sum()))
     state = torch.randn(6, 4).t()

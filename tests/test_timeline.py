@@ -119,13 +119,15 @@ def test_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_pa
     assert data_of(page([simulated]))["table"] == str(simulated)
 
 
-def test_a_page_is_not_ended_by_what_it_shows():
+@pytest.mark.parametrize("text", ["</script><b>", "<!--<script>", "<!-- & -->"])
+def test_a_page_is_not_ended_by_what_it_shows(text):
+    """Nor does a name begin a script or a comment, which would take in the rest of the page."""
     t = by_hand()
-    name = dataclasses.replace(t.events[0].eqn.outs[0], name="</script><b>")
+    name = dataclasses.replace(t.events[0].eqn.outs[0], name=text)
     odd = dataclasses.replace(t.events[0], eqn=t.events[0].eqn.replace(outs=(name,)))
-    html = page([dataclasses.replace(t, events=(odd, *t.events[1:]))])
-    assert html.count("</script>") == page([t]).count("</script>")
-    assert any("</script><b>" in text for text in data_of(html)["texts"])
+    html, plain = page([dataclasses.replace(t, events=(odd, *t.events[1:]))]), page([t])
+    assert html.count("<") == plain.count("<"), "all that the page shows is written without it"
+    assert any(text in shown for shown in data_of(html)["texts"])
 
 
 def test_perfetto_is_a_trace_in_order(simulated, measured, tmp_path):

@@ -368,3 +368,61 @@ def test_scalars_that_are_tensors():
         assert torch.allclose(got, want)
     with pytest.raises(ValueError, match="reads a tensor's value while it is traced"):
         zt.Step(lambda s, lr: (torch.add(s, s, alpha=lr, out=torch.empty_like(s)), 0.0)).trace(w, lr)
+
+
+TABLE = nn.Embedding(4, 2, sparse=True)
+LOOKUPS = {
+    "one_hot": lambda w, ids: F.one_hot(ids, 4).float() @ w,
+    "one_hot in vmap": lambda w, ids: torch.func.vmap(lambda i: F.one_hot(i, num_classes=4))(ids).float() @ w,
+    "embedding": lambda w, ids: F.embedding(ids, w, sparse=True),
+    "torch.embedding": lambda w, ids: torch.embedding(w, ids, -1, False, True),
+    "embedding_bag": lambda w, ids: F.embedding_bag(ids, w, mode="sum", sparse=True),
+    "module": lambda w, ids: functional_call(TABLE, {"weight": w}, (ids,)),
+    "gather": lambda w, ids: torch.gather(w, 0, ids, sparse_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("way", ["func", "autograd"])
+def test_lookups_have_dense_gradients_whose_shapes_no_value_decides(name, way):
+    def step(state, ids, way=way):
+        value = lambda p: LOOKUPS[name](p["w"], ids).square().sum()
+        g = (grad(value) if way == "func" else partial(by_grad, value))(state)["w"]
+        return {"w": state["w"] - 0.1 * (g.to_dense() if g.is_sparse else g)}, None
+
+    state, ids = {"w": W}, torch.tensor([[0, 2], [3, 2], [1, 0]])
+    lowered = zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, ids)
+    assert not any("sparse_coo" in str(e.op) for e in lowered.graph.check().eqns)
+    want = step(state, ids, way="autograd")[0]
+    assert distance(lowered.lockstep(state, [(ids,), (ids,)])[0], want) < 1e-6
+
+
+def forward_mode(state, x):
+    """A directional derivative, reduced by hand; a matrix that no rule would compute on parts."""
+    weights = torch.renorm(state["w"], 2, 0, 1.0)
+    direction = torch.ones_like(state["w"])
+    value, slope = torch.func.jvp(lambda w: torch.tanh(x @ (w + weights)).square().mean(), (state["w"],), (direction,))
+    return {"w": state["w"] - 0.1 * zt.pmean(slope, "dp") * direction}, value
+
+
+# Forward-mode differentiation of PyTorch uses torch.jit.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_without_autograd_has_a_forward(stage):
+    state, x = {"w": W}, torch.cat([X, X + 1])
+    lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)(forward_mode).lower(state, X)
+    regions = {str(e.op): e.region for e in lowered.graph.check().eqns}
+    assert [regions[f"aten.{op}"] for op in ("renorm.default", "tanh.default", "mean.default")] == ["forward"] * 3
+    assert regions["aten.sub.Tensor"] == "update"
+    new, outputs = lowered.lockstep(state, [(X,), (X + 1,)])
+    want, value = forward_mode(state, x)
+    assert distance(new, want) < 1e-6 and distance(outputs[0], value) < 1e-6
+
+
+def test_a_step_without_autograd_must_reduce_what_enters_its_state():
+    def tracks(state, x):
+        return {"w": 0.9 * state["w"] + x.mean()}, x.sum()
+
+    with pytest.raises(ValueError, match=r"reaches state w.*without having been reduced") as e:
+        zt.shard_params(zt.AbstractMesh(dp=2))(tracks).lower({"w": W}, X)
+    assert f"test_trace.py:{line('tracks', 'x.mean')}" in str(e.value)

@@ -81,7 +81,8 @@ def distance(a: Any, b: Any, floor: float = 0.0) -> float:
     """Norm-wise relative distance of the worst leaf; leaves smaller than `floor` are measured against it."""
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
-        x, y = (torch.as_tensor(t, dtype=torch.float64) for t in (x, y))
+        is_complex = any(isinstance(t, torch.Tensor) and t.is_complex() for t in (x, y))
+        x, y = (torch.as_tensor(t, dtype=torch.complex128 if is_complex else torch.float64) for t in (x, y))
         if x.numel():
             scale = max(y.norm().item(), floor)
             worst = max(worst, (x - y).norm().item() / scale if scale else x.norm().item())

@@ -29,6 +29,8 @@ _INVERSES = {  # of the views that show all of the base
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
     "view_as_complex": aten.view_as_real.default,
+    "_conj_physical": aten._conj_physical.default,
+    "neg": aten.neg.default,
 }
 _SCATTERS = {  # of the views that show a part of it
     "slice": aten.slice_scatter.default,

@@ -17,6 +17,33 @@ from .layout import AbstractMesh, placements
 from .trace import Program
 
 
+def traced_leaves(program: Program, name: str, state: Any, batch: tuple) -> list:
+    """The leaves of a call that are inputs of the program.
+
+    Raises: TypeError where the others are not what the program was traced for.
+    """
+    leaves, tree = pytree.tree_flatten((state, *batch))
+    if tree != program.in_tree:
+        raise TypeError(f"{name}: compiled for arguments {program.in_tree}, called with {tree}.")
+    for i, value in program.static:
+        if leaves[i] != value:
+            raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
+    static = {i for i, _ in program.static}
+    return [x for i, x in enumerate(leaves) if i not in static]
+
+
+def check_captured(program: Program, name: str) -> None:
+    """Raises: TypeError where what the step reads besides its arguments is not what it was traced for."""
+    now = program.captured.key()
+    if now != program.made_for:
+        changes = program.captured.changes(program.made_for, now)
+        raise TypeError(
+            f"{name}: what the step reads besides its arguments has changed since it was traced:\n"
+            + "".join(f"  * {change}\n" for change in changes[:4])
+            + "Lower it again, or call the step itself, which is then traced anew."
+        )
+
+
 def flat(
     program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, state: Any, batch: tuple
 ) -> tuple[list, list[torch.Tensor]]:
@@ -24,18 +51,13 @@ def flat(
 
     Raises: TypeError where they are not what the program was compiled for.
     """
-    leaves, tree = pytree.tree_flatten((state, *batch))
-    if tree != program.in_tree:
-        raise TypeError(f"{graph.name}: compiled for arguments {program.in_tree}, called with {tree}.")
-    for i, value in program.static:
-        if leaves[i] != value:
-            raise TypeError(f"{graph.name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
-    static = {i for i, _ in program.static}
-    found = [x for i, x in enumerate(leaves) if i not in static]
+    found = traced_leaves(program, graph.name, state, batch)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # one rank holds everything, however it is called
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, found, layouts, lowered=True)
     local = [local_part(x) for x in found]
+    # A program reads memory, and a lazily conjugated or negated tensor is not what its memory holds.
+    local[graph.num_state :] = [x.resolve_conj().resolve_neg() for x in local[graph.num_state :]]
     for v, x, y in zip(graph.inputs, found, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
@@ -91,6 +113,8 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     spans = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
         size = x.numel()
+        if i < graph.num_state and (x.is_conj() or x.is_neg()):
+            raise TypeError(_donated(graph, f"{v.name} is conjugated or negated only when it is read"))
         if not x.is_contiguous():
             if i < graph.num_state:
                 raise TypeError(_donated(graph, f"{v.name} is not contiguous"))

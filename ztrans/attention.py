@@ -131,7 +131,7 @@ def _faster(op: Callable, lies: tuple[Strided, ...], causal: bool, scale: float,
     kernel = fused(computed, lambda: [x.empty() for x in lies])
 
     def products(*args: Any, **_: Any) -> list[torch.Tensor]:
-        return kernel([x for x in args if isinstance(x, torch.Tensor)])
+        return kernel([w.holds(x) for x, w in zip((x for x in args if isinstance(x, torch.Tensor)), lies)])
 
     products.__name__ = f"{_OTHERS[op].__name__}_by_products"
     with torch.no_grad():

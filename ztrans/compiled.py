@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from . import inductor
 from .agreement import agree, messages, messages_hash, slowest
-from .arguments import check_donation, flat
+from .ambient import refuse_inside, without_autocast
+from .arguments import check_captured, check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
 from .failure import Writes, alone, check_whole, running, steps_of
@@ -42,6 +43,9 @@ class Compiled:
 
     The first call compares programs over all ranks, and takes rank 0's plan where they differ. A program with a plan
     that the ranks `agreed` on for another batch shape needs no more than to send the same messages.
+
+    Raises: TypeError when called with other arguments than it was compiled for, when what the step reads besides
+    its arguments has changed since it was traced, and inside of torch.func's transforms.
     """
 
     lowered: Lowered
@@ -60,6 +64,13 @@ class Compiled:
         return self.as_text()
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
+        refuse_inside(self.lowered.graph.name, (state, batch))
+        check_captured(self.lowered.program, self.lowered.graph.name)
+        return self.run(state, batch)
+
+    @without_autocast()
+    def run(self, state: Any, batch: tuple) -> tuple[Any, Any]:
+        """What a call does when the step has been looked up for what it captures, as `Step` does."""
         leaves, local = self._flat(state, batch)
         with self._step(leaves, local) as run:
             outputs = run(local)
@@ -68,6 +79,7 @@ class Compiled:
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
 
+    @without_autocast()
     def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
         """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
 
@@ -75,6 +87,7 @@ class Compiled:
         after it; the timeline is this rank's. A step with `cuda_graph` is recorded as it is without. See
         `profile.Profile`.
         """
+        check_captured(self.lowered.program, self.lowered.graph.name)
         leaves, local = self._flat(state, batch)
         with self._step(leaves, local) as run:
             self._writes.begin()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import ops
+from .ambient import refuse_inside, without_autocast
 from .collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -31,6 +32,7 @@ from .groups import is_users
 from .layout import cut, localize
 from .pretty import op_name
 from .source import where
+from .views import called
 
 Env = dict[Var, Any]
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -61,14 +63,16 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     """The outputs of every rank, from every rank's flat inputs, which are not changed.
 
     Raises: ValueError when the number of ranks is not that of the mesh, or the step's own collective is
-        over a group that is none of its axes, or from one rank to another.
+        over a group that is none of its axes, or from one rank to another. TypeError inside of torch.func's
+        transforms.
     """
+    refuse_inside("lockstep", ranks)
     places = coordinates(graph.mesh)
     if len(ranks) != len(places):
         raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
     envs: list[Env] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
     last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         for i, eqn in enumerate(graph.eqns):
             if is_start(eqn):
                 for group in _groups(places, eqn.kwargs["axis"]):
@@ -127,7 +131,7 @@ def _local(eqn: Eqn, env: Env, graph: Graph, at: dict[str, int]) -> None:
         env[eqn.outs[0]] = cut(env[eqn.args[0]], split, graph.axes[split.axis], at[split.axis])
     else:
         here = localize(eqn, graph.axes, at)
-        out = here.op(*substitute(here.args, read), **substitute(here.kwargs, read))
+        out = called(here.op)(*substitute(here.args, read), **substitute(here.kwargs, read))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         outs = [x for o in outs for x in (o if isinstance(o, list) else (o,))]
         env.update((var, value) for var, value in zip(eqn.outs, outs) if var is not None)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .ambient import without_autocast
 from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import channel, wait
 from .donation import Donation, donation
@@ -35,6 +36,7 @@ from .layout import cut, localize
 from .streams import Streams
 from .symmetric import side_streams, start
 from .versions import check_torch
+from .views import called
 
 
 class _Cut(torch.nn.Module):
@@ -151,7 +153,7 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    made = out.call_function(twin or eqn.op, args, kwargs)
+    made = out.call_function(twin or called(eqn.op), args, kwargs)
     returns = eqn.op._schema.returns
     # An update over lists: the results are its arguments.
     if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:
@@ -190,7 +192,7 @@ def bind(
     """The FX module of a program as such a function."""
 
     def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             outputs = program(*inputs)
             if on_write is not None:
                 on_write()

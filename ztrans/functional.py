@@ -9,11 +9,13 @@ equation per member, so that each parameter's update can run as soon as its grad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .aliases import Alias, Builder, Storage, View
 from .collectives import GRADIENT, PMEAN, PSUM
@@ -24,6 +26,9 @@ from .twins import functional, is_written, member, outs, with_defaults
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
+# A lazy view computes when it is read, and only operations of PyTorch know that: what copies or sends its memory does
+# not. A program computes it where the step wrote it.
+_COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
@@ -50,9 +55,19 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
             env[node] = args[0][args[1]]
         else:
             env[node] = _operation(made, node.target, args, kwargs, node.meta.get("val"))
-    seen = {eqn: node.meta.get("custom", {}) for eqn, node in made.nodes.items()}
-    facts = {eqn: Fact(custom.get("backward", False), custom.get("recorded", False)) for eqn, custom in seen.items()}
-    return made.eqns, outputs, facts
+    return made.eqns, outputs, {eqn: _fact(node) for eqn, node in made.nodes.items()}
+
+
+def _fact(node: fx.Node) -> Fact:
+    custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
+    if policy is not None and policy.name.endswith("OFFLOAD"):
+        warnings.warn(
+            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
+            f"  at {where(custom.get('source'))}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
+            stacklevel=2,
+        )
+    dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
 
 
 def _operation(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
@@ -89,7 +104,7 @@ def _mark(made: Builder, op: Any, x: Alias, other: Any, val: Any) -> Alias:
 
 
 def _view(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    base, rest = args[0], tuple(made.read(args[1:]))
+    base, rest, op = args[0], tuple(made.read(args[1:])), _COMPUTED.get(op, op)
     if op is aten.as_strided.default and base.views:  # of the storage, wherever the view begins
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = made.emit(op, (made.read(base), *rest), kwargs, val)

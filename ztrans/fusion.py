@@ -77,11 +77,16 @@ def _is_fusible(e: Eqn) -> bool:
     tags = getattr(e.op, "tags", ())
     known = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(e) in _ALSO
     literal = any(isinstance(x, torch.Tensor) for a in e.args for x in (a if isinstance(a, (list, tuple)) else [a]))
-    return known and not is_random(e.op) and not literal
+    return known and not is_random(e.op) and not literal and not _is_complex(e)
 
 
 def _shows(e: Eqn) -> bool:
-    return is_view(e) or _name(e) == "_unsafe_view"
+    return (is_view(e) or _name(e) == "_unsafe_view") and not _is_complex(e)
+
+
+def _is_complex(e: Eqn) -> bool:
+    """Whether it reads or makes complex numbers, of which Inductor makes no kernels."""
+    return any(v.dtype.is_complex for v in (*e.ins, *e.outs) if v is not None)
 
 
 @dataclass(eq=False)

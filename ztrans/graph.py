@@ -243,6 +243,9 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
     return found
 
 
+_LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
+
 @functools.cache
 def is_random(op: Any) -> bool:
     """Whether `op` draws random numbers: an effect, kept in order and never duplicated."""
@@ -259,6 +262,13 @@ def shows_argument(op: Any) -> bool:
     """Whether what `op` returns shares memory with what it is given, and is not that itself."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def rearranges(eqn: Eqn) -> bool:
+    """Whether a view shows elements of its argument as they are, so that it commutes with what works on each alone:
+    one that reads the same bytes as another dtype does not, nor one that negates or conjugates when it is read."""
+    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
+    return is_view(eqn) and same_dtype and eqn.op not in _LAZY
 
 
 def is_view_or_cast(eqn: Eqn) -> bool:

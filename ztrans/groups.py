@@ -30,10 +30,11 @@ def is_wait(eqn: Eqn) -> bool:
 def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
     """How one of the step's own collectives takes values that lie as `have` says, and how it gives them back:
     one that works element by element takes parts as they are; terms are reduced first, and others take whole values.
+    So does one over the axis over which the parts are cut: the ranks' parts are of different elements.
     """
     if eqn.op._schema.name.removeprefix(_NAMESPACE) not in _ELEMENTWISE:
         return [()] * len(have)
-    return [tuple(p for p in layout if isinstance(p, Split)) for layout in have]
+    return [tuple(p for p in layout if isinstance(p, Split) and p.axis != eqn.args[-1]) for layout in have]
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:

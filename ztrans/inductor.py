@@ -27,14 +27,17 @@ from .write_order import first_write
 
 
 class Fused(torch.nn.Module):
-    """A kernel as a call: a result that takes the place of an argument is that argument."""
+    """A kernel as a call: a result that takes the place of an argument is that argument. It reads arguments that lie
+    as `given` says, and others are copied; the state, which it may write, always does."""
 
-    def __init__(self, kernel: Callable[[list], Sequence], over: Sequence[int | None]) -> None:
+    def __init__(
+        self, kernel: Callable[[list], Sequence], over: Sequence[int | None], given: Sequence[Strided]
+    ) -> None:
         super().__init__()
-        self.kernel, self.over = kernel, over
+        self.kernel, self.over, self.given = kernel, over, given
 
     def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
-        made = iter(self.kernel(list(args)))
+        made = iter(self.kernel([given.holds(x) for x, given in zip(args, self.given)]))
         return [next(made) if k is None else args[k] for k in self.over]
 
 
@@ -80,13 +83,13 @@ def executable(
         key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}{' alike' if alike else ''}"
         if key not in compiled:
             compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies, alike)
-        kernels[group] = Kernel(Fused(compiled[key], places), ins, group.outs, writes=bool(old))
+        kernels[group] = Kernel(Fused(compiled[key], places, [lies[v] for v in ins]), ins, group.outs, writes=bool(old))
     calls = {e: call for e in graph.eqns if varies(e) and (call := _other(e, lies)) is not None}
     program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls, on_write=on_write), on_write)
     wanted = [lies[v] for v in graph.inputs]
 
     def called(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return program([x if x.stride() == w.stride else w.empty().copy_(x) for x, w in zip(inputs, wanted)])
+        return program([w.holds(x) for x, w in zip(inputs, wanted)])
 
     called.program, called.kernels = program.program, compiled  # type: ignore[attr-defined]
     return graph, called

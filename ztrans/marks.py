@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +36,10 @@ class Marks(TorchFunctionMode):
             return _renamed(func, *args)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return _backward(*args, **kwargs)
+        if func is F.one_hot:
+            return _one_hot(*args, **kwargs)
+        if func in _SPARSE:
+            args, kwargs = _with_dense_gradient(func, args, kwargs)
         made = with_tensor_scalar(func, args, kwargs)
         return func(*args, **kwargs) if made is NotImplemented else made
 
@@ -73,6 +78,23 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
                     leaf.grad.add_(g)
             for hook in (leaf._post_accumulate_grad_hooks or {}).values():
                 hook(leaf)
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`F.one_hot` without a look at the values, by which PyTorch checks them inside of torch.func's transforms."""
+    if num_classes < 0 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+# Where these have the argument that asks for a sparse gradient, whose entries are counted when it is there.
+_SPARSE = {F.embedding: 6, torch.embedding: 4, F.embedding_bag: 7, torch.embedding_bag: 5, torch.gather: 3}
+
+
+def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a lookup whose gradient is dense: a program's shapes do not depend on values."""
+    args = tuple(False if k == _SPARSE[func] else x for k, x in enumerate(args))
+    return args, {k: False if k in ("sparse", "sparse_grad") else x for k, x in kwargs.items()}
 
 
 def _listed(x) -> list:

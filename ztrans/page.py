@@ -25,7 +25,8 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 def page(timelines: Sequence[Timeline]) -> str:
     """The page as text."""
-    data = json.dumps(_data(timelines), separators=(",", ":")).replace("</", "<\\/")
+    # Within a script, `<!--` and `<script` begin what `</script>` alone does not end: no name may hold a `<`.
+    data = json.dumps(_data(timelines), separators=(",", ":")).replace("<", "\\u003c")
     return Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace(_DATA, data)
 
 

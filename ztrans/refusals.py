@@ -59,6 +59,63 @@ def seeds(what: str, source: Source | None, step: str) -> ValueError:
     )
 
 
+def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueError:
+    """The step calls something of torch.distributed that a program cannot hold."""
+    return ValueError(
+        f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
+        f"same on all ranks, cannot hold: {why}.\n"
+        f"  at {where(source)}\n"
+        f"Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all, or do it between steps."
+    )
+
+
+def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> ValueError:
+    """An operation that does not work on tensors without values."""
+    return ValueError(
+        f"trace: {step} uses {op}, which does not run on tensors without values: {str(error).splitlines()[0]}\n"
+        f"  at {where(source)}\n"
+        f"Do it outside of the step, or give the operation a fake implementation: torch.library.register_fake."
+    )
+
+
+def changes_python(name: str, source: Source | None, step: str) -> ValueError:
+    """The step changes a Python value that it also reads, or that grows with every step."""
+    return ValueError(
+        f"trace: {step} changes {name} while it is traced, and its program will not do so again.\n"
+        f"  at {where(source)}\n"
+        f"Keep what lives from step to step in the state, as a tensor or a number; return what you want to see as "
+        f"output; count and collect outside of the step."
+    )
+
+
+def leaks_tensor(holder: str, source: Source | None, step: str) -> str:
+    """A tensor of the trace is held outside of the step, where nothing computes it again."""
+    return (
+        f"trace: {step} leaves a tensor in {holder} while it is traced. After a step there is what was there before.\n"
+        f"  at {where(source)}\n"
+        f"Return it as output to read it after the step."
+    )
+
+
+def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> ValueError:
+    """The step reads a tensor that another trace left, as in an attribute or a cache."""
+    return ValueError(
+        f"trace: {step} reads a tensor {list(arg.shape)} that an earlier trace left, and that has no values.\n"
+        f"  at {where(source)}\n"
+        f"Compute it in every step, without a cache or an attribute that keeps it; or make it before the first step "
+        f"and pass it in as state."
+    )
+
+
+def draws_in_python(source: Source | None, step: str) -> ValueError:
+    """The step draws a number of Python's or NumPy's generators."""
+    return ValueError(
+        f"trace: {step} draws a random number of Python's or NumPy's, which would be drawn once, while it is traced.\n"
+        f"  at {where(source)}\n"
+        f"Draw with torch inside the step, torch.rand(()), or outside of it, and pass the number in."
+    )
+
+
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
     if not is_random(func) or func._schema.name.endswith("_backward"):

@@ -24,6 +24,8 @@ from .graph import Eqn, Layout, Partial, Split, Var, variables
 from .layout import part
 
 aten = torch.ops.aten
+# Operations that DTensor knows in another form, which is laid out in the same way.
+_KNOWN_AS = {aten._conj_physical.default: aten._conj.default}
 
 
 class NoRule(Exception):
@@ -116,7 +118,7 @@ def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> 
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
     literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
+    return _asked(_Question(_KNOWN_AS.get(eqn.op, eqn.op), types, literals, eqn.args, eqn.kwargs, axis, size))
 
 
 class _Question:

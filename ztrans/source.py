@@ -53,9 +53,15 @@ def where(source: Source | None, otherwise: str = "an unknown line") -> str:
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
-    library = file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
-    return "site-packages" not in file and not library
+def is_library(file: str) -> bool:
+    """Whether a file of code is torch's, the standard library's, ours, or was installed."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's; code without a file, which something has generated, is nobody's."""
+    return not file.startswith("<") and not is_library(file)
 
 
 def user_source(depth: int = 1) -> Source | None:
@@ -63,7 +69,7 @@ def user_source(depth: int = 1) -> Source | None:
     frame = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
         frame = frame.f_back
     return None

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from . import plan as plans
-from .arguments import local_part
+from .ambient import refuse_inside, without_autocast
+from .arguments import check_captured, local_part, traced_leaves
 from .bound import bound
 from .capture import check_device
 from .cluster import Cluster, assumed
@@ -53,6 +54,7 @@ class Traced:
         return self.program.graph
 
     @no_collection()
+    @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         """The per-rank program: transforms applied, collectives placed, buckets and order planned.
 
@@ -163,11 +165,13 @@ class Lowered:
 
         `batches` holds each rank's batch arguments. Returns the full new state and each rank's output;
         nothing is updated in place. No process group is needed, so it runs under an AbstractMesh.
+
+        Raises: TypeError for arguments, or values that the step captured, other than those it was traced for.
         """
         graph, program = self.graph, self.program
-        static = {i for i, _ in program.static}
-        leaves = [enumerate(pytree.tree_leaves((state, *b))) for b in batches]
-        flat = [[local_part(x) for i, x in each if i not in static] for each in leaves]
+        refuse_inside(f"{graph.name}.lockstep", (state, batches))
+        check_captured(program, graph.name)
+        flat = [[local_part(x) for x in traced_leaves(program, graph.name, state, b)] for b in batches]
         n = graph.num_state
         whole = [x.contiguous() for x in flat[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), flat, strict=True)]

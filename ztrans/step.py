@@ -8,6 +8,7 @@ at a time (see `stages`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from .ambient import refuse_inside
 from .arguments import check_laid_out
+from .captured import Captured
 from .cluster import Cluster
 from .compiled import Compiled
 from .failure import check_whole
@@ -104,7 +107,7 @@ class Step:
     def trace(self, state: Any, *batch: Any) -> Traced:
         """The program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        return Traced(trace(self.fn, state, *batch, device=device), self.transforms)
+        return Traced(trace(self.fn, state, *batch, device=device, captured=self._captured), self.transforms)
 
     def lower(self, state: Any, *batch: Any, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         """`trace(state, *batch).lower(cluster=..., plan=...)`; by default with the plan of `planned`, if it fits."""
@@ -140,7 +143,8 @@ class Step:
         return measured
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        return self.compiled(state, *batch)(state, *batch)
+        refuse_inside(self.__name__, (state, batch))
+        return self.compiled(state, *batch).run(state, batch)
 
     def compiled(self, state: Any, *batch: Any) -> Compiled:
         """The compiled step for arguments like these, made at the first call with such arguments.
@@ -160,15 +164,19 @@ class Step:
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
                     f"{', '.join(str(a) for a in _shapes(batch))}. Every new shape is traced and compiled: pad "
-                    f"batches to a few sizes. So is, in a lifted loop, every new setting of the module or the "
+                    f"batches to a few sizes. So is every new value of a number that the step reads besides its "
+                    f"arguments: pass it as one. In a lifted loop these are all settings of the module and of the "
                     f"optimizer but lr: a scheduler may want cycle_momentum=False.",
                     stacklevel=3,
                 )
         return self._cache[key]
 
     def _key(self, state: Any, batch: tuple) -> tuple:
-        settings = getattr(self.fn, "settings", None)  # of a lifted loop: what else a program is made for
-        return *_signature(state, batch), settings() if settings is not None else None
+        return *_signature(state, batch), self._captured.key()
+
+    @functools.cached_property
+    def _captured(self) -> Captured:
+        return Captured(self.fn)
 
     def _check_laid_out(self, state: Any) -> None:
         if self.mesh is not None:

@@ -16,6 +16,7 @@ from .execute import fake
 from .fusion import is_update
 from .graph import Eqn, Graph, Var, substitute
 from .layout import local_shape, localize
+from .views import called
 
 
 class Strided(NamedTuple):
@@ -32,6 +33,12 @@ class Strided(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def holds(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, copied where it does not lie so: operations may lay out their results otherwise than was foreseen."""
+        if x.stride() == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, x.stride(), self.stride)):
+            return x
+        return self.empty().copy_(x)
 
 
 def strides(
@@ -70,7 +77,7 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 def run(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
     """The results of an equation, one for each of its `outs`."""
-    made = e.op(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
+    made = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
     outs = made if isinstance(made, (tuple, list)) else (made,)
     return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
 

@@ -1,42 +1,32 @@
 """trace(fn, state, *batch): a train step as a `Graph`, forward, backward and update.
 
-`make_fx` records the step on fake tensors, functional from end to end (see `functional`), and each
-operation keeps the user's line and its region. A backward operation knows its line through the
-autograd node that runs it, whose sequence number the forward operation drew.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+The step runs once on tensors without values (see `fx_trace`), and each of its operations keeps the user's line
+and its region (see `watch`). What was recorded is made functional from end to end (see `functional`). What the
+step did to Python meanwhile is undone, or refused (see `leaks`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch._decomp
-import torch.fx.traceback as fx_traceback
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ambient import refuse_inside, without_autocast
+from .captured import Captured, Key
 from .functional import import_fx
+from .fx_trace import record
 from .graph import Graph, Var, dce
-from .marks import Marks
-from .refusals import draws, draws_again, no_argument, no_state, reads_value, refuse_closure, seeds
+from .leaks import settled
+from .recompute import checkpointed
+from .refusals import no_argument, no_state
 from .regions import label_regions
-from .source import Source, user_source
 from .versions import check_torch
 
 
@@ -49,6 +39,8 @@ class Program:
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # of all input leaves
     static: tuple[tuple[int, Any], ...]  # input leaves that are no tensors and no numbers: (index, value)
+    captured: Captured  # what the step reads besides its arguments
+    made_for: Key  # what that was
 
 
 @dataclass(frozen=True)
@@ -59,6 +51,11 @@ class Abstract:
     dtype: torch.dtype
     stride: tuple[int, ...]
     device: str
+
+    def empty(self, otherwise: str) -> torch.Tensor:
+        """A tensor that lies so; on the device `otherwise` if it lies on none."""
+        device = otherwise if self.device == "meta" else self.device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     @staticmethod
     def of(leaf: Any, is_state: bool) -> Abstract | Any:
@@ -98,87 +95,68 @@ def no_collection() -> Iterator[None]:
 
 
 @no_collection()
-def trace(fn: Callable, state: Any, *batch: Any, device: str | None = None) -> Program:
+def trace(
+    fn: Callable, state: Any, *batch: Any, device: str | None = None, captured: Captured | None = None
+) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
     which become inputs, never constants. Meta leaves are traced as lying on `device`, by default
-    where other leaves lie.
+    where other leaves lie. `captured` is what `fn` reads besides, if that is known already.
 
-    Raises: ValueError when the step reads a value while it is traced, closes over a tensor, or
-    returns a state of another structure. RuntimeError for a torch that ztrans does not know.
+    Raises: ValueError when the step reads a value while it is traced, closes over a tensor, changes Python
+    values that it reads, or returns a state of another structure. RuntimeError for a torch that ztrans does not
+    know. TypeError inside of torch.func's transforms and of another trace.
     """
     check_torch()
+    name = _name(fn)
+    refuse_inside(f"trace: {name}", (state, batch))
+    captured = captured or Captured(fn)
+    made_for = captured.key()
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     names, paths = leaf_names(fn, (state, *batch))
     abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
+    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
+    for i, value in static:
+        if i < num_state:
+            raise no_state(paths[i], value)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     used = [abstract[i].device for i in dynamic]
     device = device or next((d for d in used if d not in ("cpu", "meta")), "cpu")
-    outside: list[Any] = []
+    inputs = [Var(names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
+    of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
+    batch_vars = frozenset(of_batch)
 
-    def flat(*tensors: torch.Tensor) -> list[Any]:
+    def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
-            full[i] = tensor.requires_grad_() if _wants_grad(leaves[i]) else tensor
-        with _Lines(_name(fn)), Marks():
-            result = fn(*pytree.tree_unflatten(full, in_tree))
-        flat_result, out_tree = pytree.tree_flatten(result)
-        outside.extend([_check_result(fn, result, state), out_tree])
-        return flat_result
+            full[i] = tensor
+        result = fn(*pytree.tree_unflatten(full, in_tree))
+        _check_result(fn, result, state)
+        return result
 
-    with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
-        fakes = [
-            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device if a.device == "meta" else a.device)
-            for a in map(abstract.__getitem__, dynamic)
-        ]
-    generator = torch.random.get_rng_state()
-    with mode, _quiet(), _without_onednn():
-        gm = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*fakes)
-    if not torch.equal(generator, torch.random.get_rng_state()):
-        torch.random.set_rng_state(generator)
-        raise seeds("torch.manual_seed", None, _name(fn))
-    inputs = [Var(names[i], f.dtype, tuple(f.shape)) for i, f in zip(dynamic, fakes)]
-    numbers = {i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and i not in numbers)
-    eqns, outputs, facts = import_fx(gm.graph, inputs)
-    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
-    if any(i < num_state for i, _ in static):
-        i, a = static[0]
-        raise no_state(paths[i], a)
-    graph = Graph(_name(fn), tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
-    _check_state(graph, paths)
-    return Program(dce(label_regions(graph, facts)), in_tree, outside[1], tuple(paths), static)
+    def record_program() -> _Traced:
+        inputs_as = [abstract[i] for i in dynamic]
+        wants_grad = [_wants_grad(leaves[i]) for i in dynamic]
+        recorded = record(call, lambda: [a.empty(device) for a in inputs_as], wants_grad, name)
+        with without_autocast():
+            eqns, outputs, facts = import_fx(recorded.graph, inputs)
+        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
+        _check_state(graph, paths)
+        graph = checkpointed(dce(label_regions(graph, facts)), {v: f for e, f in facts.items() for v in e.outs})
+        return _Traced(graph, recorded.out_tree, recorded.tensors)
+
+    traced = settled(record_program, captured.reach(), name)
+    return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for)
 
 
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Its recurrent layers keep what backward needs under autograd alone, and a program runs without; what is chosen
-    when a program runs is not touched."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
+class _Traced(NamedTuple):
+    """What one run of the step gave: the program, the tree of its results, the tensors that were made."""
 
-
-@functools.cache
-def _declared() -> dict:
-    """cuDNN's batch norm writes statistics that it does not declare to write: as what it is, which does."""
-    aten = torch.ops.aten
-    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
-
-
-class _Fakes(FakeTensorMode):
-    """Tensors without elements, also for fused optimizers that write over what they are given: PyTorch would run
-    those on real ones, as large as the model, to see what they make."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
-            return None
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+    graph: Graph
+    out_tree: pytree.TreeSpec
+    tensors: list
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -237,56 +215,3 @@ def _check_state(graph: Graph, paths: list[str]) -> None:
                 f"trace: {graph.name} was given {path}: {old.type} and returned {got} in its place.\n"
                 f"State keeps its shapes and dtypes from step to step; cast it back before returning it."
             )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
-    before = torch.compiler._is_compiling_flag
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
-
-
-class _Lines(TorchDispatchMode):
-    """Write on every operation its user line, whether autograd runs it, and whether autograd records it."""
-
-    def __init__(self, step: str) -> None:
-        super().__init__()
-        self.step = step
-        self.lines: dict[int, Source | None] = {}
-        self.last = torch.autograd._get_sequence_nr() - 1
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        node = torch._C._current_autograd_node()
-        source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
-        latest = torch.autograd._get_sequence_nr() - 1
-        for number in range(self.last + 1, latest + 1):
-            self.lines[number] = source
-        recorded, self.last = latest > self.last, max(self.last, latest)
-        for arg in pytree.tree_leaves((args, kwargs)):
-            if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                refuse_closure(func, arg, source or user_source(2), self.step)
-            if isinstance(arg, torch.Generator):
-                raise seeds(f"a torch.Generator ({func})", source or user_source(2), self.step)
-        if node is not None and draws(func, args, kwargs or {}):
-            raise draws_again(func, source, self.step)
-        old = fx_traceback.current_meta.get("custom")
-        fx_traceback.current_meta["custom"] = {
-            "source": source,
-            "backward": node is not None,
-            "recorded": recorded,
-        }
-        try:
-            return func(*args, **(kwargs or {}))
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            shape = isinstance(error, DynamicOutputShapeException)
-            raise reads_value(func, shape, source or user_source(2), self.step) from None
-        finally:
-            if old is None:
-                fx_traceback.current_meta.pop("custom", None)
-            else:
-                fx_traceback.current_meta["custom"] = old

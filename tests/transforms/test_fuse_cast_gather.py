@@ -95,3 +95,44 @@ def test_a_cast_that_closes_gaps_stays(use):
     fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x[:2])
     new, _ = fused.lockstep(state, [(x,), (x,)])
     assert torch.allclose(new["w"], step(state, x)[0]["w"])
+
+
+HALF, PAIRS = torch.bfloat16, torch.complex32
+REAL, WIDE, COMPLEX, WHOLE = (
+    torch.linspace(-3, 3, 64).view(8, 8).to(dtype).contiguous()
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.int64)
+)
+COMPLEX = COMPLEX * (1 + 2j)
+# How a leaf is used, and whether the cast may cross the views before it.
+VIEWS = {
+    "bits": (REAL, lambda w: w.view(torch.int32).to(HALF).float() * 1e-9, False),
+    "bits of half the size": (WHOLE, lambda w: w.view(torch.int32).to(torch.int16).float(), False),
+    "pairs as complex": (WIDE, lambda w: torch.view_as_complex(w.view(8, 4, 2)).to(PAIRS).to(torch.complex64), False),
+    "complex as pairs": (COMPLEX, lambda w: torch.view_as_real(w).to(HALF).float(), False),
+    "real": (COMPLEX, lambda w: w.real.to(HALF).float(), False),
+    "imag": (COMPLEX, lambda w: w.imag.to(HALF).float(), False),
+    "imag of conj": (COMPLEX, lambda w: w.conj().imag.to(HALF).float(), False),
+    "conj": (COMPLEX, lambda w: w.conj().to(PAIRS).to(torch.complex64) * (1 + 2j), False),
+    "neg": (REAL, lambda w: torch._neg_view(w).to(HALF).float(), False),
+    "complex": (COMPLEX, lambda w: w.t().to(PAIRS).to(torch.complex64) * (1 + 2j), True),
+    "complex to real": (COMPLEX, lambda w: (w * 1.0).real + w.t().real, False),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a_cast_crosses_only_views_that_keep_elements_and_dtype(name):
+    leaf, use, crosses = VIEWS[name]
+
+    def step(state, x):
+        used = use(state["w"])
+        grads, value = grad_and_value(lambda b: (used * b * x.mean()).abs().square().mean())(state["b"])
+        return {"w": state["w"], "b": state["b"] - 0.1 * grads}, value
+
+    state, x = {"w": leaf, "b": torch.ones(())}, torch.randn(4, 8)
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x)
+    dtypes = {e.outs[0].dtype for e in lowered.graph.check().eqns if e.op is ALL_GATHER and "w" in e.provenance.paths}
+    assert dtypes == {PAIRS if crosses else leaf.dtype}
+    new, outputs = lowered.lockstep(state, [(x,), (x,)])
+    want, value = step(state, x)
+    assert torch.equal(new["b"], want["b"]) and all(torch.equal(out, value) for out in outputs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from net import accumulate, lower
 from programs import CASES
-from worlds import sharded
+from worlds import distance, sharded
 
 import ztrans as zt
 from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
@@ -99,3 +99,11 @@ def test_peak_falls_with_the_stage():
         ceil = sum((-(-s[0] // 4) * torch.Size(s[1:]).numel() if s else 1) * b for s, b in rows)
         assert memory.state == (whole if stage == 0 else ceil)
     assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]
+
+
+def test_complex_gradients_cross_whole_beside_a_reduce_dtype():
+    """Cast to a real dtype they would lose their imaginary part."""
+    wanted, _, _ = sharded(CASES["complex_weights"], 2, steps=2)
+    state, _, lowered = sharded(CASES["complex_weights"], 2, steps=2, reduce_dtype=torch.bfloat16)
+    assert distance(state, wanted) == 0
+    assert all(e.kwargs["dtype"] is None for e in starts(lowered.graph, REDUCE_SCATTER, "grad"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..collectives import ALL_GATHER, WAIT
-from ..graph import Eqn, Graph, Var, is_view, rename, users, variables
+from ..collectives import ALL_GATHER
+from ..graph import Eqn, Graph, Var, rearranges, rename, users, variables
 from .base import Transform
 
 _CAST = torch.ops.aten._to_copy.default
@@ -17,9 +17,9 @@ _CAST = torch.ops.aten._to_copy.default
 def fuse_cast_gather() -> Transform:
     """Gather parameters in the dtype in which they are used: half the bytes for bf16, bit for bit the same.
 
-    A gather only moves elements and a cast works on each alone, so they commute; so do views. A
-    gather is fused when everything that reads it casts it, maybe through views that leave no gaps, to one
-    narrower dtype.
+    A gather only moves elements and a cast works on each alone, so they commute. So do views that show the
+    elements as they are; a view of the same bytes as another dtype does not. A gather is fused when everything
+    that reads it casts it to one narrower dtype, maybe through such views that leave no gaps.
 
     Rewrites:
         f = all_gather(w)                       f = all_gather(w, bf16)
@@ -47,7 +47,8 @@ class _FuseCastGather(Transform):
         for e in graph.eqns:
             if e.op is ALL_GATHER and e.kwargs["dtype"] is None and len(e.outs) == 1:
                 (end,) = used[e.outs[0]]
-                found = _readers(end.outs[0], torch.empty(end.outs[0].shape, device="meta"), used, outputs)
+                whole = torch.empty(end.outs[0].shape, dtype=end.outs[0].dtype, device="meta")
+                found = _readers(end.outs[0], whole, used, outputs)
                 dtypes = {c.kwargs["dtype"] for c in found[1]} if found else set()
                 if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < e.outs[0].dtype.itemsize:
                     narrow.update(dict.fromkeys([e.outs[0], *found[0]], dtype))
@@ -81,7 +82,7 @@ def _readers(
             if torch.empty_like(x, memory_format=keep).stride() != x.stride():
                 return None
             casts.append(e)
-        elif is_view(e) and e.op is not WAIT:
+        elif rearranges(e):
             made = e.op(*(x if a is v else a for a in e.args), **e.kwargs)
             for out, y in zip(e.outs, made if isinstance(made, (list, tuple)) else (made,)):
                 if out is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ..graph import Eqn, Graph, Names, Var, is_random, is_view, producers, substitute, variables
+from ..graph import Eqn, Graph, Var, is_random, is_view, producers, variables
 from ..liveness import liveness
+from ..recompute import recompute
 from ..varying import varying
 from .base import Transform
 
@@ -58,25 +58,7 @@ class _Remat(Transform):
         return "remat"
 
     def rewrite(self, graph: Graph) -> Graph:
-        made, root, names = producers(graph.eqns), liveness(graph).root, Names(v.name for v in _bound(graph))
-        again, eqns, done = _again(graph, self.at_least), [], dict[Var, Var]()
-
-        def read(v: Var) -> Var:
-            if root[v] in again and v not in done and made[v].region == "forward":
-                e = made[v]
-                args, kwargs = substitute(e.args, read), substitute(e.kwargs, read)
-                for out in e.outs:
-                    if out is not None and root[out] in again:
-                        done[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
-                outs = tuple(map(done.get, e.outs))
-                eqns.append(e.replace(args=args, kwargs=kwargs, outs=outs, region="backward"))
-            return done.get(v, v)
-
-        for e in graph.eqns:
-            if e.region == "backward":
-                e = e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
-            eqns.append(e)
-        return graph.replace(eqns=tuple(eqns))
+        return recompute(graph, _again(graph, self.at_least))
 
 
 def _again(graph: Graph, at_least: int) -> set[Var]:
@@ -117,7 +99,3 @@ def _again(graph: Graph, at_least: int) -> set[Var]:
 def _is_cheap(e: Eqn) -> bool:
     tags: Any = getattr(e.op, "tags", ())
     return not is_random(e.op) and not is_view(e) and (torch.Tag.pointwise in tags or e.op in _CHEAP)
-
-
-def _bound(graph: Graph) -> list[Var]:
-    return [*graph.inputs, *(v for e in graph.eqns for v in e.outs if v is not None)]

@@ -52,7 +52,8 @@ def shard_params(
             lets `prefetch` keep those whose second gather costs time, within its memory budget.
         where: `where(path, leaf)` says which state leaves to shard; the others are replicated.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
-        reduce_dtype: dtype of gradients on the wire (numerics-changing; default: their own).
+        reduce_dtype: dtype of real gradients on the wire (numerics-changing; default: their own). Complex ones
+            cross in their own.
         outputs: "mean" averages float outputs that depend on the batch over the axis, "local" leaves them.
 
     Raises: ValueError when something that depends on the batch enters the state unreduced, when an

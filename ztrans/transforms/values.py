@@ -109,7 +109,8 @@ class Values:
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: Set[str], to: Split | None, role, path: str, op: str) -> None:
         """`out` = `x` reduced over the axes `over`: scattered over the sharded one first, where it is to be split."""
-        dtype = self.opt.reduce_dtype if role == "grad" else None
+        # A complex gradient crosses as it is: cast to a real dtype it would lose its imaginary part.
+        dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
         # A gradient widened only now, and to be rounded to what it was for the wire, goes as it was.
         made = self.producers.get(x)
         narrow = made is not None and made.op is _CAST and made.args[0].dtype == dtype

@@ -1,0 +1,265 @@
+"""What a step does to Python while it is traced: refused, or said, with the name and the line; and undone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+import ztrans as zt
+
+HERE = Path(__file__).name
+X, S = torch.linspace(-1, 1, 6).view(2, 3), torch.zeros(1)
+COUNT, LOSSES, SEEN, LAST, RNG, OWN = 0, [], {}, None, np.random.default_rng(3), random.Random(5)
+
+
+def line(function, marker):
+    """The first line after that of the function or class that holds `marker`."""
+    text = Path(__file__).read_text().splitlines()
+    start = next(i for i, row in enumerate(text) if row.strip().startswith((f"def {function}(", f"class {function}(")))
+    return f"{HERE}:{next(i for i, row in enumerate(text[start:], start + 1) if marker in row)}"
+
+
+class Mean(nn.Module):
+    """A running mean that is a plain attribute."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.mean, self.layer = first, nn.Linear(3, 3)
+
+    def forward(self, x):
+        mean = x.mean(0).detach()
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return self.layer(x) - self.mean
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+MODULES = {"none": Mean(None), "zero": Mean(0.0), "counts": Counts()}
+
+
+def lifted(model):
+    """A loop over `model` and its optimizer, if it has parameters."""
+    sgd = optim.SGD([*model.parameters()] or [nn.Parameter(S.clone())], lr=0.1)
+
+    def loop_step(x):
+        sgd.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, sgd)
+    return lambda: zt.Step.of(step).trace(state, X)
+
+
+def counts(state, x):
+    global COUNT
+    COUNT += 1
+    return state, x
+
+
+def collects(state, x):
+    LOSSES.append(x.sum())
+    return state, x
+
+
+def collects_numbers(state, x):
+    SEEN[len(SEEN)] = 1
+    return state, x
+
+
+def carries(state, x):
+    global LAST
+    LAST = x.sum() if LAST is None else LAST + x.sum()
+    return state, LAST
+
+
+def calling(model):
+    return lambda state, x: (state, model(x))
+
+
+def closure():
+    seen = 0
+
+    def step(state, x):
+        nonlocal seen
+        seen = seen + 1
+        return state, x
+
+    return step
+
+
+REFUSED = {
+    "a global": ("COUNT", lambda: zt.Step.of(counts).trace(S, X), line("counts", "COUNT += 1")),
+    "a list": ("LOSSES", lambda: zt.Step.of(collects).trace(S, X), line("collects", "LOSSES.append")),
+    "a dict": ("SEEN", lambda: zt.Step.of(collects_numbers).trace(S, X), line("collects_numbers", "SEEN[len")),
+    "a tensor": ("LAST", lambda: zt.Step.of(carries).trace(S, X), line("carries", "LAST = ")),
+    "a closure": ("seen", lambda: zt.Step.of(closure()).trace(S, X), line("closure", "seen = seen + 1")),
+    "a mean": ("model.mean", lifted(MODULES["none"]), line("forward", "self.mean = ")),
+    "a mean from zero": ("model.mean", lifted(MODULES["zero"]), line("forward", "self.mean = ")),
+    "a count": ("model.calls", lambda: zt.Step.of(calling(MODULES["counts"])).trace(S, X), line("Counts", "self.calls += 1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_be_done_once_is_refused_and_undone(kind):
+    name, run, at = REFUSED[kind]
+    for _ in range(2):  # the first leaves nothing that the second would find
+        with pytest.raises(ValueError, match=rf" changes {name} while it is traced, and its program will not do so again") as e:
+            run()
+        assert f"{at} " in str(e.value)
+    assert (COUNT, LOSSES, SEEN, LAST, MODULES["counts"].calls) == (0, [], {}, None, 0)
+    assert MODULES["none"].mean is None and MODULES["zero"].mean == 0.0
+
+
+class Auxiliary(nn.Module):
+    """A term of the loss that a module leaves for later, and a flag that it sets at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.term, self.ready = nn.Linear(3, 3), None, False
+
+    def forward(self, x):
+        if not self.ready:
+            self.ready = True
+        y = self.layer(x)
+        self.term = y.square().mean()
+        return y
+
+
+def test_an_attribute_that_every_step_writes_before_it_reads_it():
+    """As terms of the loss that experts leave, and features that hooks keep: right, but not to be read outside."""
+    torch.manual_seed(0)
+    model, features = Auxiliary(), {}
+    model.layer.register_forward_hook(lambda _, __, y: features.update(layer=y))
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+
+    def loop_step(x):
+        sgd.zero_grad()
+        loss = model(x).mean() + model.term + features["layer"].abs().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, sgd)
+    run = zt.Step.of(step)
+    state = run.shard(state)
+    with pytest.warns(UserWarning) as told:
+        state, got = run(state, X)
+    said = sorted(str(w.message) for w in told)
+    assert len(said) == 2 and all("leaves a tensor in" in text and HERE in text for text in said)
+    assert "model.term while it is traced. After a step there is what was there before" in said[1]
+    assert "features['layer']" in said[0]
+    assert model.term is None and not model.ready and features == {}
+    again = [got, run(state, X)[1]]
+    assert len(run._cache) == 1
+    assert torch.allclose(torch.stack(again), torch.stack([loop_step(X).detach() for _ in range(2)]))
+
+
+def test_a_cache_that_keeps_a_tensor():
+    """The trace that fills it is right, and said; the next one would read what has no values."""
+
+    @functools.lru_cache
+    def mask(n):
+        return torch.ones(n, n).tril()
+
+    def step(state, x):
+        return state, x @ mask(3)
+
+    with pytest.warns(UserWarning, match="step leaves a tensor in a .* while it is traced") as told:
+        zt.Step.of(step).trace(S, X)
+    assert line("mask", "tril()") in str(told[0].message)
+    with pytest.raises(ValueError, match=r"step reads a tensor \[3, 3\] that an earlier trace left") as e:
+        zt.Step.of(step).trace(S, X[:1])
+    assert line("test_a_cache_that_keeps_a_tensor", "x @ mask") in str(e.value)
+
+
+DRAWS = {
+    "random": lambda x: x * random.random(),
+    "a choice": lambda x: x if random.choice([True, False]) else -x,
+    "numpy": lambda x: x * float(np.random.rand()),
+    "numpy in a call": lambda x: x + sum(float(v) for v in np.random.permutation(3)),
+    "a generator of numpy's": lambda x: x * float(RNG.normal()),
+    "a generator of Python's": lambda x: x * OWN.uniform(0, 1),
+    "a seed": lambda x: (random.seed(3), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_python_are_refused_at_their_line(name):
+    draw = DRAWS[name]
+
+    def step(state, x):
+        y = x + 1
+        y = draw(y)
+        return state, y.sum()
+
+    states = random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate()
+    with pytest.raises(ValueError, match="step draws a random number of Python's or NumPy's, which would be drawn once") as e:
+        zt.Step.of(step).trace(S, X)
+    number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
+    assert f"{HERE}:{number} " in str(e.value) and "torch.rand(())" in str(e.value)
+    assert states == (random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate())
+
+
+def test_prints_are_said(capsys):
+    def prints(state, x):
+        y = x * 2
+        print("mean", y.mean())
+        for k in range(2):
+            print(k)
+        return state, y
+
+    with pytest.warns(UserWarning, match="prints prints while it is traced, and its program will not") as told:
+        run = zt.Step.of(prints)
+        run(S.clone(), X)
+    assert [line("prints", marker) in str(w.message) for w, marker in zip(told, ('"mean"', "print(k)"), strict=True)] == [True] * 2
+    assert capsys.readouterr().out.count("\n") == 3
+    run(S.clone(), X)
+    assert not capsys.readouterr().out
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    model = Auxiliary()
+
+    def fails(state, x):
+        random.random()
+        return state, model(x).item()
+
+    state = random.getstate()
+    with pytest.raises(ValueError, match="reads a tensor"):
+        zt.Step.of(fails).trace(S, X)
+    assert model.term is None and not model.ready and random.getstate() == state
+
+
+def test_what_torchs_own_modules_keep_is_theirs():
+    """Recurrent layers list their weights, and weight norm computes an attribute before every forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.LSTM(4, 3))
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+
+    def loop_step(x):
+        sgd.zero_grad()
+        loss = model(x)[0].square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, sgd)
+    run = zt.Step.of(step)
+    state, got = run(run.shard(state), X)
+    assert torch.allclose(got, loop_step(X).detach())

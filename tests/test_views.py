@@ -1,0 +1,90 @@
+"""Values that lie in memory otherwise than PyTorch's operations without values say: their views are what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ztrans as zt
+
+# Inductor's own modules use torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+aten = torch.ops.aten
+X = torch.linspace(-2, 2, 120).view(4, 5, 6)
+
+
+def normed(x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+def layer_normed(x):
+    return F.layer_norm(x, x.shape[1:], torch.ones(x.shape[1:]))
+
+
+# Of a transposed argument these, or their derivatives, lie otherwise than in a trace (torch 2.13, on a CPU).
+OPERATIONS = {
+    "batch_norm": normed,
+    "layer_norm": layer_normed,
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "logsigmoid": F.logsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "logit": lambda x: torch.logit(x.sigmoid()),
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() + 1, reduction="none"),
+    "huber_loss": lambda x: F.huber_loss(x, x.detach() + 1, reduction="none"),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.detach() + 1, reduction="none"),
+    "floor_divide": lambda x: torch.floor_divide(x.detach(), 0.3) + x,
+    "copysign": lambda x: torch.copysign(x, torch.tensor(-1.0)),
+    "xlogy": lambda x: torch.xlogy(x, torch.arange(1.0, 5.0)[:, None, None]),
+}
+
+
+def flat(y):
+    """All elements of `y` in two orders: a view in one of them, in a trace or in a run."""
+    return torch.cat([y.reshape(-1), y.transpose(1, 2).reshape(-1)])
+
+
+def step_of(operation):
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        y = torch.tanh(flat(operation((x * w).transpose(1, 2)))) * 2
+        loss = (y * torch.linspace(0, 1, len(y))).sum()
+        (g,) = torch.autograd.grad(loss, [w])
+        return {"w": state["w"] - 0.1 * flat(g.transpose(1, 2))[: w.numel()].view(w.shape)}, y.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+def test_a_value_may_lie_otherwise_than_in_the_trace(name, backend):
+    """Batch norm over the middle axis, as PatchTST has it, and its like."""
+    step, state = step_of(OPERATIONS[name]), {"w": torch.linspace(1, 2, 120).view(4, 5, 6)}
+    (want, y), lowered = step(state, X), zt.Step.of(step).lower(state, X)
+    new, output = lowered.compile(backend=backend)({"w": state["w"].clone()}, X)
+    told, (said,) = lowered.lockstep(state, [(X,)])
+    if backend == "eager":
+        assert torch.equal(new["w"], want["w"]) and torch.equal(output, y)
+    else:
+        assert torch.allclose(new["w"], want["w"], atol=1e-5) and torch.allclose(output, y, atol=1e-5)
+    assert torch.equal(told["w"], want["w"]) and torch.equal(said, y)
+
+
+def test_some_of_them_do():
+    """Else the tests above would try nothing."""
+    with FakeTensorMode() as mode:
+        fake = normed(mode.from_tensor(X).transpose(1, 2)).stride()
+    assert fake != normed(X.transpose(1, 2)).stride()
+
+
+def test_a_view_as_another_dtype_and_pairs_as_complex_numbers():
+    def step(state, x):
+        y = normed(x.transpose(1, 2))
+        pairs = torch.view_as_complex(y.transpose(1, 2).contiguous().view(4, 5, 3, 2))
+        return state, (y.transpose(1, 2).contiguous().view(torch.float64), pairs, y.contiguous().view(torch.int16))
+
+    want = step(torch.zeros(1), X)[1]
+    for got in (zt.Step.of(step)(torch.zeros(1), X)[1], zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0]):
+        assert all(map(torch.equal, got, want))

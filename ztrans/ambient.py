@@ -1,0 +1,73 @@
+"""The state of PyTorch around a call: what a trace depends on, and where a program cannot run.
+
+A step is traced under the caller's autocast, default dtype and default device, so these are part of
+what a program is made for. A program then holds every cast that autocast made, and runs without it.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+
+
+@functools.cache
+def _devices() -> tuple[str, ...]:
+    """The types of device that may have an autocast of their own here."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def ambient() -> dict[str, Any]:
+    """What a trace reads of PyTorch's own state, by name."""
+    casts = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()}
+    return {
+        **{f"autocast on {device}": dtype for device, dtype in casts.items()},
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+    }
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run what is inside as it is written: the casts of the caller's autocast are in the program already."""
+    with contextlib.ExitStack() as off:
+        for device in _devices():
+            if torch.is_autocast_enabled(device):
+                off.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def refuse_inside(name: str, arguments: Any) -> None:
+    """Raise where the call of a program, `name`, stands inside something that must see into it.
+
+    Raises: TypeError inside of torch.func's transforms, forward-mode differentiation, or another trace.
+    """
+    if torch._C._are_functorch_transforms_active():
+        kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
+        raise TypeError(
+            f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
+            f"Apply torch.func.{kind} inside the step, or to the function that the step was made of."
+        )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, pytree.tree_leaves(arguments))):
+        raise TypeError(
+            f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
+            f"Use torch.func.jvp inside the step, or on the function that the step was made of."
+        )
+    if get_proxy_mode() is not None:
+        raise TypeError(
+            f"{name}: called while another step is traced.\n"
+            f"Call the function that this step was made of, and apply its transforms to the outer step."
+        )
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None

@@ -1,0 +1,150 @@
+"""Captured: what a program is made for besides the arguments of its step.
+
+A trace makes constants of the numbers, strings and truth values that a step finds in its closure, in globals,
+in defaults, and in attributes of its modules and objects, and it depends on PyTorch's own state (see `ambient`).
+Where these values are is worked out once (see `reached`). At every call they are read and compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from .ambient import ambient
+from .reached import LONGEST, Reach, is_own, reach
+
+_CONSTANTS = frozenset(
+    [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
+)
+_LEVEL = 10  # what a container in a container counts for, which bounds how deep they are read
+_LONGEST_TEXT = 80  # characters of a container in a message
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+class Key(NamedTuple):
+    """What a program is made for besides its arguments: equal keys have one program."""
+
+    reach: int  # which of the lists of places was right
+    values: tuple  # at these places
+    ambient: tuple
+    settings: Any
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the step `fn` reads of Python and of PyTorch besides its arguments.
+
+    `settings` are what a lifted loop says of its module and its optimizers. A function or an object that is
+    replaced by another leads to other places, so there may be several lists of them.
+    """
+
+    fn: Callable
+    _reaches: list[tuple[Reach, list]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def key(self) -> Key:
+        """What the values are now."""
+        settings = getattr(self.fn, "settings", None)
+        return Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
+
+    def reach(self) -> Reach:
+        """The places that are read now."""
+        return self._reaches[self._read()[0]][0]
+
+    def _read(self) -> tuple[int, tuple]:
+        """Which of the lists of places is right now, and what stands there."""
+        for number, (known, objects) in reversed(list(enumerate(self._reaches))):
+            values, now = _values(known)
+            if len(now) == len(objects) and all(map(operator.is_, now, objects)):
+                return number, values
+        reached = reach(self.fn)
+        values, objects = _values(reached)
+        self._reaches.append((reached, objects))
+        return len(self._reaches) - 1, values
+
+    def changes(self, before: Key, now: Key) -> list[str]:
+        """What differs between two keys, each in words."""
+        ambients = zip(before.ambient, now.ambient)
+        changes = [f"{name} was {old} and is {new}" for (name, old), (_, new) in ambients if old != new]
+        if before.settings != now.settings:
+            changes.append("a setting of the module or of an optimizer is another")
+        known, objects = self._reaches[before.reach]
+        kept = {id(x) for x in objects}
+        for place, old in zip(known.places, before.values):
+            (new, held), line = constants(place.read()), f" ({place.source})" if place.source else ""
+            if old != new:
+                changes.append(f"{place.name} was {_shown(old)} and is {_shown(new)}{line}")
+            elif any(id(x) not in kept for x in held):
+                changes.append(f"{place.name} is another object{line}")
+        return changes
+
+
+def _values(reached: Reach) -> tuple[tuple, list]:
+    """The values at all places, and the functions and objects among them."""
+    values, objects = [], []
+    for place in reached.places:
+        value, more = constants(place.read())
+        values.append(value)
+        objects += more
+    return tuple(values), objects
+
+
+def constants(value: Any) -> tuple[Any, list]:
+    """What of a value a program depends on, with its type, and the functions and objects that it holds."""
+    reading = _Reading([])
+    return _value(value, reading), reading.objects
+
+
+@dataclass
+class _Reading:
+    """What was found in a value, and how much of it is still read: settings are small, and what is large is data."""
+
+    objects: list
+    left: int = LONGEST
+
+
+def _value(value: Any, reading: _Reading) -> Any:
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, numpy.ndarray):
+        return kind, (value.dtype.str, value.shape, value.tobytes() if value.size <= LONGEST else None)
+    if isinstance(value, _CONTAINERS):
+        reading.left -= len(value) + _LEVEL
+        if reading.left < 0:
+            return kind, len(value)
+        if isinstance(value, dict):
+            return kind, tuple([(k, _value(x, reading)) for k, x in value.items()])
+        items = [_value(x, reading) for x in value]
+        return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+    if isinstance(value, numbers.Number | enum.Enum):
+        return kind, value
+    if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
+        reading.objects.append(value)
+    return None
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it."""
+    kind, content = value or (object, ...)
+    if kind in _CONSTANTS or isinstance(content, numbers.Number | enum.Enum):
+        return repr(content)
+    if isinstance(content, tuple) and issubclass(kind, dict):
+        text = "{" + ", ".join(f"{k!r}: {_shown(x)}" for k, x in content) + "}"
+    elif issubclass(kind, numpy.ndarray):
+        text = f"an array {list(content[1])}"
+    elif isinstance(content, tuple | frozenset):
+        text = f"[{', '.join(map(_shown, content))}]"
+    else:
+        text = "an object"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -1,0 +1,126 @@
+"""fx_trace: a function of tensors, run once on tensors without values, as the FX graph of its operations.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._decomp
+import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from .marks import Marks
+from .refusals import seeds
+from .source import Source
+from .watch import Watch
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The operations of a function; the tree of what it returned; every tensor of the trace that somebody may still
+    hold, with the line that made it."""
+
+    graph: fx.Graph
+    out_tree: pytree.TreeSpec
+    tensors: list[tuple[weakref.ref, Source | None]]
+
+
+def record(
+    call: Callable[[Sequence[torch.Tensor]], Any],
+    make_inputs: Callable[[], list[torch.Tensor]],
+    wants_grad: Sequence[bool],
+    step: str,
+) -> Recorded:
+    """Record `call(inputs)`. The inputs are made here, without values; those of `wants_grad` are leaves of autograd.
+
+    Raises: ValueError when it seeds PyTorch's generator, or does what no program can hold (see `watch`).
+    """
+    with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
+        inputs = make_inputs()
+    watch = Watch(step, mode)
+    trees: list[pytree.TreeSpec] = []
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        for tensor, wants in zip(tensors, wants_grad):
+            tensor.requires_grad_(wants)
+        watch.remember(tensors, None)
+        with watch, Marks():
+            result = call(tensors)
+        leaves, tree = pytree.tree_flatten(result)
+        trees.append(tree)
+        return leaves
+
+    generator = torch.random.get_rng_state()
+    with mode, _quiet(), _without_onednn(), _with_caches_that_change():
+        module = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*inputs)
+    torch.clear_autocast_cache()  # of weights without values, that the caller's autocast would use again
+    if not torch.equal(generator, torch.random.get_rng_state()):
+        torch.random.set_rng_state(generator)
+        raise seeds("torch.manual_seed", None, step)
+    return Recorded(module.graph, trees[0], watch.tensors)
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its recurrent layers keep what backward needs under autograd alone, and a program runs without; what is chosen
+    when a program runs is not touched."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _with_caches_that_change() -> Iterator[None]:
+    """While it is traced a selective checkpoint caches every result, also one that is then changed in place, as a
+    dropout mask is. PyTorch would refuse to use it; here only the marks of the checkpoint count."""
+    cached = torch.utils.checkpoint._VersionWrapper
+    get_val = cached.get_val
+    cached.get_val = lambda self, allow_cache_entry_mutation: self.val
+    try:
+        yield
+    finally:
+        cached.get_val = get_val
+
+
+@functools.cache
+def _declared() -> dict:
+    """cuDNN's batch norm writes statistics that it does not declare to write: as what it is, which does."""
+    aten = torch.ops.aten
+    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
+
+
+class _Fakes(FakeTensorMode):
+    """Tensors without elements, also for fused optimizers that write over what they are given: PyTorch would run
+    those on real ones, as large as the model, to see what they make."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+            return None
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
+    before = torch.compiler._is_compiling_flag
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
+        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before

@@ -1,0 +1,66 @@
+"""Generators: the random numbers of Python and of NumPy, which a step would draw once, while it is traced."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy
+
+from .source import Source, is_users
+
+
+class Generators:
+    """The generators of `random` and `numpy.random`, and those among `values`, with the states they are in now."""
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self._pairs = [(random.getstate, random.setstate), (numpy.random.get_state, numpy.random.set_state)]
+        for value in values:
+            if isinstance(value, random.Random):
+                self._pairs.append((value.getstate, value.setstate))
+            elif isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                self._pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+        self._states = [read() for read, _ in self._pairs]
+        self._seen = self._bytes()
+
+    def have_moved(self) -> bool:
+        """Whether anything has been drawn since."""
+        return self._bytes() != self._seen
+
+    def restore(self) -> None:
+        """Put every generator back into its state."""
+        for (_, write), state in zip(self._pairs, self._states):
+            write(state)
+
+    def line_of_draw(self, run: Callable[[], object]) -> Source | None:
+        """The user's line that draws first in `run()`, which is watched line by line; None where none does."""
+        lines: list[Source] = []
+        last: dict[FrameType | None, Source] = {}
+
+        def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
+            code = frame.f_code
+            if lines or not is_users(code.co_filename):
+                return None
+            here = Source(code.co_filename, frame.f_lineno, code.co_qualname)
+            if self.have_moved():
+                lines.append(last.get(frame) or last.get(None) or here)
+            last[frame] = last[None] = here
+            return watch
+
+        before = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+        return lines[0] if lines else None
+
+    def _bytes(self) -> list[bytes]:
+        """Their states in a form that compares: NumPy's hold arrays."""
+        return [pickle.dumps(read()) for read, _ in self._pairs]

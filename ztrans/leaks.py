@@ -1,0 +1,233 @@
+"""Leaks: what a step does to Python while it is traced, which its program will not do again.
+
+A step runs as Python once, while it is traced. A count that it keeps, a list that it appends to, an attribute
+that it writes, a number that it draws and a line that it prints are then done once and never again. So the
+Python values that the step reaches are compared before and after, and put back.
+
+Some code writes an attribute in every step before it reads it, as a module that leaves a term of the loss for
+later. Whether that is so is tried: the step is traced a second time from what the first trace left. If the
+program is the same, the writes are part of it, and only their trace outside of the step is missing.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import operator
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from .captured import constants
+from .generators import Generators
+from .reached import ABSENT, Reach, is_internal
+from .refusals import changes_python, draws_in_python, leaks_tensor
+from .source import Source, user_source, where
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+class Recorded(Protocol):
+    """A program as it was traced: its graph, and every tensor of the trace with the line that made it."""
+
+    graph: Any
+    tensors: list[tuple[weakref.ref, Source | None]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A Python value that is another than before."""
+
+    name: str
+    source: Source | None
+    old: Any
+    new: Any
+
+    @property
+    def is_leak(self) -> bool:
+        return _holds_tensor_of_trace(self.new)
+
+
+class Snapshot:
+    """The Python values that a step reaches, as they are now: variables, attributes, and what containers hold."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._variables = [(place, place.read()) for place in reach.places if place.write is not None]
+        self._holders = [(name, holder, _contents(holder)) for name, holder in reach.holders]
+        self._lines = {place.name: place.source for place in reach.places}
+        self._lines |= {f".{attribute}": line for attribute, line in reach.attributes.items()}
+
+    def changes(self) -> list[Change]:
+        """What is another now."""
+        pairs = [(place.name, old, place.read()) for place, old in self._variables]
+        for name, holder, before in self._holders:
+            now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
+            keys = [k for k in {**before, **now} if not (isinstance(k, str) and is_internal(holder, k))]
+            pairs += [(show.format(name, k), before.get(k, ABSENT), now.get(k, ABSENT)) for k in keys]
+        return [Change(name, self._line(name), old, new) for name, old, new in pairs if not _same(old, new)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for place, old in self._variables:
+            if place.read() is not old:
+                place.write(old)
+        for _, holder, before in self._holders:
+            _restore(holder, before)
+
+    def _line(self, name: str) -> Source | None:
+        """The line that writes what goes by `name`, or reads what holds it."""
+        attribute = f".{name.rpartition('.')[2]}"
+        return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
+
+
+def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
+    """The program that `record()` traces, if tracing it does nothing to Python that a program would have to repeat.
+
+    Warns of lines that print, and of tensors of the trace that are held outside of the step.
+
+    Raises: ValueError for draws of Python's generators, counts, and tensors that leave the trace and come back.
+    """
+    before, generators = Snapshot(reach), Generators(place.read() for place in reach.places)
+    try:
+        with _heard(step):
+            first = record()
+        if generators.have_moved():
+            _raise_draw(record, generators, before, step)
+        leaks = _leaks(record, first, before.changes(), Snapshot(reach), step)
+    finally:
+        generators.restore()
+        before.restore()
+    for name, line in leaks:
+        warnings.warn(leaks_tensor(name, line, step), stacklevel=4)
+    for tensor, line in _alive(first):
+        warnings.warn(leaks_tensor(_holder(tensor), line, step), stacklevel=4)
+    return first
+
+
+def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step: str) -> None:
+    """Raise with the line that draws, for which the step is traced once more, line by line."""
+    generators.restore()
+    before.restore()
+    with contextlib.redirect_stdout(io.StringIO()):
+        line = generators.line_of_draw(record)
+    if line is not None:  # else something else drew meanwhile, as a thread that loads data
+        raise draws_in_python(line, step)
+
+
+def _leaks(
+    record: Callable, first: Recorded, changes: list[Change], between: Snapshot, step: str
+) -> list[tuple[str, Source | None]]:
+    """The names that hold tensors of the first trace, and their lines, where a second trace from what the first one
+    left is the same; else an error."""
+    if not changes:
+        return []
+    refusal = changes_python(changes[0].name, changes[0].source, step)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            second = record()
+    except Exception as error:
+        raise refusal from error
+    for change in between.changes():
+        if not (change.is_leak and _holds_tensor_of_trace(change.old)):
+            grows = change.old is ABSENT  # a container with every trace
+            raise changes_python(change.name.partition("[")[0] if grows else change.name, change.source, step)
+    if str(second.graph) != str(first.graph):
+        raise refusal
+    return [(change.name, change.source) for change in changes if change.is_leak]
+
+
+class _Heard:
+    """Standard output, with the user's lines that write to it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.lines = out, dict[Source | None, None]()
+
+    def write(self, text: str) -> int:
+        self.lines[user_source(2)] = None
+        return self.out.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.out, name)
+
+
+@contextlib.contextmanager
+def _heard(step: str) -> Iterator[None]:
+    """Warn of the lines that print: they do so once, not in every step."""
+    heard = _Heard(sys.stdout)
+    with contextlib.redirect_stdout(heard):
+        yield
+    for line in heard.lines:
+        warnings.warn(
+            f"trace: {step} prints while it is traced, and its program will not.\n  at {where(line)}\n"
+            f"Return what you want to see as output, and print it after the step.",
+            stacklevel=5,
+        )
+
+
+def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
+    """A tensor of a trace that something still holds, if there is one."""
+    if any(ref() is not None for ref, _ in recorded.tensors):
+        gc.collect()  # what only a cycle holds is nobody's
+    return [(x, line) for ref, line in recorded.tensors if (x := ref()) is not None][:1]
+
+
+def _holder(tensor: torch.Tensor) -> str:
+    """What holds a tensor, as far as Python knows."""
+    kinds = [type(x) for x in gc.get_referrers(tensor) if not isinstance(x, tuple | types.FrameType)]
+    return f"a {kinds[0].__qualname__}" if kinds else "a cache"
+
+
+def _holds_tensor_of_trace(value: Any) -> bool:
+    return any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether a value is what it was, as far as a program could tell."""
+    if old is new:
+        return True
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or _holds_tensor_of_trace(new):
+        return False
+    (before, held), (now, holds) = constants(old), constants(new)
+    return before == now and len(held) == len(holds) and all(map(operator.is_, held, holds))
+
+
+def _contents(holder: Any) -> dict:
+    """What a container or an object holds, by index, key or attribute."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, set | frozenset):
+        return dict.fromkeys(holder)
+    if isinstance(holder, list | tuple):
+        return dict(enumerate(holder))
+    own = getattr(holder, "__dict__", {})
+    return {**own, **holder._buffers} if isinstance(holder, nn.Module) else dict(own)
+
+
+def _restore(holder: Any, before: dict) -> None:
+    now = _contents(holder)
+    if now.keys() == before.keys() and all(now[k] is before[k] for k in before):
+        return
+    if isinstance(holder, list):
+        holder[:] = before.values()
+    elif isinstance(holder, dict | set):
+        holder.clear()
+        holder.update(before)
+    else:
+        for name in {**before, **now}:
+            if name not in before:
+                delattr(holder, name)
+            elif now.get(name, ABSENT) is not before[name]:
+                setattr(holder, name, before[name])

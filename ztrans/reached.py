@@ -1,0 +1,273 @@
+"""Reached: the Python values that the code of a step can read besides its arguments, and where they are.
+
+The walk starts at the step's function and follows what its code names: variables of closures and of modules,
+defaults of arguments, attributes of objects, and through these the functions that it calls. Code of libraries is
+not followed, but for the functions that it was given (`functools.partial`, `torch.func.grad(loss)`, decorators).
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .source import Source, is_library
+
+ABSENT = object()
+LONGEST = 1000  # entries of a container that are followed; a longer one is data rather than settings
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the code finds a value, which is ABSENT while it is not there. `source` is where the code writes it, or
+    else reads it; `write` puts another value into a variable."""
+
+    name: str
+    read: Callable[[], Any]
+    source: Source | None = None
+    write: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Every place that a step's code reads; every object and container that it may change, by the name it goes by;
+    and the lines that name attributes."""
+
+    places: tuple[Place, ...]
+    holders: tuple[tuple[str, Any], ...]
+    attributes: Mapping[str, Source]
+
+
+def reach(fn: Callable) -> Reach:
+    """The places that the code of `fn` reads, directly or in what it calls."""
+    walk = _Walk()
+    walk.visit(fn, getattr(fn, "__name__", "the step"))
+    while walk.scan_attributes():
+        pass
+    return Reach(tuple(walk.places.values()), tuple(walk.holders.values()), walk.attributes)
+
+
+class _Mentions(NamedTuple):
+    """The names in a piece of code, each with the line that writes it, or else the first that reads it."""
+
+    globals: dict[str, int]
+    closure: dict[str, int]
+    attributes: dict[str, int]
+
+
+@functools.cache
+def _mentions(code: types.CodeType) -> _Mentions:
+    mentions = _Mentions({}, {}, {})
+    kinds = {
+        **dict.fromkeys(("GLOBAL", "NAME"), mentions.globals),
+        **dict.fromkeys(("DEREF", "CLASSDEREF"), mentions.closure),
+        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), mentions.attributes),
+    }
+    for step in dis.get_instructions(code):
+        action, _, kind = step.opname.partition("_")
+        names = kinds.get(kind)
+        if names is not None and action in ("LOAD", "STORE", "DELETE"):
+            line = step.positions.lineno or code.co_firstlineno
+            if action == "LOAD":
+                names.setdefault(step.argval, line)
+            else:
+                names[step.argval] = line
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):  # a function or a comprehension inside
+            nested = _mentions(inner)
+            for names, more in zip(mentions, nested):
+                names.update({k: line for k, line in more.items() if k not in names})
+    return mentions
+
+
+class _Walk:
+    """One walk over the code that a function reaches."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple, Place] = {}
+        self.holders: dict[int, tuple[str, Any]] = {}
+        self.attributes: dict[str, Source] = {}  # that the code names
+        self.scanned: set[tuple[int, str]] = set()
+        self.seen: dict[int, Any] = {}
+
+    def place(
+        self, key: tuple, name: str, read: Callable[[], Any], source: Source | None, write: Callable | None = None
+    ) -> None:
+        value = read()
+        if isinstance(value, types.ModuleType):
+            self.visit(value, name)
+        elif key not in self.places:
+            self.places[key] = Place(name, read, source, write)
+            self.visit(value, name)
+
+    def visit(self, value: Any, name: str) -> None:
+        """Follow a value to what it reads."""
+        if id(value) in self.seen or isinstance(value, torch.Tensor):
+            return
+        self.seen[id(value)] = value
+        for kind, follow in _FOLLOWED:
+            if isinstance(value, kind):
+                follow(self, value, name)
+                return
+        if callable(getattr(value, "__wrapped__", None)):  # as of functools.cache
+            self.visit(value.__wrapped__, name)
+        elif is_own(type(value)):
+            self.holders[id(value)] = name, value
+            self.attribute(value, "__call__", name)
+
+    def function(self, f: types.FunctionType, name: str) -> None:
+        code, own = f.__code__, not is_library(f.__code__.co_filename)
+        mentions = _mentions(code)
+        where = lambda line: Source(code.co_filename, line, code.co_qualname)
+        for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
+            if own:
+                source = where(mentions.closure.get(variable, code.co_firstlineno))
+                write = functools.partial(_fill, cell)
+                self.place((id(cell), ""), variable, functools.partial(_contents, cell), source, write)
+            elif callable(value := _contents(cell)):  # a library's function keeps what it was given
+                self.visit(value, variable)
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            if own and getattr(f, attribute):
+                read = functools.partial(getattr, f, attribute)
+                self.place((id(f), attribute), f"a default of {f.__name__}", read, where(code.co_firstlineno))
+        if own:
+            for variable, line in mentions.globals.items():
+                if variable in f.__globals__ or not hasattr(builtins, variable):
+                    read = functools.partial(f.__globals__.get, variable, ABSENT)
+                    write = functools.partial(_assign, f.__globals__, variable)
+                    self.place((id(f.__globals__), variable), variable, read, where(line), write)
+            self.attributes = {k: where(line) for k, line in mentions.attributes.items()} | self.attributes
+        if vars(f):
+            self.holders[id(f)] = name, f
+
+    def method(self, bound: types.MethodType, name: str) -> None:
+        self.visit(bound.__self__, name.rpartition(".")[0] or name)
+        self.visit(bound.__func__, name)
+
+    def partial(self, p: functools.partial, name: str) -> None:
+        self.visit(p.func, name)
+        self.place((id(p), "args"), f"the arguments of {name}", lambda: p.args, None)
+        self.place((id(p), "keywords"), f"the keywords of {name}", lambda: p.keywords, None)
+
+    def container(self, values: Any, name: str) -> None:
+        self.holders[id(values)] = name, values
+        if len(values) > LONGEST:
+            return
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, value in items:
+            self.visit(value, f"{name}[{key!r}]")
+
+    def module(self, m: nn.Module, name: str) -> None:
+        """A module's plain attributes are read by code that is not followed, so each of them is a place."""
+        self.holders[id(m)] = name, m
+        for attribute in vars(m):
+            if attribute not in _OF_EVERY_MODULE and not is_internal(m, attribute):
+                self.entry(m, attribute, name)
+        for child, part in m._modules.items():
+            self.visit(part, f"{name}.{child}")
+        if m._modules:
+            self.place((id(m), "_modules"), f"the modules of {name}", lambda: m._modules, None)
+        for hooks in (m._forward_pre_hooks, m._forward_hooks):
+            for hook in hooks.values():
+                self.visit(hook, f"a hook of {name}")
+        self.attribute(m, "forward", name)
+
+    def namespace(self, owner: Any, name: str) -> None:
+        """A Python module or a class of the user's: its attributes may be named by the code."""
+        if is_own(owner):
+            self.holders[id(owner)] = name, owner
+
+    def scan_attributes(self) -> bool:
+        """Read the attributes of every object that the code names. Returns whether there was anything new."""
+        before = len(self.scanned)
+        for name, owner in list(self.holders.values()):
+            known = isinstance(owner, nn.Module) and not is_own(type(owner))
+            if not known and not isinstance(owner, list | tuple | set | frozenset | dict):
+                for attribute in list(self.attributes):
+                    self.attribute(owner, attribute, name)
+        return len(self.scanned) > before
+
+    def attribute(self, owner: Any, attribute: str, name: str) -> None:
+        """What `owner.attribute` reads: an entry of its own, or of its class."""
+        if (id(owner), attribute) in self.scanned:
+            return
+        self.scanned.add((id(owner), attribute))
+        if attribute in getattr(owner, "__dict__", ()):
+            self.entry(owner, attribute, name)
+            return
+        kind = owner if isinstance(owner, type) else type(owner)
+        full = f"{name}.{attribute}"
+        for of_class in (c for c in kind.__mro__ if attribute in vars(c) and is_own(c)):  # also what super() finds
+            value = vars(of_class)[attribute]
+            if isinstance(value, property):
+                self.visit(value.fget, full)
+            elif isinstance(value, classmethod | staticmethod):
+                self.visit(value.__func__, full)
+            elif isinstance(value, types.FunctionType):
+                self.visit(value, full)
+            else:  # of the class, until the object has one of its own; or a slot
+                read = functools.partial(getattr, owner, attribute, ABSENT)
+                self.place((id(owner), attribute), full, read, self.attributes.get(attribute))
+
+    def entry(self, owner: Any, attribute: str, name: str) -> None:
+        read = functools.partial(vars(owner).get, attribute, ABSENT)
+        self.place((id(owner), attribute), f"{name}.{attribute}", read, self.attributes.get(attribute))
+
+
+_FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
+    (types.FunctionType, _Walk.function),
+    (types.MethodType, _Walk.method),
+    (functools.partial, _Walk.partial),
+    (nn.Module, _Walk.module),
+    ((list, tuple, dict, set, frozenset), _Walk.container),
+    ((type, types.ModuleType), _Walk.namespace),
+    (torch.optim.Optimizer, lambda walk, value, name: None),  # its settings are compared by `lift`
+)
+
+
+def is_internal(holder: Any, attribute: str) -> bool:
+    """Whether an attribute is for a library's module alone, as the lists of weights of a recurrent layer."""
+    return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return ABSENT
+
+
+def _fill(cell: types.CellType, value: Any) -> None:
+    if value is ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
+    if value is ABSENT:
+        del variables[name]
+    else:
+        variables[name] = value
+
+
+@functools.cache
+def is_own(kind: Any) -> bool:
+    """Whether a class or a Python module is the user's."""
+    if isinstance(kind, types.ModuleType):
+        return not is_library(getattr(kind, "__file__", None) or sys.executable)
+    if kind in _NAMESPACES:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and not is_library(file))

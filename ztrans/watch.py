@@ -1,0 +1,136 @@
+"""Watch: every operation of a step while it is traced, with what a program needs to know of it.
+
+A dispatch mode writes on each operation the user's line, whether autograd runs it and whether autograd
+records it. A backward operation knows its line through the autograd node that runs it, whose sequence
+number the forward operation drew. What no program can hold is refused here, at its line.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import c10d
+from .refusals import (
+    cannot_be_traced,
+    draws,
+    draws_again,
+    no_collective,
+    reads_earlier_trace,
+    reads_value,
+    refuse_closure,
+    seeds,
+)
+from .source import Source, user_source, where
+from .twins import is_written
+
+
+class Watch(TorchDispatchMode):
+    """Write on every operation its user line, whether autograd runs it, and whether autograd records it.
+
+    `tensors` are all that the operations made, with their lines, as long as somebody holds them.
+    """
+
+    def __init__(self, step: str, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.step, self.mode = step, mode
+        self.tensors: list[tuple[weakref.ref, Source | None]] = []
+        self.lines: dict[int, Source | None] = {}
+        self.checkpoints: dict[Any, int] = {}
+        self.last = torch.autograd._get_sequence_nr() - 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        node = torch._C._current_autograd_node()
+        source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
+        latest = torch.autograd._get_sequence_nr() - 1
+        for number in range(self.last + 1, latest + 1):
+            self.lines[number] = source
+        recorded, self.last = latest > self.last, max(self.last, latest)
+        line = source or user_source(2)
+        self._check(func, args, kwargs, line, node is not None)
+        old = fx_traceback.current_meta.get("custom")
+        fx_traceback.current_meta["custom"] = {
+            "source": source,
+            "backward": node is not None,
+            "recorded": recorded,
+            "checkpoint": self._checkpoint(),
+        }
+        try:
+            out = self._run(func, args, kwargs, line)
+            self.remember(out, line)
+            return out
+        finally:
+            # A selective checkpoint says here what is to become of each of its operations, and lets it stand.
+            fx_traceback.current_meta.pop("recompute", None)
+            if old is None:
+                fx_traceback.current_meta.pop("custom", None)
+            else:
+                fx_traceback.current_meta["custom"] = old
+
+    def _checkpoint(self) -> int | None:
+        """The number of the selective checkpoint that the operation is in: each has saved-tensor hooks of its own."""
+        if "recompute" not in fx_traceback.current_meta:
+            return None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
+
+    def remember(self, results: Any, line: Source | None) -> None:
+        """Tensors of the trace, to find those that outlive it."""
+        self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(results) if isinstance(x, FakeTensor)]
+
+    def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
+        """Refuse an operation that no program can hold."""
+        for arg in pytree.tree_leaves((args, kwargs)):
+            if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
+                refuse_closure(func, arg, line, self.step)
+            if isinstance(arg, FakeTensor) and arg.fake_mode is not self.mode:
+                raise reads_earlier_trace(arg, line, self.step)
+            if isinstance(arg, torch.Generator):
+                raise seeds(f"a torch.Generator ({func})", line, self.step)
+        if backward and draws(func, args, kwargs):
+            raise draws_again(func, line, self.step)
+        if c10d.is_point_to_point(func):
+            raise no_collective(func, "one rank sends and another receives", line, self.step)
+        if _has_only_an_effect(func):
+            warnings.warn(
+                f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
+                stacklevel=2,
+            )
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, line: Source | None) -> Any:
+        """Run an operation on tensors without values; in-place collectives as functional ones."""
+        try:
+            return c10d.functionalized(func, args, kwargs) if c10d.is_in_place(func) else func(*args, **kwargs)
+        except c10d.NoForm as error:
+            raise no_collective(func, str(error), line, self.step) from None
+        except DynamicOutputShapeException:
+            raise reads_value(func, True, line, self.step) from None
+        except DataDependentOutputException:
+            raise reads_value(func, False, line, self.step) from None
+        except (NotImplementedError, UnsupportedOperatorException) as error:
+            raise cannot_be_traced(func, error, line, self.step) from error
+
+
+@functools.cache
+def _has_only_an_effect(op: Any) -> bool:
+    """Whether an operation returns nothing and changes no argument: an assertion, or a user's own that logs."""
+    schema = op._schema
+    known = op.namespace in ("c10d", "profiler")
+    return not schema.returns and not known and not any(map(is_written, schema.arguments))
