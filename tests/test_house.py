@@ -39,7 +39,8 @@ FLOORS = {
     **dict.fromkeys(["compiled"], 12),
     **dict.fromkeys(["stages"], 13),
     **dict.fromkeys(["step", "lift"], 14),
-    **dict.fromkeys(["first_state"], 0),
+    **dict.fromkeys(["first_state", "hyperparameters"], 0),
+    **dict.fromkeys(["lifted_state", "kept_gradients", "stand_ins"], 1),
     **dict.fromkeys(["__init__"], 15),
 }
 TRANSFORM = 8  # every other module of transforms/
