@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.utils import _pytree as pytree
 from worlds import ALL, clone, default_dtype, distance, slices
 
 import ztrans as zt
@@ -44,7 +45,9 @@ def everything(model, optimizer):
     """The numbers that a training run consists of, by name."""
     own = {f"param {n}": v for n, v in model.state_dict().items()}
     for n, p in model.named_parameters():
-        own |= {f"{k} of {n}": v for k, v in optimizer.state.get(p, {}).items() if v is not None}
+        for k, kept in optimizer.state.get(p, {}).items():
+            values = [v for v in pytree.tree_leaves(kept) if isinstance(v, (torch.Tensor, int, float))]
+            own |= {f"{k} of {n}{i or ''}": v for i, v in enumerate(values)}
     own |= {f"lr {i}": float(g["lr"]) for i, g in enumerate(optimizer.param_groups)}
     return dict(sorted(own.items()))
 

@@ -11,6 +11,8 @@ from worlds import ALL, clone, default_dtype, distance, slices
 
 import ztrans as zt
 
+ADAMW = of("AdamW", lr=0.05)
+
 
 def never(model, optimizer):
     """A loop that adds to the gradients of all calls before."""
@@ -70,7 +72,7 @@ def every_second(model, optimizer):
     return loop_step
 
 
-def compare(make_loop, make=make_model, make_optimizer=of("AdamW", lr=0.05), ranks=1, stage=3, before=0, **how):
+def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, before=0, **how):
     """The loop, and the lifted step on a copy, for some calls: the largest distance between them."""
     model = make()
     optimizer = make_optimizer(model)

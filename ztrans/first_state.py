@@ -47,7 +47,10 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
         return
     own = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    made = _shapes(optimizer, params) if own and not dampened else {}
+    try:
+        made = _shapes(optimizer, params) if own and not dampened else {}
+    except Exception as error:
+        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
     if made and all(key in _FRESH for p in new for key in made[p]):
         fresh = {p: {key: _filled(value, _FRESH[key]) for key, value in made[p].items()} for p in new}
     else:

@@ -11,8 +11,7 @@ On a CPU both compute the bits that PyTorch computes with Python numbers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 _HALF = (torch.float16, torch.bfloat16)
-# What Python does for `x += 1` where `x` is a number: it binds another one.
-_REBINDING = {f"__i{op}__": f"__{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -132,22 +130,15 @@ class Numbers(TorchFunctionMode):
 
 
 def _arithmetic(func: Callable, name: str, args: tuple, kwargs: dict, rebound: bool) -> Any:
-    """What `func` computes of numbers alone, in the precision of Python's."""
-    if name in _REBINDING and rebound:
-        func, name = getattr(torch.Tensor, _REBINDING[name]), _REBINDING[name]
-    with _default_dtype(torch.float64):
-        if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
-            return torch.full_like(args[0], args[1], dtype=torch.float64) / args[0]
-        if name == "__pow__" and isinstance(args[1], float):  # PyTorch takes square roots for powers of a half
-            return torch.pow(args[0], torch.full_like(args[0], args[1], dtype=torch.float64))
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    """What `func` computes of numbers alone, as Python does: integers stay exact, all else is fp64."""
+    if rebound and name.endswith("_") and not name.endswith("__"):  # `x += 1` binds another number in Python
+        func = getattr(torch.Tensor, name.removesuffix("_"))
+    real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
+    if real or name.strip("_").removeprefix("r") not in _EXACT:
+        wide = lambda x: x if x.is_floating_point() or x.is_complex() else x.to(torch.float64)
+        args = pytree.tree_map_only(torch.Tensor, wide, args)
+    if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
+        return torch.full_like(args[0], args[1]) / args[0]
+    if name == "__pow__" and isinstance(args[1], float):  # PyTorch takes square roots for powers of a half
+        return torch.pow(args[0], torch.full_like(args[0], args[1]))
+    return func(*args, **kwargs)
