@@ -31,7 +31,7 @@ FLOORS = {
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
     **dict.fromkeys(["functional", "cost", "near", "nccl", "recording"], 5),
     **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.matrix_chains", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),
     **dict.fromkeys(["calibrate", "agreement", "products"], 9),
     **dict.fromkeys(["attention"], 10),

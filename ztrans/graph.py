@@ -146,7 +146,8 @@ class Eqn:
 class Graph:
     """A program: the first `num_state` inputs are the train state, and so are the outputs.
 
-    `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes.
+    `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes. `notes` say what a
+    transform did that its name does not say.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Graph:
     batch: frozenset[Var] = frozenset()
     mesh: tuple[tuple[str, int], ...] = ()
     history: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
         """A copy with some fields changed."""

@@ -20,10 +20,16 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-from .graph import Eqn, Layout, Partial, Split, Var, variables
+from .graph import Eqn, Layout, Partial, Split, Var, is_random, shows_argument, variables
 from .layout import part
 
 aten = torch.ops.aten
+# Casts, copies, and values made like others; sums, and products of matrices, which are sums.
+_ON_NOTHING = {
+    *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
+}
 
 
 class NoRule(Exception):
@@ -73,18 +79,29 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         return have, have  # what sum() starts from; terms stay terms
     if eqn.op._schema.name.startswith("aten::_fused_"):
         return _fused(eqn, have)
+    whole = [()] * len(ins), [()] * len(eqn.outs)
+    if any(v.numel == 0 for v in ins) and torch.Tag.pointwise not in eqn.op.tags:
+        return whole  # DTensor's rule for views of them never returns
     wanted, given = _ask(eqn, ins, have, axis, size)
     if _makes_terms(have, wanted):
         # A value cannot be spread into terms without waste: reduce the terms that are there instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, ins, have, axis, size)
-    extreme = any(isinstance(p, Partial) and p.op in ("max", "min", "norminf", "norm-inf") for g in given for p in g)
-    empty = extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted))
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
+    empty = any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)) and not _runs_on_nothing(eqn)
     unknown = any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
-    if empty or unknown or _makes_terms(have, wanted):  # nothing has no greatest element
-        return [()] * len(ins), [()] * len(given)
-    return wanted, given
+    return whole if empty or unknown or _makes_terms(have, wanted) else (wanted, given)
+
+
+def _runs_on_nothing(eqn: Eqn) -> bool:
+    """Whether an equation may run on a part without elements: one that works element by element, a view, or a sum.
+
+    Others fail there (a norm of negative order, a Fourier transform), and only on the rank that has such a part.
+    """
+    packet = eqn.op.overloadpacket
+    if packet is aten.linalg_vector_norm:
+        return 0 < (eqn.args[1] if len(eqn.args) > 1 else 2) < float("inf")
+    return torch.Tag.pointwise in eqn.op.tags or packet in _ON_NOTHING or shows_argument(eqn.op) or is_random(eqn.op)
 
 
 def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
