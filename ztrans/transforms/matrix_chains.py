@@ -16,7 +16,7 @@ import torch
 
 from ..collectives import GRADIENT
 from ..cost import is_matmul
-from ..graph import Eqn, Graph, Layout, Partial, Split, Var, is_random, producers
+from ..graph import Eqn, Graph, Layout, Split, Var, is_random, producers
 from ..groups import is_users
 
 LayoutOf = Callable[[Var], Layout]
@@ -35,7 +35,7 @@ def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple
     needed: set[Var] = set()
     whole: set[Eqn] = set()
     for e in reversed(_following(update, sources, layout)):
-        if e in chained or any(out in needed for out in e.outs):
+        if _contracts(e, layout) or any(out in needed for out in e.outs):
             whole.add(e)
             needed.update(e.ins)
     return frozenset(whole), _leaves(graph, sources)
@@ -57,11 +57,9 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
     """Whether an equation is a product that sums over the dim that is cut, of its first factor or its second."""
-    if not is_matmul(e):
-        return False
-    factors = zip(e.args[_FACTORS.get(e.op.overloadpacket, slice(0, 0))], (-1, -2))
-    cut = any(p.dim == len(v.shape) + dim for v, dim in factors for p in layout(v) if isinstance(p, Split))
-    return cut or any(isinstance(p, Partial) for out in e.outs for p in layout(out))
+    factors = e.args[_FACTORS[e.op.overloadpacket]] if is_matmul(e) and e.op.overloadpacket in _FACTORS else ()
+    lies = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
+    return any(isinstance(p, Split) and p.dim == dim for p, dim in lies)
 
 
 def _sources(values: Iterable[Var], made: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
