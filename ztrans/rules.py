@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .graph import Eqn, Layout, Partial, Split, Var, is_random, shows_argument, variables
 from .layout import part
@@ -133,7 +134,8 @@ def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> 
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
     literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
+    answer = _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
+    return answer or ([()] * len(ins), [()] * len(eqn.outs))
 
 
 class _Question:
@@ -168,7 +170,8 @@ def _strip(tree: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
+def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
+    """What DTensor answers; None where it has a rule, and none for parts that lie as these do, or would."""
     layouts = iter(layout for _, _, layout in question.types)
     mesh = _mesh(question.size)
     dispatcher = DTensor._op_dispatcher
@@ -192,8 +195,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
         info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-        if "redistribute" in str(error):  # it shards, but not as it lies: make the inputs whole
-            return [()] * len(question.types), [()] * len(question.op._schema.returns)
+        if "redistribut" in str(error):  # it shards, but not as it lies: make the inputs whole
+            return None
         raise NoRule(str(error).split("\n")[0]) from None
     found = info.output_sharding
     specs = found.output_spec if isinstance(found.output_spec, (list, tuple)) else [found.output_spec]
@@ -206,4 +209,6 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
     count = len(list(variables((question.args, question.kwargs))))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")
+    if any(isinstance(s.placements[0], _StridedShard) for s in (*wanted, *specs) if s is not None):
+        return None
     return [_layout(s, question.axis) for s in wanted], [_layout(s, question.axis) for s in specs]

@@ -37,7 +37,8 @@ class Layer:
     `rounds` says that it rounds gradients: the mean over ranks is then another one than that of the whole batch.
     `together` says that it computes over the whole batch, by `pmean`: no rank alone has the plain step's gradient.
     `by_autograd` says that it runs under autograd alone, and not under torch.func; `once` that it has no second
-    derivative; `mapped` that it runs under vmap.
+    derivative; `mapped` that it runs under vmap; `placed` that DTensor knows how its leaves' parts are computed with,
+    which is asked of leaves that an update has made and no gradient is taken for.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Layer:
     by_autograd: bool = False
     once: bool = False
     mapped: bool = True
+    placed: bool = True
 
 
 def size(chance: Random) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import ztrans as zt
+
 from . import dense, nested, spectral, views
 from .layer import IDS, Layer
 from .optimizers import OPTIMIZERS, Optimizer
@@ -34,6 +36,8 @@ class Program:
     decayed: bool
     averaged: bool
     counted: bool
+    weighted: bool
+    in_place: bool
     optimizer: Optimizer
 
     @staticmethod
@@ -48,8 +52,10 @@ class Program:
         names = [f"{i}.{j}" for i, layer in enumerate(layers) for j, leaf in enumerate(layer.leaves) if leaf.trained]
         frozen = {name for name in names[1:] if chance.random() < 0.15}
         style, pattern = chance.choice(STYLES), chance.choice(PATTERNS)
-        if style == "each" and any(layer.together or layer.rounds or not layer.mapped for layer in layers):
+        if style == "each" and any(layer.together or layer.rounds or not (layer.mapped and layer.placed) for layer in layers):
             style = "func"
+        if pattern == "alternating" and not all(layer.placed for layer in layers):
+            pattern = "once"
         if any(layer.by_autograd for layer in layers) and style != "backward":
             style = "autograd"
         if style == "each" or (pattern == "squared" and any(layer.once or layer.rounds for layer in layers)):
@@ -58,13 +64,15 @@ class Program:
         return Program(
             seed, first, tuple(layers), frozenset(frozen), style, pattern, micro,
             samples=micro * chance.randint(1, 3), clipped=chance.random() < 0.3, decayed=chance.random() < 0.3,
-            averaged=chance.random() < 0.2, counted=chance.random() < 0.5, optimizer=chance.choice(OPTIMIZERS)(chance),
+            averaged=chance.random() < 0.2, counted=chance.random() < 0.5,
+            weighted=chance.random() < 0.1 and style != "each" and not any(layer.rounds for layer in layers),
+            in_place=chance.random() < 0.2, optimizer=chance.choice(OPTIMIZERS)(chance),
         )  # fmt: skip
 
     @property
     def name(self) -> str:
         what = ", ".join(layer.name for layer in self.layers)
-        flags = [name for name in ("clipped", "decayed", "averaged", "counted") if getattr(self, name)]
+        flags = [name for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place") if getattr(self, name)]
         return " | ".join([what, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags])
 
     @property
@@ -75,7 +83,8 @@ class Program:
     @property
     def together(self) -> bool:
         """Whether no rank alone has the gradient: statistics, gradients of samples, a gradient of a gradient."""
-        return any(layer.together for layer in self.layers) or self.style == "each" or self.pattern == "squared"
+        shared = self.style == "each" or self.pattern == "squared" or self.weighted
+        return shared or any(layer.together for layer in self.layers)
 
     def leaves(self, trained: bool) -> Tensors:
         made = {}
@@ -103,12 +112,17 @@ class Program:
         return torch.randn(count, self.width), torch.randint(0, IDS, (count,))
 
     def loss(self, trained: Tensors, fixed: Tensors, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A mean over samples, and a term of the leaves alone."""
+        """A mean over samples, weighted where samples count differently, and a term of the leaves alone."""
         leaves = {**trained, **fixed}
         for i, layer in enumerate(self.layers):
             y = layer.run(x, ids, *(leaves[f"{i}.{j}"] for j in range(len(layer.leaves))))
             x = y / (1 + y.abs())
-        value = x.square().sum(1).mean() + x.sin().mean()
+        each = x.square().sum(1) + x.sin().mean(1)
+        if self.weighted:
+            weights = 0.5 + ids.to(x.dtype)
+            value = zt.psum((each * weights).sum(), "dp") / zt.psum(weights.sum(), "dp")
+        else:
+            value = each.mean()
         if self.decayed:
             value = value + 0.01 * sum((p * p.conj()).real.sum() for p in trained.values())
         return value

@@ -43,6 +43,8 @@ def step_of(program: Program, gradient: Gradient = gradient) -> Callable:
                 output["norm"] = _norm(grads)
                 grads = {k: g * torch.clamp(0.5 / (output["norm"] + 1e-6), max=1.0) for k, g in grads.items()}
             new, kept = _updated(program, params, grads, kept, at)
+        if program.in_place:
+            new = {k: params[k].copy_(p) for k, p in new.items()}
         after = {**state, "params": new, "kept": kept, "step": count}
         if program.averaged:
             after["average"] = {k: torch.lerp(a, new[k], 0.1) for k, a in state["average"].items()}

@@ -106,7 +106,7 @@ def one_row(chance: Random, width: int) -> Layer:
 def overlapping(chance: Random, width: int) -> Layer:
     """A matrix each of whose rows is the one before, moved by one."""
     run = lambda x, ids, w: x @ w.unfold(0, width, 1).T
-    return Layer(f"overlapping {width}", (Leaf((2 * width - 1,)),), run, width)
+    return Layer(f"overlapping {width}", (Leaf((2 * width - 1,)),), run, width, placed=False)
 
 
 def rearranged(chance: Random, width: int) -> Layer:
