@@ -83,11 +83,11 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     whole = [()] * len(ins), [()] * len(eqn.outs)
     if any(v.numel == 0 for v in ins) and torch.Tag.pointwise not in eqn.op.tags:
         return whole  # DTensor's rule for views of them never returns
-    wanted, given = _ask(eqn, ins, have, axis, size)
+    wanted, given = _ask(eqn, ins, have, axis, size) or whole
     if _makes_terms(have, wanted):
         # A value cannot be spread into terms without waste: reduce the terms that are there instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
-        wanted, given = _ask(eqn, ins, have, axis, size)
+        wanted, given = _ask(eqn, ins, have, axis, size) or whole
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
     empty = any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)) and not _runs_on_nothing(eqn)
     unknown = any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
@@ -129,13 +129,14 @@ def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
     return [cut if a else () for a in alike], [cut] * len(eqn.outs)
 
 
-def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+def _ask(
+    eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int
+) -> tuple[list[Layout], list[Layout]] | None:
     if not any(have):
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
     literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    answer = _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
-    return answer or ([()] * len(ins), [()] * len(eqn.outs))
+    return _asked(_Question(eqn.op, types, literals, eqn.args, eqn.kwargs, axis, size))
 
 
 class _Question:
