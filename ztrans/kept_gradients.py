@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from .scalars import tensors_in
 from .source import Source, user_source, where
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
@@ -60,7 +60,7 @@ class KeptGradients(TorchFunctionMode):
             return self._backward(func, args, kwargs, user_source(2))
         if getattr(func, "__name__", "") == "__set__" and func.__self__.__name__ == "grad":
             self._unsure.pop(self._owner.get(id(args[0]), ""), None)
-        given = [self._gradient_of[id(x)] for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._gradient_of]
+        given = [self._gradient_of[id(x)] for x in tensors_in((args, kwargs)) if id(x) in self._gradient_of]
         result = func(*args, **kwargs)
         for name, gradient in given:
             self._see(name, gradient, func, args, result)
@@ -92,7 +92,7 @@ class KeptGradients(TorchFunctionMode):
     def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
         """`func` was given the gradient that parameter `name` holds, or has held."""
         called = getattr(func, "__name__", "")
-        results = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x is not gradient]
+        results = [x for x in tensors_in(result) if x is not gradient]
         begins = gradient is self._begin.get(name) and name not in self._zeroed
         if called in _ZEROS:
             self._unsure.pop(name, None)

@@ -11,7 +11,7 @@ On a CPU both compute the bits that PyTorch computes with Python numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,21 @@ from torch.utils import _pytree as pytree
 
 _HALF = (torch.float16, torch.bfloat16)
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts.
+
+    >>> len(list(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3))))
+    2
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -89,6 +104,7 @@ class Numbers(TorchFunctionMode):
         self._rebound = {id(x) for x in numbers}
         held = (x for x in (*numbers, *counts) if isinstance(x, torch.Tensor))
         self._numbers = {id(x): x for x in held}  # which keeps them, and so their ids, alive
+        self._constants: dict[float, torch.Tensor] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -97,13 +113,13 @@ class Numbers(TorchFunctionMode):
         scaled = with_tensor_scalar(func, args, kwargs)
         if scaled is not NotImplemented:
             return scaled
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         name = getattr(func, "__name__", "")
         if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
             return func(*args, **kwargs)
         others = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not others:
-            return self._known(_arithmetic(func, name, args, kwargs, id(args[0]) in self._rebound))
+            return self._known(self._arithmetic(func, name, args, kwargs))
         if all(x.ndim == 0 or not (x.is_floating_point() or x.is_complex()) for x in others):
             args = pytree.tree_map(lambda x: self._as_one_of(others, x), args)
         return func(*args, **kwargs)  # beside a float tensor with dims a number gives way by itself
@@ -112,9 +128,9 @@ class Numbers(TorchFunctionMode):
         """The value of a tensor of one element as a number."""
         if id(x) in self._numbers:
             return x
-        wide = torch.int64 if not (x.is_floating_point() or x.is_complex()) else torch.float64
-        dtype = torch.complex128 if x.is_complex() else wide
-        return self._known(x.detach().reshape(()).to(dtype, copy=True))
+        real = torch.float64 if x.is_floating_point() else torch.int64
+        x = x.detach().reshape(()) if x.ndim or x.requires_grad else x
+        return self._known(x.to(torch.complex128 if x.is_complex() else real, copy=True))
 
     def _known(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor) and result.ndim == 0 and result.dtype is not torch.bool:
@@ -128,17 +144,25 @@ class Numbers(TorchFunctionMode):
             return x
         return x.to(torch.result_type(others[0], 1.0 if x.is_floating_point() else 1))
 
+    def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """What `func` computes of numbers alone, as Python does: integers stay exact, all else is fp64."""
+        if id(args[0]) in self._rebound and name.endswith("_") and not name.endswith("__"):
+            func = getattr(torch.Tensor, name.removesuffix("_"))  # `x += 1` binds another number in Python
+        real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
+        if real or name.strip("_").removeprefix("r") not in _EXACT:
+            args = tuple(x.to(torch.float64) if _is_whole(x) else x for x in args)
+        if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
+            return self._constant(args[1]) / args[0]
+        if name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real:  # PyTorch has short cuts
+            return torch.pow(args[0], self._constant(args[1]))
+        return func(*args, **kwargs)
 
-def _arithmetic(func: Callable, name: str, args: tuple, kwargs: dict, rebound: bool) -> Any:
-    """What `func` computes of numbers alone, as Python does: integers stay exact, all else is fp64."""
-    if rebound and name.endswith("_") and not name.endswith("__"):  # `x += 1` binds another number in Python
-        func = getattr(torch.Tensor, name.removesuffix("_"))
-    real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
-    if real or name.strip("_").removeprefix("r") not in _EXACT:
-        wide = lambda x: x if x.is_floating_point() or x.is_complex() else x.to(torch.float64)
-        args = pytree.tree_map_only(torch.Tensor, wide, args)
-    if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
-        return torch.full_like(args[0], args[1]) / args[0]
-    if name == "__pow__" and isinstance(args[1], float):  # PyTorch takes square roots for powers of a half
-        return torch.pow(args[0], torch.full_like(args[0], args[1]))
-    return func(*args, **kwargs)
+    def _constant(self, number: float) -> torch.Tensor:
+        """A number of the program's text as a tensor, once."""
+        if number not in self._constants:
+            self._constants[number] = torch.full((), number, dtype=torch.float64)
+        return self._constants[number]
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from .scalars import tensors_in
 from .source import Source, user_source, where
 
 # What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.
-_METADATA = ("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "__hash__", "__len__")
+_METADATA = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "__hash__", "__len__"),
+)
 
 
 class StandIns(TorchFunctionMode):
@@ -33,16 +36,18 @@ class StandIns(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         accessed = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         for x in tensors:
             harmless = name in _METADATA or (name == "__get__" and accessed != "grad")
             if id(x) in self.own and not harmless:
                 raise _from_outside(self.own[id(x)], f".{accessed}" if accessed else name, user_source(2))
         result = func(*args, **kwargs)
         used = {self._names[id(x)] for x in tensors if id(x) in self._names}
+        if not used:
+            return result
         if name == "requires_grad_" or (name == "__set__" and accessed == "requires_grad"):
             self._set_first |= used - self._computed_with
-        elif any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)) and accessed != "grad":
+        elif accessed != "grad" and any(True for _ in tensors_in(result)):
             self._computed_with |= used
         return result
 

@@ -35,8 +35,8 @@ def main() -> int:
             if found:
                 failures.append(found)
                 print(found, flush=True)
-            if sys.stderr.isatty():
-                print(f"\r{done} of {args.runs}, {len(failures)} failures", end="", file=sys.stderr)
+            if done % 100 == 0:
+                print(f"{done} of {args.runs}, {len(failures)} failures", file=sys.stderr, flush=True)
     text = report(seeds, failures, time.time() - began)
     print(text)
     if args.write:
