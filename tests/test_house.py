@@ -33,7 +33,7 @@ FLOORS = {
     **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values", "fx_trace"], 4),
     **dict.fromkeys(["functional", "recompute", "cost", "near", "nccl", "recording"], 5),
     **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.matrix_chains", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),
     **dict.fromkeys(["calibrate", "agreement", "products"], 9),
     **dict.fromkeys(["attention"], 10),
@@ -41,7 +41,8 @@ FLOORS = {
     **dict.fromkeys(["compiled"], 12),
     **dict.fromkeys(["stages"], 13),
     **dict.fromkeys(["step", "lift"], 14),
-    **dict.fromkeys(["first_state"], 0),
+    **dict.fromkeys(["first_state", "hyperparameters"], 0),
+    **dict.fromkeys(["lifted_state", "kept_gradients", "stand_ins"], 1),
     **dict.fromkeys(["__init__"], 15),
 }
 TRANSFORM = 8  # every other module of transforms/

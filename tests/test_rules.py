@@ -150,6 +150,24 @@ def test_flattening_uneven_parts_makes_them_whole():
     assert ask(aten.view.default, var(10, 6, layout=CUT), [60]) == ([()], [()])
 
 
+def test_what_dtensor_shards_otherwise_is_made_whole():
+    """It unbinds no dim that is cut, and puts no part of every block on a rank."""
+    assert ask(aten.unbind.int, var(2, 6, layout=CUT), outs=2, size=2) == ([()], [(), ()])
+    blocks = var(2, 4, 3, layout=(Split("dp", 1),))
+    assert ask(aten._unsafe_view.default, blocks, [8, 3], size=2) == ([()], [()])
+
+
+def test_parts_without_elements():
+    v, none = var(4, 6, layout=CUT), var(0, 6, layout=CUT)
+    whole, kept = ([()], [()]), ([CUT], [CUT])
+    assert ask(aten._fft_r2c.default, v, [1], 0, True, size=3) == whole
+    assert ask(aten.linalg_vector_norm.default, v, -1, [1], size=3) == whole
+    assert ask(aten.linalg_vector_norm.default, v, -1, [1], size=2) == kept
+    assert ask(aten.tanh.default, v, size=3) == kept and ask(aten.view.default, v, [4, 2, 3], size=3) == kept
+    assert ask(aten.sum.dim_IntList, v, [1], size=3) == kept and ask(aten._to_copy.default, v, size=3) == kept
+    assert ask(aten.view.default, none, [0]) == whole and ask(aten.tanh.default, none) == kept
+
+
 def test_no_rule():
     with pytest.raises(NoRule, match="renorm"):
         ask(aten.renorm.default, W, 2, 0, 1.0)

@@ -14,7 +14,7 @@ from .graph import Graph as Graph
 from .graph import Var as Var
 from .layout import AbstractMesh as AbstractMesh
 from .lift import lift as lift
-from .lift import restore as restore
+from .lifted_state import restore as restore
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum

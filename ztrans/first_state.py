@@ -1,13 +1,22 @@
-"""The state of an optimizer before its first step: PyTorch's make theirs in it."""
+"""The state of an optimizer before its first step, in which most optimizers make it.
+
+`make` trusts the names of torch.optim's own classes. Another class shows in a trial, on copies, what it stores first
+for each parameter. That is its state before the first step, if a step from there does what the first step does.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-# State that optimizers make at their first step, as it is before that step.
+# State that classes of torch.optim make at their first step, as it is before that step.
 _FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
     (
         "exp_avg",
@@ -22,26 +31,46 @@ _FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
     0.0,
 )
 
+State = dict[str, Any]
+
 
 def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Make the state that the optimizer would make at its first step, by a step that changes nothing.
+    """Give the optimizer the state that it has before its first step. Its parameters are not changed.
 
     `names` are those of the parameters, by their ids, for messages.
+
+    Raises: ValueError where no state before the first step is known.
     """
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
     if not new:
         return
-    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
-        raise ValueError(
-            f"lift: {type(optimizer).__name__} with dampening does not dampen its first gradient.\n"
-            f"Take one ordinary step first, so that the optimizer's state exists."
-        )
+    own = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+    dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    try:
+        made = _shapes(optimizer, params) if own and not dampened else {}
+    except Exception as error:
+        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
+    if made and all(key in _FRESH for p in new for key in made[p]):
+        fresh = {p: {key: _filled(value, _FRESH[key]) for key, value in made[p].items()} for p in new}
+    else:
+        fresh = _tried(optimizer, params, new, names)
+    optimizer.state.update(fresh)
+
+
+def _filled(value: Any, number: float) -> Any:
+    return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
+
+
+def _shapes(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
+    """The state that the optimizer makes in a step which changes nothing."""
     held = [(p, p.grad, p.detach().clone()) for p in params]
-    had = {
-        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-        for p, s in optimizer.state.items()
-    }
+    had = {p: dict(state) for p, state in optimizer.state.items()}
+    values = [(v, v.detach().clone()) for state in had.values() for v in state.values() if isinstance(v, torch.Tensor)]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
@@ -49,23 +78,138 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
         for p in params:
             p.grad = torch.zeros_like(p)
         optimizer.step()
+        return {p: {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None} for p in params}
     finally:
         with torch.no_grad():
-            for p, g, value in held:
-                p.grad = g
+            for p, gradient, value in held:
+                p.grad = gradient
                 p.copy_(value)
+            for tensor, value in values:
+                tensor.copy_(value)
         for group, lr in zip(optimizer.param_groups, rates):
             group["lr"] = lr
+        optimizer.state.clear()
         optimizer.state.update(had)
-    for p in new:
-        for key, value in optimizer.state.get(p, {}).items():
-            if value is None:
-                continue
-            if key not in _FRESH:
-                raise ValueError(
-                    f"lift: {type(optimizer).__name__} keeps {key!r} for {names[id(p)]}, and lift does not know "
-                    f"its first value.\nTake one ordinary step first, so that the optimizer's state exists."
-                )
-            optimizer.state[p][key] = (
-                value.fill_(_FRESH[key]) if isinstance(value, torch.Tensor) else type(value)(_FRESH[key])
+
+
+class _First(dict):
+    """The state of one parameter, which keeps of each key the value that was stored first."""
+
+    def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
+        self.first: State = {}
+        self.update(state)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is not None:
+            self.first.setdefault(key, _copied(value))
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+
+class _FirstOfAll(defaultdict):
+    """The state of an optimizer, by parameter, each a `_First`."""
+
+    def __setitem__(self, p: torch.Tensor, state: Mapping[str, Any]) -> None:
+        super().__setitem__(p, state if isinstance(state, _First) else _First(state))
+
+    def __missing__(self, p: torch.Tensor) -> _First:
+        self[p] = _First()
+        return self[p]
+
+
+class _Trial(NamedTuple):
+    """One step on copies: for each parameter its value after it, what was stored first, and the state after it."""
+
+    params: list[torch.Tensor]
+    first: list[State]
+    after: list[State]
+
+
+def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int) -> _Trial:
+    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`.
+
+    Parameters without a state begin with that of `begin`, or make theirs.
+    """
+    copies = [p.detach().clone().requires_grad_() for p in params]
+    attributes = copy.deepcopy(vars(optimizer), {id(p): c for p, c in zip(params, copies)})
+    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(attributes)
+    held = twin.state
+    twin.state = _FirstOfAll()
+    for k, c in enumerate(copies):
+        if held.get(c):
+            twin.state[c] = held[c]
+        elif begin is not None:
+            twin.state[c] = {key: _copied(value) for key, value in begin[k].items()}
+    with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
+        torch.manual_seed(seed)
+        for c in copies:
+            drawn = torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32)
+            c.grad = drawn.to(c.device, c.dtype)
+        twin.step()
+    state = [twin.state[c] for c in copies]
+    return _Trial([c.detach() for c in copies], [s.first for s in state], [dict(s) for s in state])
+
+
+def _tried(
+    optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor], names: Mapping[int, str]
+) -> dict[torch.Tensor, State]:
+    """The state before the first step, found and verified by steps on copies."""
+    if any(p.is_meta for p in params):
+        raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
+    try:
+        one, other = (_trial(optimizer, params, None, seed) for seed in (0, 1))
+        begin = [_before(first, again) for first, again in zip(one.first, other.first)]
+        again = _trial(optimizer, params, begin, 0)
+    except Exception as error:
+        raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
+    for k, p in enumerate(params):
+        if not (_same(one.params[k], again.params[k]) and _same(one.after[k], again.after[k])):
+            keys = ", ".join(map(repr, begin[k])) or "nothing"
+            raise _unknown(
+                optimizer, f"of {names[id(p)]} it keeps {keys}, and from no value of that does it do what it does first"
             )
+    return {p: begin[k] for k, p in enumerate(params) if any(p is q for q in new)}
+
+
+def _before(one: State, other: State) -> State:
+    """What was stored first in two trials; zeros where it was made of the gradient, which they would have become."""
+    made = {k: not _same(v, other.get(k)) for k, v in one.items()}
+    zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
+    return {k: pytree.tree_map(zeros, v) if made[k] else v for k, v in one.items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states or values are equal but for rounding."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not (a.is_floating_point() or a.is_complex()):
+            return torch.equal(a, b)
+        near = 8 * torch.finfo(a.dtype).eps
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        return torch.allclose(a.to(wide), b.to(wide), rtol=near, atol=near, equal_nan=True)
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _unknown(optimizer: Optimizer, why: str) -> ValueError:
+    return ValueError(
+        f"lift: {type(optimizer).__name__} makes its state in its first step, and lift does not know what it is "
+        f"before that: {why}.\n"
+        f"Take the first step before lift, on every rank, and start all ranks from rank 0's state: "
+        f"step.shard(state, source=0)."
+    )

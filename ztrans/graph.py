@@ -147,7 +147,8 @@ class Graph:
     """A program: the first `num_state` inputs are the train state, and so are the outputs.
 
     `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes. With `writes_last`
-    the program writes its state only when every collective is done, and forward and backward with it.
+    the program writes its state only when every collective is done, and forward and backward with it. `notes`
+    say what a transform did that its name does not say.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Graph:
     mesh: tuple[tuple[str, int], ...] = ()
     history: tuple[str, ...] = ()
     writes_last: bool = False
+    notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
         """A copy with some fields changed."""

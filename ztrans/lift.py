@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,15 +18,29 @@ import torch
 from torch import nn
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from .first_state import make
+from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
+from .kept_gradients import KeptGradients, kept
+from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
+from .scalars import Numbers
+from .source import user_source, where
+from .stand_ins import StandIns
 
-State = dict[str, Any]
+# Optimizers that choose between two updates by a value, unless they are capturable; and the numbers in their state.
+_CHOOSING = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+_COUNTS = ("step", "eta", "mu")
 
 
-def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Callable, State]:
+def lift(
+    loop_step: Callable,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    carry_grads: bool = False,
+) -> tuple[Callable, State]:
     """`loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, as `(step, state)`.
 
     `step(state, *batch) -> (state, output)` is a pure train step for any transform; `state` holds
@@ -36,9 +49,13 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
     `train()` and `eval()`, and which parameters are trained, are constants of a program: a step that is simply
     called is traced anew when they have changed. Several modules are one `nn.ModuleDict`.
 
+    A loop step that adds to the gradients of earlier calls, without a zero_grad, needs them in its state:
+    with `carry_grads=True` they are `state["grads"]`, by name.
+
     Raises: TypeError for a model that is no module; ValueError for optimizers that need a closure, hold parameters
     that are not the module's or another's, or make state that `lift` does not know before its first step; and when
-    it is traced, for a loop step that steps another optimizer, or not all of these.
+    it is traced, for a loop step that steps another optimizer, or not all of these, that uses gradients of an
+    earlier call which are not carried, parameters taken from the module before it, or a GradScaler.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,12 +69,65 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
     >>> sorted(state), sorted(state["params"])
     (['buffers', 'lr', 'optimizer', 'params'], ['bias', 'weight'])
     """
+    optimizers = several(optimizer)
+    names = _check_held(model, optimizers)
+    for o in optimizers:
+        make(o, names)
+    own = dict(model.named_parameters())
+    today = state_of(model, optimizers, names)
+    if carry_grads:
+        today["grads"] = kept(own)
+    check_apart(today)
+    counted = [is_number(x) for x in pytree.tree_leaves((today["optimizer"], today["lr"]))]
+    had = {name for name, p in own.items() if p.grad is not None}
+
+    def step(state: State, *batch: Any) -> tuple[State, Any]:
+        rates, written = state["lr"], versions(state["lr"])
+        leaves = pytree.tree_leaves((state["optimizer"], rates))
+        numbers = [x for x, is_counted in zip(leaves, counted) if is_counted]
+        with _swapped(model, optimizers, names, state) as (params, buffers):
+            before = hyperparameters(optimizers)
+            gradients = KeptGradients(params, state.get("grads"), had)
+            stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
+            stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
+            with _no_scaler(), gradients, stand_ins, stepped:
+                output = loop_step(*batch)
+            stand_ins.check()
+            carried = gradients.end()
+            held = {p: s for o in optimizers for p, s in o.state.items()}
+            after = {name: held.get(p, {}) for name, p in params.items()}
+            check_rates(groups_of(optimizers), rates, written)
+            check_unchanged(before, hyperparameters(optimizers))
+            check_known(after, state["optimizer"])
+            new = {
+                "params": {name: p.detach() for name, p in params.items()},
+                "buffers": {name: b.detach() for name, b in buffers().items()},
+                "optimizer": {name: _as_before(after[name], known) for name, known in state["optimizer"].items()},
+                "lr": rates,
+            }
+        if carried is not None:
+            new["grads"] = carried
+        return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+    def settings() -> tuple:
+        """What a program is made for besides its arguments."""
+        modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
+        return *modes, repr(hyperparameters(optimizers))
+
+    step.settings = settings  # type: ignore[attr-defined]
+    step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
+    given = inspect.signature(loop_step).parameters.values()
+    step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
+    return step, today
+
+
+def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """The names of the module's parameters by their ids, among which are all that the optimizers hold, each once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"lift: the model is a {type(model).__name__}; several modules are one, nn.ModuleList([...]).")
-    optimizers = _several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     seen = set[int]()
-    for p in (p for group in _groups(optimizers) for p in group["params"]):
+    for p in (p for group in groups_of(optimizers) for p in group["params"]):
         if id(p) not in names:
             raise ValueError(
                 f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
@@ -70,172 +140,7 @@ def lift(loop_step: Callable, model: nn.Module, optimizer: Optimizer | Sequence[
         raise ValueError(
             "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
         )
-    for o in optimizers:
-        make(o, names)
-    today = _state(model, optimizers, names)
-    _check_apart(today)
-
-    def step(state: State, *batch: Any) -> tuple[State, Any]:
-        with _swapped(model, optimizers, names, state) as (params, buffers):
-            versions = [getattr(lr, "_version", 0) for lr in state["lr"]]
-            settings = _settings(optimizers)
-            with _stepped(optimizers):
-                output = loop_step(*batch)
-            held = {p: s for o in optimizers for p, s in o.state.items()}
-            kept = {name: held.get(p, {}) for name, p in params.items()}
-            _check_rates(optimizers, state["lr"], versions)
-            _check_settings(settings, _settings(optimizers))
-            _check_kept(kept, state["optimizer"])
-            new = {
-                "params": {name: p.detach() for name, p in params.items()},
-                "buffers": {name: b.detach() for name, b in buffers().items()},
-                "optimizer": {
-                    name: {k: v for k, v in kept[name].items() if k in known}
-                    for name, known in state["optimizer"].items()
-                },
-                "lr": state["lr"],
-            }
-        detach = lambda x: x.detach() if isinstance(x, torch.Tensor) else x
-        return new, torch.utils._pytree.tree_map(detach, output)
-
-    def settings() -> tuple:
-        """What a program is made for besides its arguments."""
-        modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
-        return *modes, repr(_settings(optimizers))
-
-    step.settings = settings  # type: ignore[attr-defined]
-    step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
-    given = inspect.signature(loop_step).parameters.values()
-    step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
-    return step, today
-
-
-def _check_apart(state: State) -> None:
-    """Tensors that a step changes and that lie in one another's memory would part, and each go its own way."""
-    trained = {**state["params"], **{f"{k} of {n}": v for n, s in state["optimizer"].items() for k, v in s.items()}}
-    spans = []
-    for name, x in {**state["buffers"], **trained}.items():
-        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
-            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
-    spans.sort()
-    for (device, _, end, one), (where, start, _, other) in itertools.pairwise(spans):
-        if device == where and start < end and (one in trained or other in trained):
-            raise ValueError(
-                f"lift: {one} and {other} lie in the same memory, and in a state each would have its own.\n"
-                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
-            )
-
-
-def _several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    return [group for o in optimizers for group in o.param_groups]
-
-
-@contextlib.contextmanager
-def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """See to it that the loop steps these optimizers, and no other: that would hold parameters without gradients."""
-    seen = []
-
-    def watch(stepped: Optimizer, *_: Any) -> None:
-        if stepped not in optimizers:
-            raise ValueError(
-                f"lift: the loop step calls step() of another optimizer, {type(stepped).__name__}, which would train "
-                f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
-            )
-        seen.append(stepped)
-
-    handle = register_optimizer_step_pre_hook(watch)
-    try:
-        yield
-    finally:
-        handle.remove()
-    for k, o in enumerate(optimizers):
-        if o not in seen:
-            which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
-            raise ValueError(
-                f"lift: the loop step did not call {which}, and what it does while it is traced it does for ever."
-                f"\nTo accumulate gradients, take all micro-batches in one call, and step after them."
-            )
-
-
-def _check_kept(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
-    """State that an optimizer made just now would be lost after the step, and made anew in the next."""
-    for name, state in kept.items():
-        made = [k for k, v in state.items() if isinstance(v, (torch.Tensor, int, float))]
-        new = [k for k in made if k not in known.get(name, {})]
-        if new:
-            raise ValueError(
-                f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
-                f"A parameter that is trained from now on, or another setting of the optimizer: call lift again."
-            )
-
-
-def _check_rates(optimizers: Sequence[Optimizer], rates: list, versions: list[int]) -> None:
-    """What a scheduler does inside the loop's body would be done once, while it is traced."""
-    for group, lr, version in zip(_groups(optimizers), rates, versions):
-        if group["lr"] is not lr or getattr(lr, "_version", 0) != version:
-            raise ValueError(
-                "lift: the loop step changes a learning rate, which would happen once, while it is traced.\n"
-                "Step the scheduler after the lifted step, and pass its rates on: "
-                'state["lr"] = [group["lr"] for group in optimizer.param_groups].'
-            )
-
-
-def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """The hyperparameters of every group, but for the learning rate."""
-    groups = ({k: v for k, v in group.items() if k not in ("params", "lr")} for group in _groups(optimizers))
-    return [{k: id(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
-
-
-def _check_settings(before: list[dict], after: list[dict]) -> None:
-    """Numbers that an optimizer counts in its groups, or that the loop changes there."""
-    changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
-    if changed:
-        raise ValueError(
-            f"lift: the loop step, or its optimizer, changes {changed[0]!r} of a parameter group, which would happen "
-            f"once, while it is traced.\nChange it between steps, which are then traced anew; what is counted in every "
-            f"step must be in the optimizer's state of a parameter."
-        )
-
-
-def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
-    """Write a lifted state (full tensors) back into the module and the optimizer, or optimizers, it came from."""
-    optimizers = _several(optimizer)
-    names = {id(p): name for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(state["params"][name])
-        for o in optimizers:
-            for p in (p for group in o.param_groups for p in group["params"]):
-                for key, value in state["optimizer"].get(names[id(p)], {}).items():
-                    held = o.state[p].get(key)
-                    o.state[p][key] = held.copy_(value) if isinstance(held, torch.Tensor) else _like(held, value)
-        for name, b in model.named_buffers():
-            b.copy_(state["buffers"][name])
-    for group, lr in zip(_groups(optimizers), state["lr"]):
-        group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
-
-
-def _like(held: Any, value: torch.Tensor) -> Any:
-    return value if held is None else type(held)(value.item())
-
-
-def _state(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> State:
-    by_name = {names[id(p)]: s for o in optimizers for p, s in o.state.items() if s}
-    return {
-        "params": {k: p.detach() for k, p in model.named_parameters()},
-        "buffers": {k: b.detach() for k, b in model.named_buffers()},
-        "optimizer": {
-            k: {key: v for key, v in by_name[k].items() if isinstance(v, (torch.Tensor, int, float))}
-            for k in names.values()
-            if k in by_name
-        },
-        "lr": [group["lr"] for group in _groups(optimizers)],
-    }
+    return names
 
 
 @contextlib.contextmanager
@@ -250,7 +155,6 @@ def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
             params[name].register_post_accumulate_grad_hook(hook)
     tensors = {**params, **state["buffers"]}
     with (
-        _without_gradients(model),
         stateless._reparametrize_module(model, tensors, tie_weights=True),
         contextlib.ExitStack() as stack,
     ):
@@ -268,27 +172,103 @@ def _held(
     old_groups, old_state = optimizer.param_groups, optimizer.state
     own = [[names[id(p)] for p in group["params"]] for group in old_groups]
     groups = [{**g, "params": [params[name] for name in mine], "lr": lr} for g, mine, lr in zip(old_groups, own, rates)]
-    for group in groups:  # arithmetic on tensors, one parameter at a time, as the program will be in any case
+    changes = {"foreach": False} | ({"capturable": True} if isinstance(optimizer, _CHOOSING) else {})
+    for group in groups:  # one parameter at a time, as the program will be in any case
         if not group.get("fused"):
-            group.update({k: v for k, v in (("foreach", False), ("capturable", True)) if k in group})
+            group.update({k: v for k, v in changes.items() if k in group})
+    held = {names[id(p)]: constants(s) for p, s in old_state.items() if id(p) in names}
     optimizer.param_groups = groups
-    optimizer.state = defaultdict(dict, {params[k]: dict(state[k]) for mine in own for k in mine if k in state})
+    optimizer.state = defaultdict(
+        dict, {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
+    )
     try:
         yield
     finally:
         optimizer.param_groups, optimizer.state = old_groups, old_state
 
 
+def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The counts of capturable optimizers that choose by a value, made fp64: others read theirs as Python numbers."""
+    counts = []
+    for state in (s for o in optimizers if isinstance(o, _CHOOSING) for s in o.state.values()):
+        wide = {k: state[k].to(torch.float64, copy=True) for k in _COUNTS if k in state}
+        state.update(wide)
+        counts += wide.values()
+    return counts
+
+
+def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """The new state of a parameter in the precision of the old one."""
+
+    def narrowed(new: Any, old: Any) -> Any:
+        floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (new, old))
+        return new.to(old.dtype) if floats else new
+
+    return {k: pytree.tree_map(narrowed, after[k], v) for k, v in before.items() if k in after}
+
+
 @contextlib.contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Who asks the module's own parameters for gradients, as from a list that was made before, is told while the
-    loop is traced: the gradients would be None, and `clip_grad_norm_` would clip nothing without a word."""
-    held = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+def _stepped(
+    optimizers: Sequence[Optimizer], stand_ins: Mapping[int, str], gradients: KeptGradients, numbers: Numbers
+) -> Iterator[None]:
+    """See to it that the loop steps these optimizers and no other, which would hold parameters without gradients.
+
+    While one of them steps, its numbers are `numbers`, also in a hook of backward; it reads them as it does outside of
+    a trace, unless it is capturable.
+    """
+    stepped: list[Optimizer] = []
+    flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
+
+    def begin(o: Optimizer, *_: Any) -> None:
+        if o not in optimizers:
+            raise ValueError(
+                f"lift: the loop step calls step() of another optimizer, {type(o).__name__}, which would train "
+                f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
+            )
+        stepped.append(o)
+        gradients.before_step([stand_ins[id(p)] for group in o.param_groups for p in group["params"]])
+        inside.enter_context(numbers)
+        numbers.reading = not any(group.get("capturable") for group in o.param_groups)
+        torch.compiler._is_compiling_flag = flag and not numbers.reading
+
+    def end(*_: Any) -> None:
+        inside.close()
+        torch.compiler._is_compiling_flag = flag
+
+    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
     try:
-        with _disable_current_modes():  # real tensors, which a traced step may not read
-            for p, _ in held:
-                p.grad = torch.full((), float("nan"), dtype=p.dtype, device=p.device).expand(p.shape)
         yield
     finally:
-        for p, grad in held:
-            p.grad = grad
+        end()
+        for handle in handles:
+            handle.remove()
+    for k, o in enumerate(optimizers):
+        if o not in stepped:
+            which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
+            raise ValueError(
+                f"lift: the loop step did not call {which}, and what it does while it is traced it does for ever."
+                f"\nTo accumulate gradients, take all micro-batches in one call, and step after them."
+            )
+
+
+@contextlib.contextmanager
+def _no_scaler() -> Iterator[None]:
+    """Refuse a GradScaler where it would first write to itself, so that it is left as it was."""
+    scale = torch.amp.GradScaler.scale
+
+    def refused(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return scale(scaler, outputs)
+        raise ValueError(
+            f"lift: the loop step uses a GradScaler. Its scale is not part of the state, and it skips steps by a value "
+            f"that it reads.\n"
+            f"  at {where(user_source(2))}\n"
+            f"Train in bfloat16, which needs no scaler; or write a pure step that keeps the scale in its state, and "
+            f"skips by torch.where(finite, new, old)."
+        )
+
+    torch.amp.GradScaler.scale = refused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]

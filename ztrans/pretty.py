@@ -70,7 +70,7 @@ def program(graph: Graph) -> str:
       y: f32[4] = relu(x)
       return y
     """
-    lines = [header(graph), f"def {graph.name}("]
+    lines = [header(graph), *(f"# note: {note}" for note in graph.notes), f"def {graph.name}("]
     lines += [f"    {var.name}: {var.type}," for var in graph.inputs]
     lines.append("):")
     region = None

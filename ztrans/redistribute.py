@@ -3,6 +3,7 @@
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
 split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
+split, and without elements -> whole    new_empty
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
         return _norm(v, float(have.op.removeprefix("norm")), to, axis, site, name)
     if isinstance(have, Partial):
         return reduced(v, have.op, to if isinstance(to, Split) else None, axis, site, name)
+    if isinstance(have, Split) and v.numel == 0:  # nothing needs to move
+        whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
+        made = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
+        more, out = redistribute(whole, to, axis, site, name)
+        return [made, *more], out
     if isinstance(have, Split):
         start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
         end = wait(start.outs[0], **site.eqn)

@@ -19,13 +19,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from .graph import Eqn, Layout, Partial, Split, Var, variables
+from .graph import Eqn, Layout, Partial, Split, Var, is_random, shows_argument, variables
 from .layout import part
 
 aten = torch.ops.aten
 # Operations that DTensor knows in another form, which is laid out in the same way.
 _KNOWN_AS = {aten._conj_physical.default: aten._conj.default}
+# Casts, copies, and values made like others; sums, and products of matrices, which are sums.
+_ON_NOTHING = {
+    *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
+}
 
 
 class NoRule(Exception):
@@ -75,18 +82,29 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         return have, have  # what sum() starts from; terms stay terms
     if eqn.op._schema.name.startswith("aten::_fused_"):
         return _fused(eqn, have)
-    wanted, given = _ask(eqn, ins, have, axis, size)
+    whole = [()] * len(ins), [()] * len(eqn.outs)
+    if any(v.numel == 0 for v in ins) and torch.Tag.pointwise not in eqn.op.tags:
+        return whole  # DTensor's rule for views of them never returns
+    wanted, given = _ask(eqn, ins, have, axis, size) or whole
     if _makes_terms(have, wanted):
         # A value cannot be spread into terms without waste: reduce the terms that are there instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
-        wanted, given = _ask(eqn, ins, have, axis, size)
-    extreme = any(isinstance(p, Partial) and p.op in ("max", "min", "norminf", "norm-inf") for g in given for p in g)
-    empty = extreme and any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted))
+        wanted, given = _ask(eqn, ins, have, axis, size) or whole
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
+    empty = any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)) and not _runs_on_nothing(eqn)
     unknown = any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
-    if empty or unknown or _makes_terms(have, wanted):  # nothing has no greatest element
-        return [()] * len(ins), [()] * len(given)
-    return wanted, given
+    return whole if empty or unknown or _makes_terms(have, wanted) else (wanted, given)
+
+
+def _runs_on_nothing(eqn: Eqn) -> bool:
+    """Whether an equation may run on a part without elements: one that works element by element, a view, or a sum.
+
+    Others fail there (a norm of negative order, a Fourier transform), and only on the rank that has such a part.
+    """
+    packet = eqn.op.overloadpacket
+    if packet is aten.linalg_vector_norm:
+        return 0 < (eqn.args[1] if len(eqn.args) > 1 else 2) < float("inf")
+    return torch.Tag.pointwise in eqn.op.tags or packet in _ON_NOTHING or shows_argument(eqn.op) or is_random(eqn.op)
 
 
 def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
@@ -113,7 +131,9 @@ def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
     return [cut if a else () for a in alike], [cut] * len(eqn.outs)
 
 
-def _ask(eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+def _ask(
+    eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int
+) -> tuple[list[Layout], list[Layout]] | None:
     if not any(have):
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
@@ -153,7 +173,8 @@ def _strip(tree: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
+def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
+    """What DTensor answers; None where it has a rule, and none for parts that lie as these do, or would."""
     layouts = iter(layout for _, _, layout in question.types)
     mesh = _mesh(question.size)
     dispatcher = DTensor._op_dispatcher
@@ -177,8 +198,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
         info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-        if "redistribute" in str(error):  # it shards, but not as it lies: make the inputs whole
-            return [()] * len(question.types), [()] * len(question.op._schema.returns)
+        if "redistribut" in str(error):  # it shards, but not as it lies: make the inputs whole
+            return None
         raise NoRule(str(error).split("\n")[0]) from None
     found = info.output_sharding
     specs = found.output_spec if isinstance(found.output_spec, (list, tuple)) else [found.output_spec]
@@ -191,4 +212,6 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]]:
     count = len(list(variables((question.args, question.kwargs))))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")
+    if any(isinstance(s.placements[0], _StridedShard) for s in (*wanted, *specs) if s is not None):
+        return None
     return [_layout(s, question.axis) for s in wanted], [_layout(s, question.axis) for s in specs]

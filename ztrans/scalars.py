@@ -1,15 +1,40 @@
-"""Scalars that are tensors: `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` with tensors.
+"""Scalars: Python numbers of a step that are tensors in its program, so that no value of them is baked in.
 
-PyTorch reads such a scalar with `.item()`, which would bake the value of lr or step into the
-program. Written as arithmetic on tensors it stays an input.
+`with_tensor_scalar` computes `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` where the scalar is a
+tensor. PyTorch would read such a scalar with `.item()`.
+
+`Numbers` lets tensors that stand for Python numbers behave as Python numbers do: arithmetic among them is fp64,
+and a number takes the dtype of the tensor that it meets.
+
+On a CPU both compute the bits that PyTorch computes with Python numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_HALF = (torch.float16, torch.bfloat16)
+_EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts.
+
+    >>> len(list(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3))))
+    2
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -36,15 +61,108 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
         return _one(plain, operands, scalar, in_place)
     columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
     each = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
-    made = [_one(plain, row, s, in_place) for row, s in zip(zip(*columns), each)]
-    return made
+    return [_one(plain, row, s, in_place) for row, s in zip(zip(*columns), each)]
 
 
 def _one(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
     x, *rest = operands
-    # As the operation does, before it scales; a number takes the dtype of what it meets.
-    rest = [y.to(torch.result_type(x, y)) if isinstance(y, torch.Tensor) else y for y in rest]
-    change = {"addcmul": torch.mul, "addcdiv": torch.div}.get(plain, lambda y: y)(*rest)
-    change = change if scalar is None else change * scalar
-    change = -change if plain == "sub" else change
-    return x.add_(change) if in_place else x + change
+    dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
+    if dtype in _HALF and (x.device.type != "cpu" or plain.startswith("addc")):  # computed in fp32, rounded once
+        widened = (y.float() if isinstance(y, torch.Tensor) else y for y in (x, *rest))
+        result = _scaled(plain, *widened, scalar, torch.float32).to(dtype)
+    else:
+        result = _scaled(plain, x, *rest, scalar, dtype)
+    return x.copy_(result) if in_place else result
+
+
+def _scaled(plain: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
+    *operands, scalar, dtype = rest
+    y, *z = (operand.to(dtype) if isinstance(operand, torch.Tensor) else operand for operand in operands)
+    if scalar is None:
+        return x - y if plain == "sub" else x + y
+    scalar = -scalar.to(dtype) if plain == "sub" else scalar.to(dtype)
+    if plain == "addcdiv":
+        return x + y * scalar / z[0]
+    if plain == "addcmul":
+        return torch.addcmul(x, y * scalar, z[0])
+    if isinstance(y, torch.Tensor) and y.layout is torch.strided:
+        return torch.addcmul(x, y, scalar)  # rounds once, as `add` with a number for its alpha does
+    return x + y * scalar
+
+
+class Numbers(TorchFunctionMode):
+    """Tensors without dims that stand for Python numbers of a loop, while it runs.
+
+    Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` gives a number too, not
+    a Python float whose value would be baked in. `counts` are numbers that are changed in place, as tensors are.
+    """
+
+    def __init__(self, numbers: Sequence[Any], counts: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.reading = False
+        self._rebound = {id(x) for x in numbers}
+        held = (x for x in (*numbers, *counts) if isinstance(x, torch.Tensor))
+        self._numbers = {id(x): x for x in held}  # which keeps them, and so their ids, alive
+        self._constants: dict[float, torch.Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.reading and func is torch.Tensor.item and args[0].dtype is not torch.bool:
+            return self.read(args[0])
+        scaled = with_tensor_scalar(func, args, kwargs)
+        if scaled is not NotImplemented:
+            return scaled
+        tensors = list(tensors_in((args, kwargs)))
+        name = getattr(func, "__name__", "")
+        if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
+            return func(*args, **kwargs)
+        others = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
+        if not others:
+            return self._known(self._arithmetic(func, name, args, kwargs))
+        if all(x.ndim == 0 or not (x.is_floating_point() or x.is_complex()) for x in others):
+            args = pytree.tree_map(lambda x: self._as_one_of(others, x), args)
+        return func(*args, **kwargs)  # beside a float tensor with dims a number gives way by itself
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor of one element as a number."""
+        if id(x) in self._numbers:
+            return x
+        real = torch.float64 if x.is_floating_point() else torch.int64
+        x = x.detach().reshape(()) if x.ndim or x.requires_grad else x
+        return self._known(x.to(torch.complex128 if x.is_complex() else real, copy=True))
+
+    def _known(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor) and result.ndim == 0 and result.dtype is not torch.bool:
+            self._numbers[id(result)] = result
+            self._rebound.add(id(result))
+        return result
+
+    def _as_one_of(self, others: list[torch.Tensor], x: Any) -> Any:
+        """A number in the dtype that a Python number would take beside `others`."""
+        if not isinstance(x, torch.Tensor) or id(x) not in self._numbers:
+            return x
+        return x.to(torch.result_type(others[0], 1.0 if x.is_floating_point() else 1))
+
+    def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """What `func` computes of numbers alone, as Python does: integers stay exact, all else is fp64."""
+        if id(args[0]) in self._rebound and name.endswith("_") and not name.endswith("__"):
+            func = getattr(torch.Tensor, name.removesuffix("_"))  # `x += 1` binds another number in Python
+        real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
+        if real or name.strip("_").removeprefix("r") not in _EXACT:
+            args = tuple(x.to(torch.float64) if _is_whole(x) else x for x in args)
+        if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
+            return self._constant(args[1]) / args[0]
+        if name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real:  # PyTorch has short cuts
+            return torch.pow(args[0], self._constant(args[1]))
+        return func(*args, **kwargs)
+
+    def _constant(self, number: float) -> torch.Tensor:
+        """A number of the program's text as a tensor, once."""
+        if number not in self._constants:
+            self._constants[number] = torch.full((), number, dtype=torch.float64)
+        return self._constants[number]
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())

@@ -19,6 +19,7 @@ from ..graph import Graph, Layout, Split, dce
 from ..layout import AbstractMesh, mesh_axes
 from .accumulate import accumulate_unsharded
 from .base import Transform
+from .matrix_chains import matrix_chains, note
 from .sharding import Sharding
 
 Where = Callable[[str, torch.Tensor], bool]
@@ -106,5 +107,11 @@ class _ShardParams(Transform):
         return (Split(self.axis, 0),)
 
     def rewrite(self, graph: Graph) -> Graph:
-        graph = Sharding(graph.replace(mesh=mesh_axes(self.mesh)), self).run()
+        plain = graph.replace(mesh=mesh_axes(self.mesh))
+        walk = Sharding(plain, self)
+        graph = walk.run()
+        whole, leaves = matrix_chains(plain, walk.lies)
+        if whole:
+            graph = Sharding(plain, self, whole).run()
+            graph = graph.replace(notes=(*graph.notes, note(leaves)))
         return dce(accumulate_unsharded(graph) if self.stage <= 1 else graph)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from .values import Options, Values
 
 
 class Sharding:
-    """One walk over the program."""
+    """One walk over the program. The equations of `whole` run on whole values, although they are of the update."""
 
-    def __init__(self, graph: Graph, options: Options) -> None:
-        self.graph, self.opt, self.axis = graph, options, options.axis
+    def __init__(self, graph: Graph, options: Options, whole: Set[Eqn] = frozenset()) -> None:
+        self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
         self.values = Values(graph, options)
         self.over = varying(graph, self.values.axes)
         self.means: dict[tuple, Var] = {}
@@ -55,6 +56,10 @@ class Sharding:
         ]
         batch = frozenset(self.values.local[v] for v in g.batch)
         return g.replace(inputs=tuple(inputs), eqns=tuple(self.values.eqns), outputs=tuple(outputs), batch=batch)
+
+    def lies(self, v: Var) -> Layout:
+        """How a value of the plain program lies in that of one rank, once the walk is done."""
+        return self.values.placed[v].layout if v in self.values.placed else ()
 
     def layout(self, v: Var, i: int) -> Layout:
         if i >= self.graph.num_state or self.graph.axes[self.axis] == 1:
@@ -88,7 +93,9 @@ class Sharding:
         """An update equation: on shards, by DTensor's rule."""
         have = lambda v: self.values.value(v, eqn).layout
         try:
-            if is_users(eqn):
+            if eqn in self.on_every_rank:
+                wanted, given = [()] * len(eqn.ins), [()] * len(eqn.outs)
+            elif is_users(eqn):
                 wanted = given = on_parts(eqn, [have(v) for v in eqn.ins])
             else:
                 wanted, given = rule(eqn, have, self.axis, self.graph.axes[self.axis])

@@ -1,0 +1,97 @@
+"""Options: a random mesh, random options of every transform, and which of them are there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+import ztrans as zt
+
+from .programs import Program
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a program is lowered with. `budget` is a part of the peak that its own order has, or None."""
+
+    ranks: int
+    hosts: int
+    shard: tuple[tuple[str, Any], ...]
+    before: tuple[zt.Transform, ...]
+    after: tuple[zt.Transform, ...]
+    prefetch: tuple[tuple[str, Any], ...] | None
+    budget: float | None
+    cluster: tuple[str, str]
+
+    @staticmethod
+    def draw(program: Program, chance: Random) -> Options:
+        ranks, hosts = chance.choice([2, 3, 5]), 2 if chance.random() < 0.15 and not program.together else 1
+        shard: dict[str, Any] = {"stage": chance.choice([0, 1, 2, 3, 3])}
+        if hosts > 1:
+            shard["replicate_axis"] = "host"
+        if chance.random() < 0.3:
+            shard["reshard"] = "always"
+        if chance.random() < 0.2:
+            shard["outputs"] = "local"
+        if chance.random() < 0.2:
+            shard["where"] = SOME
+        alone = program.micro == 1 and hosts == 1 and not program.together
+        if alone and chance.random() < 0.25:
+            shard["reduce_dtype"] = chance.choice([torch.bfloat16, torch.float16, torch.float32])
+        as_written = [t for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads()) if chance.random() < 0.3]
+        first = [t for t in as_written if chance.random() < 0.5]
+        overlap = zt.overlap_grads(
+            bucket=chance.choice(["auto", "auto", 0, 64, 1 << 20]),
+            max_compute_between=chance.choice([8, None, 1, 2]),
+            max_in_flight=chance.choice([None, None, 0, 256]),
+            update=chance.choice(["eager", "eager", "last"]),
+        )
+        after = [t for t in (overlap, zt.fuse_cast_gather()) if chance.random() < 0.7]
+        after += [t for t in as_written if t not in first]
+        chance.shuffle(after)
+        prefetch = (("max_in_flight", chance.choice([None, None, 0, 64, 1024])),) if chance.random() < 0.7 else None
+        budget = chance.choice([None, None, 1.0, 1.05, 1.5])
+        cluster = chance.choice(["cpu", "a100", "h100"]), chance.choice(["ethernet-1g", "infiniband"])
+        return Options(ranks, hosts, tuple(shard.items()), tuple(first), tuple(after), prefetch, budget, cluster)
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.hosts
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return dict(self.shard).get("reduce_dtype")
+
+    @property
+    def mesh(self) -> zt.AbstractMesh:
+        return zt.AbstractMesh(host=self.hosts, dp=self.ranks) if self.hosts > 1 else zt.AbstractMesh(dp=self.ranks)
+
+    @property
+    def sharding(self) -> zt.Transform:
+        return zt.shard_params(self.mesh, **dict(self.shard))
+
+    def transforms(self, peak: int) -> tuple[zt.Transform, ...]:
+        """All of them, with a budget for a program whose own order has this peak."""
+        memory = "auto" if self.budget is None else int(self.budget * peak)
+        fetch = () if self.prefetch is None else (zt.prefetch(memory=memory, **dict(self.prefetch)),)
+        return (*self.before, self.sharding, *self.after, *fetch)
+
+    @property
+    def name(self) -> str:
+        shown = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in self.shard)
+        others = " > ".join(map(repr, (*self.before, *self.after)))
+        fetch = "" if self.prefetch is None else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
+        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}"
+
+
+def some(path: str, leaf: torch.Tensor) -> bool:
+    """About two leaves of three, by their names."""
+    return zlib.crc32(path.encode()) % 3 > 0
+
+
+SOME: Callable[[str, torch.Tensor], bool] = some

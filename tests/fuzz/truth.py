@@ -1,0 +1,95 @@
+"""Truth: the untouched step on the whole batch, or data parallelism written by hand where ranks round apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .gradients import gradient
+from .options import Options
+from .programs import Program
+from .steps import step_of
+
+STEPS = 3
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def doubles() -> Iterator[None]:
+    """Numbers are doubles, on one thread."""
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
+
+
+def true_steps(program: Program, options: Options) -> tuple[Any, list[Any]]:
+    """The state after some steps, and the output of each."""
+    by_hand = program.rounds or options.reduce_dtype is not None
+    step = step_of(program, averaging(options) if by_hand else gradient)
+    state, outputs = program.state(), []
+    for k in range(STEPS):
+        state, output = step(state, *(in_micro_batches(x, program, options) for x in program.batch(options.world, k)))
+        outputs.append(pytree.tree_map(torch.as_tensor, output))
+    return state, outputs
+
+
+def averaging(options: Options):
+    """The gradient of every rank's samples, and their mean: what data parallelism is."""
+
+    def averaged(program: Program, trained, fixed, x, ids):
+        each = [gradient(program, trained, fixed, *part) for part in zip(x.chunk(options.world), ids.chunk(options.world))]
+        grads = {k: _mean([g[k] for g, _ in each], options.reduce_dtype) for k in trained}
+        return grads, torch.stack([value for _, value in each]).mean()
+
+    return averaged
+
+
+def in_micro_batches(x: torch.Tensor, program: Program, options: Options) -> torch.Tensor:
+    """The samples in the order in which ranks see them: of each micro-batch together, the first rank's first."""
+    return x.unflatten(0, (options.world, program.micro, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _mean(terms: list[torch.Tensor], wire: torch.dtype | None) -> torch.Tensor:
+    """The mean of what crosses the wire, summed in the order of the ranks, in fp32 at least."""
+    result = terms[0].dtype
+    if wire is not None and result.is_floating_point:
+        terms = [t.to(wire) for t in terms]
+    total = terms[0].float() if terms[0].dtype in _HALF else terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return (total / len(terms)).to(result)
+
+
+def distance(a: Any, b: Any) -> float:
+    """The relative distance of the leaf that is farthest; what is smaller than 1e-3 is measured against that."""
+    worst = 0.0
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        x, y = _doubles(x), _doubles(y)
+        if x.shape != y.shape or not (x.isfinite() == y.isfinite()).all():
+            return float("inf")
+        if x.numel():
+            worst = max(worst, ((x - y).norm() / max(y.norm().item(), 1e-3)).item())
+    return worst
+
+
+def _doubles(x: Any) -> torch.Tensor:
+    x = torch.as_tensor(x).detach()
+    return torch.view_as_real(x) if x.is_complex() else x.to(torch.float64)
+
+
+def finite(tree: Any) -> bool:
+    """Whether all numbers are ones that can be compared."""
+    return all(bool(_doubles(x).isfinite().all()) for x in pytree.tree_leaves(tree) if not _is_bits(x))
+
+
+def _is_bits(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.uint8, torch.int64)

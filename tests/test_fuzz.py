@@ -1,0 +1,77 @@
+"""Random programs, optimizers and options against the plain step: nobody chose these by hand. See `fuzz`."""
+
+import pytest
+import torch
+from fuzz import check
+from fuzz.check import Case, failure
+from fuzz.layer import Layer
+from fuzz.optimizers import OPTIMIZERS
+from fuzz.programs import LAYERS, PATTERNS, STYLES
+from fuzz.truth import doubles
+
+RUNS = 200  # python -m tests.fuzz --runs 5000 is the rest
+EACH = 10
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, EACH))
+def test_random_programs(first):
+    """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
+    failures = [found for seed in range(first, first + EACH) if (found := failure(seed))]
+    assert not failures, "\n".join(failures)
+
+
+def test_a_seed_is_a_case():
+    """The same case each time, down to the numbers of its state and its batches."""
+    for seed in range(20):
+        one, other = Case.of(seed), Case.of(seed)
+        assert one.name == other.name
+        with doubles():
+            pairs = zip(one.program.batch(4, 1), other.program.batch(4, 1))
+            assert all(torch.equal(x, y) for x, y in pairs)
+            states = one.program.state()["params"], other.program.state()["params"]
+            assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_every_kind_of_part_comes_up():
+    cases = [Case.of(seed) for seed in range(1000)]
+    kinds = {_made_by(layer) for case in cases for layer in case.program.layers}
+    assert kinds == {make.__name__ for make in LAYERS}
+    assert len(OPTIMIZERS) >= 15
+    makers = {case.program.optimizer.update.__qualname__.split(".")[0] for case in cases}
+    assert makers == {make.__name__ for make in OPTIMIZERS}
+    assert {case.program.style for case in cases} == set(STYLES)
+    assert {case.program.pattern for case in cases} == set(PATTERNS)
+    assert {case.options.ranks for case in cases} == {2, 3, 5}
+    assert {dict(case.options.shard)["stage"] for case in cases} == {0, 1, 2, 3}
+    assert len({case.options.reduce_dtype for case in cases}) == 4
+    used = {t.name for case in cases for t in (*case.options.before, *case.options.after)}
+    assert used == {"remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"}
+    assert any(case.options.prefetch and case.options.budget for case in cases)
+
+
+def _made_by(layer: Layer) -> str:
+    return layer.run.__qualname__.split(".")[0]
+
+
+def test_what_is_wrong_is_found(monkeypatch):
+    """A millionth of a millionth is not: a hundred times the tolerance is, with a line that shows it again."""
+    true_steps = check.true_steps
+
+    def shifted(by):
+        def steps(program, options):
+            state, outputs = true_steps(program, options)
+            state["params"] = {k: p * (1 + by) for k, p in state["params"].items()}
+            return state, outputs
+
+        return steps
+
+    monkeypatch.setattr(check, "true_steps", shifted(1e-12))
+    assert failure(1) is None
+    monkeypatch.setattr(check, "true_steps", shifted(1e-8))
+    assert "python -m tests.fuzz --only 1    # Wrong: 1e-08 from the truth\n" in failure(1)
+
+
+def test_bits_that_change_are_found(monkeypatch):
+    equal = check._equal
+    monkeypatch.setattr(check, "_equal", lambda a, b: equal(a, b) and False)
+    assert "schedules and fusion change bits" in failure(1)

@@ -1,0 +1,156 @@
+"""Kept gradients: what `.grad` holds from one call of a lifted loop step to the next.
+
+In an ordinary loop gradients outlive a call: `.backward()` adds to those that are there, and `zero_grad` resets them.
+A lifted step starts from its state alone. So gradients that a call uses before it resets them are carried in the
+state, or are an error.
+
+Where they are not carried, each parameter begins a call with a placeholder for a gradient, which shows whether the
+loop resets it. Backward and optimizers take a placeholder for None. That is right if the call also ends with None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .scalars import tensors_in
+from .source import Source, user_source, where
+
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_ZEROS = ("zero_", "_foreach_zero_")
+_OVERWRITES = ("fill_", "copy_", "_foreach_copy_")
+
+
+def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients that parameters hold now, as part of a state: zeros where a trained one has none yet."""
+    held = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in own.items()}
+    return {k: held[k].detach() for k, p in own.items() if p.requires_grad or p.grad is not None}
+
+
+class KeptGradients(TorchFunctionMode):
+    """Watch the gradients of `params`, by name, while a loop step runs.
+
+    `carried` holds the gradients of the state, or None where they are not carried. `had` names the parameters that
+    have had a gradient in an earlier call, and `end` adds to it: a parameter without one has None, not zeros, until
+    backward reaches it.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], carried: Mapping[str, torch.Tensor] | None, had: set[str]
+    ) -> None:
+        super().__init__()
+        self.params, self.carried, self.had = params, carried, had
+        begin = {k: torch.zeros_like(p) for k, p in params.items() if p.requires_grad or k in had}
+        self._begin = begin if carried is None else dict(carried)
+        self._versions = {name: g._version for name, g in self._begin.items()}
+        self._zeroed: set[str] = set()  # placeholders that the loop has set to zero
+        self._unsure: dict[str, Source | None] = {}  # gradients that backward made as if there had been none
+        self._as_none: dict[str, Source | None] = {}  # of those, and of placeholders, the ones that were used
+        self._owner = {id(p): name for name, p in params.items()}
+        self._gradient_of = {id(g): (name, g) for name, g in self._begin.items()}
+        for name, gradient in self._begin.items():
+            params[name].grad = gradient
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _BACKWARD and self.carried is None:
+            return self._backward(func, args, kwargs, user_source(2))
+        if getattr(func, "__name__", "") == "__set__" and func.__self__.__name__ == "grad":
+            self._unsure.pop(self._owner.get(id(args[0]), ""), None)
+        given = [self._gradient_of[id(x)] for x in tensors_in((args, kwargs)) if id(x) in self._gradient_of]
+        result = func(*args, **kwargs)
+        for name, gradient in given:
+            self._see(name, gradient, func, args, result)
+        return result
+
+    def _is_as_begun(self, name: str) -> bool:
+        """Whether a parameter still holds what it began with, or zeros in its place."""
+        gradient = self._begin.get(name)
+        return gradient is not None and self.params[name].grad is gradient and gradient._version == self._versions[name]
+
+    def _backward(self, func: Callable, args: tuple, kwargs: dict, source: Source | None) -> Any:
+        """Backward, with None for placeholders: also for zeros, as it adds to zeros what it sets for None."""
+        placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
+        for name in placeholders:
+            self.params[name].grad = None
+        unsure = dict.fromkeys(placeholders.keys() - self._zeroed, source)
+        self._unsure |= unsure  # now, for a hook may let an optimizer step
+        result = func(*args, **kwargs)
+        for name, gradient in placeholders.items():
+            made = self.params[name].grad
+            if made is not None:
+                self._gradient_of[id(made)] = name, made
+                continue
+            self._unsure.pop(name, None)
+            if name not in self._as_none:
+                self.params[name].grad = gradient
+        return result
+
+    def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
+        """`func` was given the gradient that parameter `name` holds, or has held."""
+        called = getattr(func, "__name__", "")
+        results = [x for x in tensors_in(result) if x is not gradient]
+        begins = gradient is self._begin.get(name) and name not in self._zeroed
+        if called in _ZEROS:
+            self._unsure.pop(name, None)
+            self._zeroed |= {name} if begins else set()
+            self._versions[name] = gradient._version
+        elif self.carried is not None:
+            return
+        elif called in _OVERWRITES and args[0] is gradient:
+            self._unsure.pop(name, None)
+            self._begin.pop(name, None)
+        elif begins and (results or gradient._version != self._versions[name]):
+            raise _kept(name, f"reads ({called})", user_source(3))
+        elif results and name in self._unsure:
+            self._as_none[name] = self._unsure[name]
+
+    def before_step(self, names: Iterable[str]) -> None:
+        """An optimizer that holds these parameters steps. It passes over those that have no gradient."""
+        for name in names:
+            if name in self._unsure:
+                self._as_none[name] = self._unsure[name]
+            stays = name in self.had and (self.carried is not None or name in self._zeroed)
+            if self._is_as_begun(name) and not stays:
+                self.params[name].grad = None
+                self._as_none[name] = user_source(2)
+
+    def end(self) -> dict[str, torch.Tensor] | None:
+        """The gradients that the state carries on, if it does.
+
+        Raises: ValueError where the next call would need gradients that are not carried.
+        """
+        for name, source in self._as_none.items():
+            if self.params[name].grad is not None and self.carried is not None:
+                raise _early(name, source)
+            if self.carried is None and (self.params[name].grad is not None or name in self.had):
+                raise _kept(name, "adds to", source)
+        self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
+        if self.carried is None:
+            return None
+        none = {name: g if name in self._as_none else torch.zeros_like(g) for name, g in self._begin.items()}
+        return {
+            name: none[name] if self.params[name].grad is None else self.params[name].grad.detach() for name in none
+        }
+
+
+def _kept(name: str, what: str, source: Source | None) -> ValueError:
+    return ValueError(
+        f"lift: the loop step {what} the gradient that an earlier call has left for {name}: nothing resets it, and a "
+        f"lifted step starts from its state alone.\n"
+        f"  at {where(source)}\n"
+        f"Call optimizer.zero_grad() in the loop step, and before lift if gradients are there; or carry gradients from "
+        f"call to call: lift(loop_step, model, optimizer, carry_grads=True)."
+    )
+
+
+def _early(name: str, source: Source | None) -> ValueError:
+    return ValueError(
+        f"lift: the loop step calls step() before backward has made a gradient for {name}; the first call has none, "
+        f"later calls have one, and a program is the same for all.\n"
+        f"  at {where(source)}\n"
+        f"Call backward before step() in the loop step."
+    )

@@ -1,0 +1,119 @@
+"""The state of a lifted loop: parameters, buffers, optimizer state and learning rates by name, and gradients where
+they are carried. `state_of` reads it from a module and its optimizers, `restore` writes it back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from .hyperparameters import groups_of
+
+State = dict[str, Any]
+
+
+def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """One optimizer, or more, as a tuple."""
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python number, which is an input of a program; truth values are constants."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_state(key: str, value: Any) -> bool:
+    """Whether what an optimizer keeps as `key` changes from step to step: tensors and numbers, in any container.
+
+    Raises: ValueError where such are mixed with constants.
+    """
+    leaves = pytree.tree_leaves(value)
+    changing = [isinstance(x, torch.Tensor) or is_number(x) for x in leaves]
+    if any(changing) and not all(changing):
+        constant = next(x for x, changes in zip(leaves, changing) if not changes)
+        raise ValueError(
+            f"lift: the optimizer keeps {constant!r} among the tensors of its state {key!r}, and a state holds tensors "
+            f"and numbers alone.\nKeep it under a key of its own."
+        )
+    return any(changing)
+
+
+def constants(state: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter that is no tensor and no number: None, truth values, text."""
+    return {k: v for k, v in state.items() if not is_state(k, v)}
+
+
+def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> State:
+    """The state as the module and its optimizers hold it now; `names` are those of the parameters, by their ids."""
+    by_name = {names[id(p)]: s for o in optimizers for p, s in o.state.items() if s}
+    return {
+        "params": {k: p.detach() for k, p in model.named_parameters()},
+        "buffers": {k: b.detach() for k, b in model.named_buffers()},
+        "optimizer": {
+            k: {key: v for key, v in by_name[k].items() if is_state(key, v)} for k in names.values() if k in by_name
+        },
+        "lr": [group["lr"] for group in groups_of(optimizers)],
+    }
+
+
+def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
+    """Write a lifted state (full tensors) back into the module and the optimizer, or optimizers, it came from."""
+    optimizers = several(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(state["params"][name])
+        for o in optimizers:
+            for p in (p for group in o.param_groups for p in group["params"]):
+                for key, value in state["optimizer"].get(names[id(p)], {}).items():
+                    held = o.state[p].get(key)
+                    o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
+        for name, b in model.named_buffers():
+            b.copy_(state["buffers"][name])
+        for name, gradient in state.get("grads", {}).items():
+            p = model.get_parameter(name)
+            if p.grad is not None or gradient.any():  # zeros may stand for none
+                p.grad = gradient.clone()
+    for group, lr in zip(groups_of(optimizers), state["lr"]):
+        group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
+
+
+def _written(held: Any, value: torch.Tensor) -> Any:
+    return held.copy_(value) if isinstance(held, torch.Tensor) else type(held)(value.item())
+
+
+def check_apart(state: State) -> None:
+    """Raises: ValueError for tensors that a step changes and that share memory: in a state they would part."""
+    trained = dict(state["params"])
+    for name, kept in state["optimizer"].items():
+        trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
+    trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
+    spans = []
+    for name, x in {**state["buffers"], **trained}.items():
+        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
+            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
+    spans.sort()
+    for (device, _, end, one), (where, start, _, other) in itertools.pairwise(spans):
+        if device == where and start < end and (one in trained or other in trained):
+            raise ValueError(
+                f"lift: {one} and {other} lie in the same memory, and in a state each would have its own.\n"
+                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
+            )
+
+
+def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
+    """Raises: ValueError for state that an optimizer made in this step: the next step would make it anew."""
+    for name, state in kept.items():
+        new = [k for k, v in state.items() if is_state(k, v) and k not in known.get(name, {})]
+        if new:
+            raise ValueError(
+                f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
+                f"A parameter that is trained from now on, or another setting of the optimizer: call lift again."
+            )

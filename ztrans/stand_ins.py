@@ -1,0 +1,71 @@
+"""Stand-ins: the tensors that a lifted loop step trains in place of its module's own parameters.
+
+While the loop runs, the module and its optimizers hold the tensors of the state. A parameter that was taken from the
+module before, as in a list, is none of them: what is done to it has no effect on the program. It is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .scalars import tensors_in
+from .source import Source, user_source, where
+
+# What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.
+_METADATA = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "__hash__", "__len__"),
+)
+
+
+class StandIns(TorchFunctionMode):
+    """Refuse the module's `own` parameters, by id, while tensors of the same names stand in for them."""
+
+    def __init__(self, stand_ins: Mapping[str, torch.Tensor], own: Mapping[int, str]) -> None:
+        super().__init__()
+        self.own, self.stand_ins = own, stand_ins
+        self._trained = {name: p.requires_grad for name, p in stand_ins.items()}
+        self._names = {id(p): name for name, p in stand_ins.items()}
+        self._computed_with: set[str] = set()
+        self._set_first: set[str] = set()  # requires_grad, before anything was computed with the parameter
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        accessed = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        tensors = list(tensors_in((args, kwargs)))
+        for x in tensors:
+            harmless = name in _METADATA or (name == "__get__" and accessed != "grad")
+            if id(x) in self.own and not harmless:
+                raise _from_outside(self.own[id(x)], f".{accessed}" if accessed else name, user_source(2))
+        result = func(*args, **kwargs)
+        used = {self._names[id(x)] for x in tensors if id(x) in self._names}
+        if not used:
+            return result
+        if name == "requires_grad_" or (name == "__set__" and accessed == "requires_grad"):
+            self._set_first |= used - self._computed_with
+        elif accessed != "grad" and any(True for _ in tensors_in(result)):
+            self._computed_with |= used
+        return result
+
+    def check(self) -> None:
+        """Raises: ValueError where the next call would start with other parameters frozen than this one did."""
+        for name, p in self.stand_ins.items():
+            if p.requires_grad != self._trained[name] and name not in self._set_first:
+                raise ValueError(
+                    f"lift: the loop step leaves requires_grad={p.requires_grad} on {name}, where it was "
+                    f"{self._trained[name]}; the next call would start from {self._trained[name]} again.\n"
+                    f"Set it at the beginning of the loop step, or outside of it: the step is then traced anew."
+                )
+
+
+def _from_outside(name: str, use: str, source: Source | None) -> ValueError:
+    return ValueError(
+        f"lift: the loop step uses {name} as it was taken from the module before ({use}). While the loop runs another "
+        f"tensor stands in for it, and this one has no effect.\n"
+        f"  at {where(source)}\n"
+        f"Take parameters from the module inside the loop step: model.parameters()."
+    )
