@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,12 +10,13 @@ import numpy as np
 
 from .play import Message, Played, play
 from .problem import Bucket, Problem, Schedule
+from .updates import Updates
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`messages` are in the order of their issue, which `issue_order` gives; `played` has the places that
-    one of them is issued at or waited for, in order. `memory[k]` is what operation k has live."""
+    """`messages` are in the order of their issue, as in `issued`; `played` has the places that one of them
+    is issued at or waited for, in order. `memory[k]` is what operation k has live."""
 
     seconds: float
     peak: int
@@ -26,11 +28,6 @@ class Outcome:
     def at(self) -> int:
         """The operation at which memory peaks."""
         return int(self.memory.argmax()) if len(self.memory) else 0
-
-
-def issue_order(schedule: Schedule) -> list[Bucket]:
-    """The one order in which every rank issues the buckets: by place, and at one place gathers first."""
-    return sorted([*schedule.gathers, *schedule.reductions], key=lambda bucket: bucket.start)
 
 
 def keepers(problem: Problem, schedule: Schedule) -> dict[int, int]:
@@ -72,21 +69,29 @@ def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
     return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
 
 
+def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Message]]:
+    """Every message in the order of issue, with its bucket; those that no schedule places have none."""
+    sent: list[tuple[Bucket | None, Message]] = [(None, other) for other in problem.others]
+    for buckets, things in ((schedule.gathers, problem.gathers), (schedule.reductions, problem.reductions)):
+        sent += [(bucket, message(problem, bucket, tuple(things[i] for i in bucket.members))) for bucket in buckets]
+    return sorted(sent, key=lambda each: each[1].issue)
+
+
+def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = None) -> tuple[Played, float]:
+    """A schedule as it is played (see `play`), and the seconds that the whole step takes."""
+    sent, updates, reduces = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
+    members = [bucket.members if id(bucket) in reduces else () for bucket, _ in sent]
+    times = play(problem.seconds, [m for _, m in sent], places, lambda i, place: updates.follow(members[i], place))
+    return times, max(times.start[-1] + updates.left, *times.end, 0.0)
+
+
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     """Play a schedule."""
-    messages = [
-        *(message(problem, bucket, tuple(problem.gathers[i] for i in bucket.members)) for bucket in schedule.gathers),
-        *(
-            message(problem, bucket, tuple(problem.reductions[i] for i in bucket.members))
-            for bucket in schedule.reductions
-        ),
-    ]
-    messages.sort(key=lambda m: m.issue)
-    n = len(problem.seconds)
-    places = sorted({0, n, *(m.issue for m in messages), *(m.need for m in messages)})
-    played = play(problem.seconds, messages, places)
+    messages = tuple(m for _, m in issued(problem, schedule))
+    places = sorted({0, len(problem.seconds), *(m.issue for m in messages), *(m.need for m in messages)})
+    times, seconds = played(problem, schedule, places)
     live = memory(problem, schedule)
-    return Outcome(played.seconds, int(live.max(initial=0)), tuple(messages), played, live)
+    return Outcome(seconds, int(live.max(initial=0)), messages, times, live)
 
 
 def validate(problem: Problem, schedule: Schedule) -> None:

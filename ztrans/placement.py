@@ -18,8 +18,9 @@ import numpy as np
 from .loads import Choice, Load, Loads
 from .play import Message, Network
 from .problem import Bucket, Problem, Schedule
+from .updates import Updates
 
-_COME, _GATHER, _REDUCE, _WAIT = range(4)  # what happens at one place, in this order
+_COME, _ISSUE, _GATHER, _REDUCE, _WAIT = range(5)  # what happens at one place, in this order
 _NEVER = float("inf")
 
 
@@ -76,7 +77,9 @@ class _Play:
         self.gradients = min((r.born for r in self.problem.reductions), default=len(self.before))
         self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
         self.network, self.clock, self.at = Network(), 0.0, 0
-        self.sent: dict[int, int] = {}  # numbers of messages: of gather g, and of reduction r at ~r
+        # Numbers of messages: of gather g at g, of those that no schedule places after them, of reduction r at ~r.
+        self.sent: dict[int, int] = {}
+        self.updates = Updates(self.problem)
         self.ahead: list[int] = []  # gathers on their way
         self.behind: list[int] = []  # reductions on their way
         self.start = [0] * len(gathers)
@@ -97,6 +100,8 @@ class _Play:
             *((load.place, _WAIT, g) for g, load in enumerate(gathers)),
             *((load.place, _REDUCE, r) for r, load in enumerate(reductions)),
             *((place, _GATHER, lane) for lane, place in self.next.items()),
+            *((other.issue, _ISSUE, o) for o, other in enumerate(self.problem.others, len(gathers))),
+            *((other.need, _WAIT, o) for o, other in enumerate(self.problem.others, len(gathers))),
         ]
         heapq.heapify(self.agenda)
 
@@ -115,7 +120,7 @@ class _Play:
         """Play it."""
         if max(self.work.values(), default=0.0) > self.limit:
             raise _TooLong
-        happens = (self._come, self._gather, self._reduce, self._wait)
+        happens = (self._come, self._issue, self._gather, self._reduce, self._wait)
         while self.agenda:
             place, kind, which = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -123,10 +128,13 @@ class _Play:
             self.network.run(self.clock)
             happens[kind](which, place)
         return Placed(
-            self.clock + self.before[-1] - self.before[self.at],
+            self.clock + self.before[-1] - self.before[self.at] + self.updates.left,
             int(self.memory - self.room.min(initial=self.memory)),
             self.choice,
-            tuple(Bucket(self.gathers[g].members, self.start[g], self.gathers[g].place) for g in self.sent if g >= 0),
+            tuple(
+                Bucket(load.members, start, load.place)
+                for load, start in ((self.gathers[g], self.start[g]) for g in self.sent if 0 <= g < len(self.gathers))
+            ),
             tuple(Bucket(load.members, load.place, wait) for load, wait in zip(self.reductions, self.wait)),
         )
 
@@ -144,6 +152,15 @@ class _Play:
         message = Message(place, place, lane, wire.link, wire.latency, load.seconds)
         self.last[lane] = self.network.issue(message, self.clock)
         return self.last[lane]
+
+    def _issue(self, o: int, place: int) -> None:
+        """Send what is sent here whatever the schedule."""
+        message = self.problem.others[o - len(self.gathers)]
+        if message.lane in self.work:
+            self.clear[message.lane] = (
+                max(self.clear.get(message.lane, 0.0), self.clock) + message.latency + message.seconds
+            )
+        self.sent[o] = self.last[message.lane] = self.network.issue(message, self.clock)
 
     def _gather(self, lane: str, place: int) -> None:
         """Start the gathers of a lane whose time has come."""
@@ -242,13 +259,21 @@ class _Play:
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[2])
         for end, each in sorted((self.network.come(self.sent[each]), each) for each in needed):
-            if each >= 0:
-                self.ahead.remove(each)
             if end > self.clock:
                 self.clock = end
                 for r in self.behind:
                     if self.network.end[self.sent[~r]] <= end and self.until[r] > place:
                         heapq.heappush(self.agenda, (place + 1, _COME, r))
-            self.clock += (self.gathers[each] if each >= 0 else self.reductions[~each]).unpack
+            self.clock += self._follows(each, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _TooLong
+
+    def _follows(self, each: int, place: int) -> float:
+        """The compute that follows a message that has been waited for: unpacking, and the updates that may run now."""
+        if each >= len(self.gathers):
+            return 0.0
+        if each >= 0:
+            self.ahead.remove(each)
+            return self.gathers[each].unpack
+        load = self.reductions[~each]
+        return load.unpack + self.updates.follow(load.members, place)

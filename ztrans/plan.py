@@ -127,14 +127,16 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     unscheduled = memory(graph).peak
     budget = min(asked) if asked else int(unscheduled * (1 + SLACK))
     update = s.reductions[0].start.order.update if s.reductions else "last"
-    problem, notes = pose(s, cluster, budget), []
+    posed = functools.cache(lambda how: pose(s, cluster, budget, how))
+    notes, room = [], budget
     # What packing needs for a moment is in the analysis and not in the problem: where that does not fit, the
     # problem gets less; then updates come last; then nothing is packed.
     attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
     best: tuple[int, Plan, Graph] | None = None
     for number, (how, packed) in enumerate(attempts, 1):
         if not packed and how == update:
-            problem = dataclasses.replace(_alone(problem), memory=budget)
+            room = budget
+        problem = dataclasses.replace(posed(how) if packed else _alone(posed(how)), memory=room)
         order = functools.cache(functools.partial(_order, s, problem, how))
         fits = lambda schedule, order=order: order(schedule)[0] <= budget
         try:
@@ -151,7 +153,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
             best = (peak, _named(s, program, schedule, how), found)
         if peak <= budget:
             break
-        problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
+        room = problem.memory - (peak - budget)
     written = Plan(program, update=WRITTEN), _as_written(graph)
     if best is None:
         return _noted(*written, notes)

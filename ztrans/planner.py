@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from .bound import bound
 from .loads import Loads, kept
-from .outcome import evaluate, issue_order, validate
-from .play import play
+from .outcome import evaluate, issued, played, validate
 from .problem import Bucket, Problem, Schedule
 from .search import Search
 
@@ -83,16 +82,15 @@ def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
 def later(problem: Problem, schedule: Schedule) -> Schedule:
     """Every gather started at the last place before its transfer begins: less is live, and where sending costs no
     compute, nothing else changes."""
-    messages = evaluate(problem, schedule).messages
-    played = play(problem.seconds, messages)
+    times, _ = played(problem, schedule)
     last: dict[str, int] = {}  # by lane, where the message after starts
     ours = set(map(id, schedule.gathers))
     gathers = []
-    for bucket, message, begin in reversed(list(zip(issue_order(schedule), messages, played.begin))):
-        start = bucket.start
+    for (bucket, message), begin in reversed(list(zip(issued(problem, schedule), times.begin))):
+        start = message.issue
         if id(bucket) in ours:
             start = max(
-                start, min(bisect_right(played.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
+                start, min(bisect_right(times.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
             )
             gathers.append(replace(bucket, start=start))
         last[message.lane] = start

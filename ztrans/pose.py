@@ -7,30 +7,38 @@ itself accounts for, so that the problem's memory and the program's agree where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate
 
 from . import coalesce
 from .cluster import Cluster
 from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_bytes, wire_bytes
 from .cost import is_matmul, local_bytes, memory
-from .graph import Eqn, Graph, producers
+from .graph import Eqn, Graph, Var, is_view, producers
 from .liveness import liveness
-from .play import play
-from .problem import Gather, Problem, Reduction, Wire
+from .play import Message
+from .problem import Gather, Problem, Reduction, Update, Wire
 from .schedule import Skeleton
 from .simulate import lane, messages, seconds
 
 
-def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:
+def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
     """The problem of placing a program's planned collectives within `budget` bytes.
+
+    `update` says when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
 
     Raises: ValueError when the cluster has no link for one of their axes.
     """
     graph = s.graph
     where = {e: i for i, e in enumerate(graph.eqns)}
     before = [0, *accumulate(e in s.places for e in graph.eqns)]  # operations before each equation
+    order = s.reductions[0].start.order if s.reductions else None
+    eager = (update or (order.update if order else "last")) == "eager"
+    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
     gathers, reductions = _gathers(s, before), _reductions(s)
+    updates, floating = _updates(s, gathers, cost) if eager else ((), set())
+    if eager:
+        reductions = tuple(r._replace(need=_ends(s, floating, r)) for r in reductions)
     held = [0] * (len(s.ops) + 1)  # what gathers and reductions account for where they stand now
     for p, g in zip(s.gathers, gathers):
         held[before[where[p.start]]] += g.held
@@ -40,11 +48,9 @@ def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:
         held[before[where[p.start]]] += r.flight
         held[before[where[p.wait]]] -= r.held + r.flight
     live = memory(graph).live
-    cost = _seconds(s, cluster)
-    order = s.reductions[0].start.order if s.reductions else None
     return Problem(
-        seconds=tuple(cost[e] for e in s.ops),
-        live=tuple(max(live[where[e]] - h, 0) for e, h in zip(s.ops, accumulate(held))),
+        seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
+        live=tuple(0 if e in floating else max(live[where[e]] - h, 0) for e, h in zip(s.ops, accumulate(held))),
         matmul=tuple(map(is_matmul, s.ops)),
         gathers=gathers,
         reductions=reductions,
@@ -55,6 +61,8 @@ def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:
         max_between=order.between if order else None,
         gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
         reductions_in_flight=_limit([p.start.order.in_flight for p in s.reductions], [r.held for r in reductions]),
+        updates=updates,
+        others=_others(s, cluster, before),
     )
 
 
@@ -107,16 +115,58 @@ def _packed_bytes(start: Eqn, graph: Graph) -> int:
     return sum(size for size in sizes if size < ALONE * graph.axes[start.kwargs["axis"]])
 
 
-def _seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:
-    """The duration of every equation; what is not planned stands still where it is waited for, if it has not come."""
-    graph = s.graph
-    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
+def _updates(s: Skeleton, gathers: Sequence[Gather], cost: Mapping[Eqn, float]) -> tuple[tuple[Update, ...], set[Eqn]]:
+    """The updates that run where their reductions are waited for, and their equations.
+
+    What something at a fixed place yields after the last reduction that could be waited for, as the scale of a
+    global norm, is no longer waited for with a reduction: what needs it stays at its place.
+    """
+    movable, free = s.floating
+    state, index = set(s.graph.inputs[: s.graph.num_state]), {p.value: i for i, p in enumerate(s.reductions)}
+    floating = {*movable, *free.values()}
+    release: dict[Var, int] = {}  # the place from which a value is there, and a leaf of the state read by no other
+    for k, e in enumerate(s.ops):
+        if e not in floating:
+            release.update((v, k + 1) for v in e.ins if v in state)
+            release.update((o, k + 1) for o in e.outs if o is not None)
+    for p, g in zip(s.gathers, gathers):
+        release[p.value] = g.use + 1
+        if g.again is None:
+            release.update((v, max(release.get(v, 0), g.use + 1)) for v in p.start.ins)
+    after: dict[Var, frozenset[int]] = {p.value: frozenset([i]) for p, i in zip(s.reductions, index.values())}
+    groups: dict[tuple[frozenset[int], int], float] = {}
+    latest = max(s.need, default=0)
+    for e in movable:
+        reductions = frozenset().union(*(after.get(v, ()) for v in e.ins))
+        place = max(release.get(v, 0) for v in e.ins)
+        if place > latest:
+            floating.discard(e)
+            place = s.places[e] + 1
+        else:
+            groups[reductions, place] = groups.get((reductions, place), 0.0) + cost[e]
+        for out in filter(None, e.outs):
+            after[out], release[out] = reductions, place
+    updates = [Update(took, tuple(sorted(reductions)), place) for (reductions, place), took in groups.items()]
+    alone = sum(cost[e] for e in dict.fromkeys(free.values()))
+    return (*updates, *([Update(alone, ())] if alone else [])), floating
+
+
+def _ends(s: Skeleton, floating: Set[Eqn], reduction: Reduction) -> int:
+    """The place up to which a reduction must have come: before the equations that leave their places."""
+    need = reduction.need
+    while need > reduction.born + 1 and (s.ops[need - 1] in floating or is_view(s.ops[need - 1])):
+        need -= 1
+    return need
+
+
+def _others(s: Skeleton, cluster: Cluster, before: Sequence[int]) -> tuple[Message, ...]:
+    """The collectives that no schedule places, by the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
-    others = [message for e, message, _ in messages(graph, cluster) if e not in planned]
-    played = play([cost[e] if e in s.places else 0.0 for e in graph.eqns], others)
-    for message, stall in zip(others, played.stall):
-        cost[graph.eqns[min(message.need, len(graph.eqns) - 1)]] += stall
-    return cost
+    return tuple(
+        message._replace(issue=before[message.issue], need=before[message.need])
+        for e, message, _ in messages(s.graph, cluster)
+        if e not in planned
+    )
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:

@@ -4,6 +4,10 @@ Operations 0..n-1 run in a fixed order. A gather must have come before the opera
 it and occupies memory from its start to its last use; one that repeats an earlier gather may be
 dropped, and the earlier value kept. A gradient occupies memory from the operation that makes it
 until its reduction has been waited for. Place k is before operation k; place n is the end.
+
+The equations of an eager update have no place of their own: they run as soon as the reductions that they
+need have been waited for. Collectives that no schedule places, as the step's own, are issued and waited for
+at fixed places.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from .play import Message
 
 
 class Wire(NamedTuple):
@@ -47,10 +53,19 @@ class Reduction(NamedTuple):
     need: int | None = None  # the place that needs the result at the latest (default: the end)
 
 
+class Update(NamedTuple):
+    """Compute that runs once all the reductions that it needs have been waited for."""
+
+    seconds: float
+    after: tuple[int, ...]  # the reductions, by index
+    release: int = 0  # the earliest place at which it may run
+
+
 @dataclass(frozen=True)
 class Problem:
     """`seconds[k]`, `live[k]` and `matmul[k]` of operation k: its duration, the bytes live while it runs
-    (gathered values and unreduced gradients aside), whether it is of the matmul class."""
+    (gathered values and unreduced gradients aside), whether it is of the matmul class. An operation whose
+    compute is among the `updates` takes no seconds at its place."""
 
     seconds: tuple[float, ...]
     live: tuple[int, ...]
@@ -62,6 +77,8 @@ class Problem:
     max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
+    updates: tuple[Update, ...] = ()
+    others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:
@@ -72,6 +89,15 @@ class Problem:
     def after(self) -> tuple[float, ...]:
         """The seconds of compute after each place."""
         return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
+
+    @functools.cached_property
+    def updated(self) -> Mapping[int, tuple[int, ...]]:
+        """The updates that need each reduction, by index."""
+        found: dict[int, tuple[int, ...]] = {}
+        for u, update in enumerate(self.updates):
+            for r in update.after:
+                found[r] = (*found.get(r, ()), u)
+        return found
 
     @functools.cached_property
     def matmuls(self) -> tuple[int, ...]:

@@ -89,6 +89,25 @@ class Skeleton:
     def places(self) -> dict[Eqn, int]:
         return {e: k for k, e in enumerate(self.ops)}
 
+    @functools.cached_property
+    def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
+        """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
+        that depend on state alone. An eager update takes them from their places. Random draws and the step's own
+        collectives stay, and so does what depends on them."""
+        state, after = set(self.graph.inputs), {p.value for p in self.reductions}
+        movable: dict[Eqn, None] = {}
+        free: dict[Var, Eqn] = {}
+        for e in self.ops:
+            if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
+                continue
+            outs = [o for o in e.outs if o is not None]
+            if any(v in after for v in e.ins):
+                movable[e] = None
+                after.update(outs)
+            elif all(v in state or v in free for v in e.ins):
+                free.update((o, e) for o in outs)
+        return movable, free
+
 
 def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
@@ -160,9 +179,11 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
             if members[0].then is not None:
                 emit(coalesce([p.then[0] for p in members]))
                 following.append(members)
-        while following and (len(following) > 1 or k >= min(s.need[index[p]] for p in following[0])):
+            if len(following) > 1:
+                emit.all(p.then[1] for p in following.pop(0))
+            emit.updates()
+        while following and k >= min(s.need[index[p]] for p in following[0]):
             emit.all(p.then[1] for p in following.pop(0))
-        if k in ends:
             emit.updates()
         emit.all(comes.get(k, ()))
         if k < len(s.ops):
@@ -184,7 +205,7 @@ class _Emission:
         self.places = s.places
         self.ready: list[tuple[int, int, Eqn]] = []
         self.waiting: dict[Var, list[Eqn]] = {}
-        movable, self.free = _movable(s) if eager else ({}, {})
+        movable, self.free = s.floating if eager else ({}, {})
         gathers = [p for p in s.gathers if p.value not in alias]
         self.reads = {p.wait: p.start.ins for p in gathers}
         self.reads.update((e, e.ins) for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
@@ -235,23 +256,3 @@ class _Emission:
             if v not in self.bound:
                 self._needed(self.free[v])
                 self(self.free[v])
-
-
-def _movable(s: Skeleton) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
-    """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
-    that depend on state alone. Random draws and the step's own collectives stay, and what depends on them."""
-    reduced = {p.value for p in s.reductions}
-    state = set(s.graph.inputs)
-    movable: dict[Eqn, None] = {}
-    free: dict[Var, Eqn] = {}
-    after: set[Var] = set(reduced)
-    for e in s.ops:
-        if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
-            continue
-        outs = [o for o in e.outs if o is not None]
-        if any(v in after for v in e.ins):
-            movable[e] = None
-            after.update(outs)
-        elif all(v in state or v in free for v in e.ins):
-            free.update((o, e) for o in outs)
-    return movable, free
