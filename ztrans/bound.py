@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .problem import Gather, Problem, Reduction
+from .sending import copying
 
 # What room does not spare is a message, and costs a latency. A share this small of it is the rounding of floats.
 ROUNDING = 1e-9
@@ -85,8 +86,9 @@ def _jobs(problem: Problem) -> list[_Job]:
 
     def job(x: Gather | Reduction, release: int, need: int, **more: Any) -> _Job:
         wire = problem.wires[x.key]
-        seconds, host, unpack = (each * x.wire for each in (wire.pace, wire.host, wire.unpack))
-        return _Job(wire.link, wire.latency, release, need, seconds, host, unpack, **more)
+        pack, copy = copying(wire, x)
+        host, unpack = wire.host * x.wire + pack, wire.unpack * x.wire + copy
+        return _Job(wire.link, wire.latency, release, need, wire.pace * x.wire, host, unpack, **more)
 
     for i, r in enumerate(problem.reductions):
         follows = sum(problem.updates[u].seconds for u in problem.updated.get(i, ()))

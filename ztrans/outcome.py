@@ -10,6 +10,8 @@ import numpy as np
 
 from .play import Message, Played, play
 from .problem import Bucket, Problem, Schedule
+from .sending import sending
+from .slots import by_operation, fixed, gathering, reducing, summed
 from .updates import Updates
 
 
@@ -42,31 +44,23 @@ def keepers(problem: Problem, schedule: Schedule) -> dict[int, int]:
 
 
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """The bytes live while each operation runs."""
-    n = len(problem.live)
-    change = np.zeros(n + 1, dtype=np.int64)
-    after = {i: gather.last + 1 for i, gather in enumerate(problem.gathers)}
+    """The bytes live while each operation runs, or at the place before it."""
+    after = [gather.last + 1 for gather in problem.gathers]
     for i, keeper in keepers(problem, schedule).items():
         after[keeper] = max(after[keeper], problem.gathers[i].last + 1)
-    for bucket in schedule.gathers:
-        for i in bucket.members:
-            held = problem.gathers[i].held
-            change[bucket.start] += held
-            change[after[i]] -= held
-    for bucket in schedule.reductions:
-        for i in bucket.members:
-            reduction = problem.reductions[i]
-            change[reduction.born] += reduction.held
-            change[bucket.start] += reduction.flight
-            change[bucket.wait] -= reduction.held + reduction.flight
-    return np.array(problem.live, dtype=np.int64) + change.cumsum()[:n]
+    spans = [(2 * b.start, 2 * after[i], problem.gathers[i].held) for b in schedule.gathers for i in b.members]
+    for b in schedule.gathers:
+        spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
+    for b in schedule.reductions:
+        spans += reducing([problem.reductions[i] for i in b.members], b.start, b.wait)
+    slots = fixed(problem)
+    return by_operation(slots + summed(spans, len(slots)))
 
 
 def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
     """The message that a bucket is; `members` are its gathers or reductions."""
-    wire, moved = problem.wires[members[0].key], sum(m.wire for m in members)
-    host, unpack = wire.call + wire.host * moved, wire.unpack * moved
-    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
+    wire, seconds, host, unpack = sending(problem, members)
+    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, seconds, host, unpack)
 
 
 def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Message]]:

@@ -175,7 +175,9 @@ class _Play:
                 return
             queue.popleft()
             self.start[g] = place
-            self.room[place : load.place] -= load.held
+            self.room[2 * place : 2 * load.place] -= load.size
+            if place < load.place:
+                self.room[2 * place] -= load.burst
             self.sent[g] = self._send(load, place)
             self.ahead.append(g)
 
@@ -191,10 +193,14 @@ class _Play:
             if sum(self.gathers[other].held for other in others) + load.held > most:
                 return min(use, *(self.gathers[other].place for other in others))
         if start < use:
-            full = (self.room[start:use] < load.held + (self.reserve if use >= self.gradients else 0))[::-1]
+            size = load.size + (self.reserve if use >= self.gradients else 0)
+            full = (self.room[2 * start : 2 * use] < size)[::-1]
             last = int(full.argmax())  # 0 if none is
             if full[last]:
-                start = use - last
+                start = use - last // 2
+        if load.burst and start < use:
+            fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
+            start = start + int(fits.argmax()) if fits.any() else use
         return start
 
     def _reduce(self, r: int, place: int) -> None:
@@ -219,11 +225,11 @@ class _Play:
         end = bisect_left(self.before, self.eta[r] - self.clock + self.before[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
-            full = self.room[place:end] < load.size
+            full = self.room[2 * place + 1 : 2 * end + 1] < load.size
             first = int(full.argmax())  # 0 if none is
             if full[first]:
-                end = place + first
-            self.room[place:end] -= load.size
+                end = place + first // 2
+            self.room[2 * place + 1 : 2 * end + 1] -= load.size
             self.until[r] = end
             if end > place:
                 heapq.heappush(self.agenda, (end, _COME, r))
@@ -233,7 +239,7 @@ class _Play:
         self.behind.remove(r)
         self.wait[r] = place
         if self.until[r] > place:
-            self.room[place : self.until[r]] += self.reductions[r].size
+            self.room[2 * place + 1 : 2 * self.until[r] + 1] += self.reductions[r].size
             for lane, queue in self.queues.items():
                 if queue and self.next[lane] > place:
                     self.next[lane] = place + stall

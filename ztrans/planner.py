@@ -14,6 +14,7 @@ from .loads import Loads, kept
 from .outcome import evaluate, issued, played, validate
 from .problem import Bucket, Problem, Schedule
 from .search import Search
+from .slots import by_operation
 
 EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win
@@ -37,7 +38,7 @@ def solve(
 
     Raises: Infeasible when no schedule fits the memory.
     """
-    least = Loads(problem).alone(kept(problem, ()))
+    least = by_operation(Loads(problem).alone(kept(problem, ())))
     if least.max(initial=0) > problem.memory:
         raise Infeasible(int(least.max()), int(least.argmax()))
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
@@ -55,7 +56,8 @@ def _chosen(search: Search) -> Schedule:
     """The best that was found, or one that needs no search."""
     problem, found = search.problem, search.best.schedule
     choices = [later(problem, found), found, one_ahead(problem, search.free)]
-    return min((s for s in choices if s is not None), key=lambda s: evaluate(problem, s).seconds)
+    outcomes = [(evaluate(problem, s), s) for s in choices if s is not None]
+    return min((each for each in outcomes if each[0].peak <= problem.memory), key=lambda each: each[0].seconds)[1]
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:

@@ -1,23 +1,33 @@
 """pose: the scheduling problem that a program poses on a cluster.
 
-Durations come from the cluster, lifetimes from the program. What is live at an operation, apart
-from gathered values and gradients, is what the memory analysis finds there less what the problem
-itself accounts for, so that the problem's memory and the program's agree where nothing has moved.
+Durations come from the cluster, lifetimes from the program: the problem counts the same bytes as the memory
+analysis, so that a schedule which fits makes a program which fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import accumulate
 
 from . import coalesce
 from .cluster import Cluster
-from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_bytes, wire_bytes
-from .cost import is_matmul, local_bytes, memory
-from .graph import Eqn, Graph, Var, is_view, producers
+from .collectives import (
+    ALL_GATHER,
+    ALONE,
+    REDUCE_SCATTER,
+    buffer_bytes,
+    received_bytes,
+    sends_as_it_lies,
+    sent_bytes,
+    wire_bytes,
+)
+from .cost import is_matmul, local_bytes
+from .eager import deadline, groups
+from .graph import Eqn, Graph, producers
 from .liveness import liveness
 from .play import Message
-from .problem import Gather, Problem, Reduction, Update, Wire
+from .problem import Gather, Problem, Reduction, Wire
+from .residency import Residency, residency
 from .schedule import Skeleton
 from .simulate import lane, messages, seconds
 
@@ -29,41 +39,39 @@ def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None
 
     Raises: ValueError when the cluster has no link for one of their axes.
     """
-    graph = s.graph
-    where = {e: i for i, e in enumerate(graph.eqns)}
-    before = [0, *accumulate(e in s.places for e in graph.eqns)]  # operations before each equation
-    order = s.reductions[0].start.order if s.reductions else None
-    eager = (update or (order.update if order else "last")) == "eager"
+    graph, before = s.graph, _before(s)
+    gathers = _gathers(s, before)
+    leaving = groups(s, gathers) if (update or _update(s)) == "eager" else ()
+    floating = {e for group in leaving for e in group.eqns}
+    resident = residency(s, [g.last for g in gathers], leaving)
+    reductions = _reductions(s, resident, floating)
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
-    gathers, reductions = _gathers(s, before), _reductions(s)
-    updates, floating = _updates(s, gathers, cost) if eager else ((), set())
-    if eager:
-        reductions = tuple(r._replace(need=_ends(s, floating, r)) for r in reductions)
-    held = [0] * (len(s.ops) + 1)  # what gathers and reductions account for where they stand now
-    for p, g in zip(s.gathers, gathers):
-        held[before[where[p.start]]] += g.held
-        held[g.last + 1] -= g.held
-    for p, r in zip(s.reductions, reductions):
-        held[r.born] += r.held
-        held[before[where[p.start]]] += r.flight
-        held[before[where[p.wait]]] -= r.held + r.flight
-    live = memory(graph).live
+    wires = ((g.key, p.start) for g, p in zip((*gathers, *reductions), (*s.gathers, *s.reductions)))
     return Problem(
         seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
-        live=tuple(0 if e in floating else max(live[where[e]] - h, 0) for e, h in zip(s.ops, accumulate(held))),
+        live=resident.live,
         matmul=tuple(map(is_matmul, s.ops)),
         gathers=gathers,
         reductions=reductions,
-        wires={
-            m.key: _wire(p.start, graph, cluster) for m, p in zip((*gathers, *reductions), (*s.gathers, *s.reductions))
-        },
+        wires={key: _wire(start, graph, cluster) for key, start in wires},
         memory=budget,
-        max_between=order.between if order else None,
+        max_between=s.reductions[0].start.order.between if s.reductions else None,
         gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
         reductions_in_flight=_limit([p.start.order.in_flight for p in s.reductions], [r.held for r in reductions]),
-        updates=updates,
+        across=resident.across,
+        updates=tuple(group.update(cost) for group in leaving),
         others=_others(s, cluster, before),
     )
+
+
+def _update(s: Skeleton) -> str:
+    """When updates run, as `overlap_grads` was asked."""
+    return s.reductions[0].start.order.update if s.reductions else "last"
+
+
+def _before(s: Skeleton) -> list[int]:
+    """How many operations come before each equation, and before the end."""
+    return list(accumulate((e in s.places for e in s.graph.eqns), initial=0))
 
 
 def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
@@ -83,11 +91,13 @@ def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
             release = min(max(release, found[again].last + 1), use)
         seen[what] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        found.append(Gather(coalesce.key(start), wire_bytes(start, graph.axes), size, use, last, release, again))
+        wire, name = wire_bytes(start, graph.axes), start.outs[0].name
+        key, small = coalesce.key(start), _is_small(start, graph)
+        found.append(Gather(key, wire, size, use, last, release, again, small, name))
     return tuple(found)
 
 
-def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
+def _reductions(s: Skeleton, resident: Residency, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     graph, size = s.graph, local_bytes(s.graph)
     open_: dict[tuple, tuple[int, int]] = {}
     found = []
@@ -101,62 +111,26 @@ def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
                 group, filled = group + 1, 0
             open_[key] = group, filled + held
             key = (*key, group)
-        flight = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        flight += sent_bytes(start, graph.axes) or _packed_bytes(start, graph)
-        found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))
+        value, need = resident.values[i], deadline(s, floating, s.born[i], s.need[i])
+        lies = all(sends_as_it_lies(start, k, graph.axes) for k in range(len(start.outs)))
+        received = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
+        freed, moved = 0 if lies else held, flight + (held if lies else 0)
+        # What follows the wait takes the room of what was under way, and no more than that unless it is larger.
+        after = value.updating + (0 if value.until else value.bytes)
+        flight += max(after - moved, 0 if value.until or value.received else value.bytes)
+        result, until = (value.bytes, value.until) if value.until else (0, 0)
+        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.outs[0].name
+        found.append(Reduction(key, wire, held, s.born[i], flight, need, freed, result, until, small, name))
     return tuple(found)
 
 
-def _packed_bytes(start: Eqn, graph: Graph) -> int:
-    """Bytes of the copy from which a reduction is sent once it shares a message with others."""
-    if start.op is ALL_REDUCE and graph.axes[start.kwargs["axis"]] > 2:
-        return 0
-    sizes = (buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-    return sum(size for size in sizes if size < ALONE * graph.axes[start.kwargs["axis"]])
-
-
-def _updates(s: Skeleton, gathers: Sequence[Gather], cost: Mapping[Eqn, float]) -> tuple[tuple[Update, ...], set[Eqn]]:
-    """The updates that run where their reductions are waited for, and their equations.
-
-    What something at a fixed place yields after the last reduction that could be waited for, as the scale of a
-    global norm, is no longer waited for with a reduction: what needs it stays at its place.
-    """
-    movable, free = s.floating
-    state, index = set(s.graph.inputs[: s.graph.num_state]), {p.value: i for i, p in enumerate(s.reductions)}
-    floating = {*movable, *free.values()}
-    release: dict[Var, int] = {}  # the place from which a value is there, and a leaf of the state read by no other
-    for k, e in enumerate(s.ops):
-        if e not in floating:
-            release.update((v, k + 1) for v in e.ins if v in state)
-            release.update((o, k + 1) for o in e.outs if o is not None)
-    for p, g in zip(s.gathers, gathers):
-        release[p.value] = g.use + 1
-        if g.again is None:
-            release.update((v, max(release.get(v, 0), g.use + 1)) for v in p.start.ins)
-    after: dict[Var, frozenset[int]] = {p.value: frozenset([i]) for p, i in zip(s.reductions, index.values())}
-    groups: dict[tuple[frozenset[int], int], float] = {}
-    latest = max(s.need, default=0)
-    for e in movable:
-        reductions = frozenset().union(*(after.get(v, ()) for v in e.ins))
-        place = max(release.get(v, 0) for v in e.ins)
-        if place > latest:
-            floating.discard(e)
-            place = s.places[e] + 1
-        else:
-            groups[reductions, place] = groups.get((reductions, place), 0.0) + cost[e]
-        for out in filter(None, e.outs):
-            after[out], release[out] = reductions, place
-    updates = [Update(took, tuple(sorted(reductions)), place) for (reductions, place), took in groups.items()]
-    alone = sum(cost[e] for e in dict.fromkeys(free.values()))
-    return (*updates, *([Update(alone, ())] if alone else [])), floating
-
-
-def _ends(s: Skeleton, floating: Set[Eqn], reduction: Reduction) -> int:
-    """The place up to which a reduction must have come: before the equations that leave their places."""
-    need = reduction.need
-    while need > reduction.born + 1 and (s.ops[need - 1] in floating or is_view(s.ops[need - 1])):
-        need -= 1
-    return need
+def _is_small(start: Eqn, graph: Graph) -> bool:
+    """Whether a collective crosses in one message with others of its bucket that are small too."""
+    axes = graph.axes
+    return all(
+        buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs))
+    )
 
 
 def _others(s: Skeleton, cluster: Cluster, before: Sequence[int]) -> tuple[Message, ...]:
@@ -170,11 +144,23 @@ def _others(s: Skeleton, cluster: Cluster, before: Sequence[int]) -> tuple[Messa
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
-    axis = start.kwargs["axis"]
-    link = cluster.link(axis)
-    latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
-    call, unpack = 2 * cluster.device.launch + link.call, dict(link.unpack).get(start.op.name, 0.0)
-    return Wire(lane(start), link.name, latency, pace, call, link.host, unpack)
+    axis, device = start.kwargs["axis"], cluster.device
+    link, ranks = cluster.link(axis), graph.axes[axis]
+    latency, pace = link.seconds(start.op.name, 1, ranks)
+    known = dict(link.unpack).get(start.op.name)
+    copies = {ALL_GATHER: 2, REDUCE_SCATTER: 1}.get(start.op, 0) if known is None else 0  # times that a byte is moved
+    return Wire(
+        lane(start),
+        link.name,
+        latency,
+        pace,
+        call=2 * device.launch + link.call,
+        host=link.host,
+        unpack=known or 0.0,
+        ranks=ranks,
+        pack=2 / device.bandwidth,
+        copy=copies / device.bandwidth,
+    )
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:

@@ -32,6 +32,9 @@ class Wire(NamedTuple):
     call: float = 0.0  # seconds for which compute stands still to send a message
     host: float = 0.0  # and for each of its bytes
     unpack: float = 0.0  # seconds that it takes to make values of a byte that has come
+    ranks: int = 1  # that a message is between
+    pack: float = 0.0  # seconds for which compute stands still to copy a byte that is sent
+    copy: float = 0.0  # seconds for a byte that is copied out of what has come, or summed
 
 
 class Gather(NamedTuple):
@@ -42,6 +45,8 @@ class Gather(NamedTuple):
     last: int  # the last one that does
     release: int = 0  # the earliest place at which it may start
     again: int | None = None  # the gather before it of the same value, which holds as much, if any
+    small: bool = False  # it shares a buffer with the other small members of its bucket
+    name: str = ""  # by which a plan knows it
 
 
 class Reduction(NamedTuple):
@@ -51,6 +56,11 @@ class Reduction(NamedTuple):
     born: int  # the operation that makes the gradient
     flight: int = 0  # further bytes live from the start until the wait
     need: int | None = None  # the place that needs the result at the latest (default: the end)
+    freed: int = 0  # of `held`, what is not live after the start: it is sent from a copy, which is in `flight`
+    result: int = 0  # bytes of the reduced value, live from the start until place `until`
+    until: int = 0
+    small: bool = False
+    name: str = ""
 
 
 class Update(NamedTuple):
@@ -64,8 +74,8 @@ class Update(NamedTuple):
 @dataclass(frozen=True)
 class Problem:
     """`seconds[k]`, `live[k]` and `matmul[k]` of operation k: its duration, the bytes live while it runs
-    (gathered values and unreduced gradients aside), whether it is of the matmul class. An operation whose
-    compute is among the `updates` takes no seconds at its place."""
+    (gathered values and unreduced gradients aside), whether it is of the matmul class; `across[k]`, if known,
+    are the bytes that are live at place k. An operation whose compute is among the `updates` takes no seconds."""
 
     seconds: tuple[float, ...]
     live: tuple[int, ...]
@@ -77,6 +87,7 @@ class Problem:
     max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
+    across: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
 
