@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
-from ztrans.outcome import memory, validate
+from ztrans.outcome import memory
 from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.validate import validate
 
 
 def problem(

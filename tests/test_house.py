@@ -23,17 +23,17 @@ PACKAGE = ROOT / "ztrans"
 # A module imports only from floors below its own.
 FLOORS = {
     **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "problem", "cluster", "units", "streams", "versions", "sockets"], 0),
-    **dict.fromkeys(["graph", "outcome", "bound", "loads", "fit"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "buckets", "placement", "replay"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "search", "coalesce", "fusion", "aliases", "transport", "mesh"], 3),
+    **dict.fromkeys(["source", "scalars", "play", "cluster", "units", "streams", "versions", "sockets"], 0),
+    **dict.fromkeys(["graph", "problem", "fit"], 1),
+    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "slots", "updates", "replay"], 2),
+    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "exchange", "sending", "coalesce", "fusion", "aliases", "transport", "mesh"], 3),
     **dict.fromkeys(["timetable", "palette"], 3),
-    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "planner", "figure", "page", "perfetto", "transforms.values"], 4),
-    **dict.fromkeys(["functional", "cost", "near", "nccl", "recording"], 5),
-    **dict.fromkeys(["trace", "simulate", "symmetric"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "pose", "execute", "capture", "arguments"], 7),
+    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "outcome", "bound", "loads", "figure", "page", "perfetto", "transforms.values"], 4),
+    **dict.fromkeys(["functional", "cost", "near", "nccl", "recording", "validate", "buckets", "placement", "eager", "realise"], 5),
+    **dict.fromkeys(["trace", "simulate", "symmetric", "search", "residency", "resolve"], 6),
+    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.sharding", "planner", "pose", "execute", "capture", "arguments"], 7),
     **dict.fromkeys(["plan", "profile", "strides"], 8),
-    **dict.fromkeys(["calibrate", "agreement", "products"], 9),
+    **dict.fromkeys(["planning", "calibrate", "agreement", "products"], 9),
     **dict.fromkeys(["attention"], 10),
     **dict.fromkeys(["inductor"], 11),
     **dict.fromkeys(["compiled"], 12),
@@ -229,6 +229,17 @@ def test_nothing_is_left_for_later():
         if later.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_verified_with_assert():
+    """`python -O` drops such statements, and what they verify with them."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files("ztrans", "ops")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not wrong, f"{wrong}: raise an error"
 
 
 @pytest.mark.slow

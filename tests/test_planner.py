@@ -17,10 +17,11 @@ from synthetic import by_size, fsdp2, seven
 from ztrans.bound import bound
 from ztrans.buckets import consecutive, gather_buckets, reduction_buckets
 from ztrans.loads import Choice, kept
-from ztrans.outcome import evaluate, memory, validate
+from ztrans.outcome import evaluate, memory
 from ztrans.placement import Placement
 from ztrans.planner import Infeasible, later, one_ahead, solve
 from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.validate import validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)

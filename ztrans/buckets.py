@@ -68,7 +68,9 @@ def gather_buckets(
         gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
         earlier = [-g.use for g in gathers]
         reach = [bisect_right(earlier, -g.release) for g in gathers]
-        first = _first([g.held * (1 + g.small) for g in gathers], [min(portion * room[g.use], most) for g in gathers], reach)
+        # A small member is there twice for a moment: in the buffer that it shares, and as its value.
+        held, caps = [g.held * (1 + g.small) for g in gathers], [min(portion * room[g.use], most) for g in gathers]
+        first = _first(held, caps, reach)
         seconds = [share * wire.pace * g.wire for g in gathers]
         sizes = consecutive([problem.after[g.use] for g in gathers], seconds, wire.latency, first)
         found += [members[::-1] for members in _split(indices, sizes)][::-1]

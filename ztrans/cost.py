@@ -164,5 +164,6 @@ def memory(graph: Graph) -> Memory:
     curve = list(accumulate(change[:n]))
     peak = max(curve, default=state)
     at = curve.index(peak) if curve else 0
-    holders = sorted(((h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes), key=lambda h: -h[1])
-    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, tuple(holders), state)
+    there = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
+    holders = tuple(sorted(there, key=lambda holder: -holder[1]))
+    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)

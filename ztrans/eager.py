@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .graph import Eqn, Var, is_view
+from .graph import Eqn, Var
 from .problem import Gather, Update
 from .schedule import Skeleton
+
+_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,9 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
     norm, comes with no reduction: the equations that need it stay.
     """
     movable, free = s.floating
-    alone = tuple(dict.fromkeys(free.values()))
-    release = _releases(s, gathers, {*movable, *alone})
+    release = _releases(s, gathers, {*movable, *free.values()})
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
-    found: dict[tuple[frozenset[int], int], list[Eqn]] = {}
+    found: dict[_Key, list[Eqn]] = {}
     latest = max(s.need, default=0)
     for e in movable:
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
@@ -44,8 +45,27 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
             found.setdefault((reductions, place), []).append(e)
         for out in filter(None, e.outs):
             after[out], release[out] = reductions, place
-    together = (Group(tuple(sorted(reductions)), place, tuple(eqns)) for (reductions, place), eqns in found.items())
-    return (*together, *([Group((), 0, alone)] if alone else []))
+    for key, eqns in _askers(free, found).items():
+        found.setdefault(key, []).extend(eqns)
+    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
+    return tuple(Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in found.items())
+
+
+def _askers(free: Mapping[Var, Eqn], found: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
+    """What depends on state alone, by the group that asks for it; what several ask for needs no reduction, and what
+    none asks for stays at its place."""
+    asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
+    for key, eqns in found.items():
+        todo = [free[v] for e in eqns for v in e.ins if v in free]
+        while todo:
+            e = todo.pop()
+            if key not in asked[e]:
+                asked[e].add(key)
+                todo += [free[v] for v in e.ins if v in free]
+    by_group: dict[_Key, list[Eqn]] = {}
+    for e, keys in ((e, keys) for e, keys in asked.items() if keys):
+        by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
+    return by_group
 
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
@@ -64,6 +84,6 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
 
 def deadline(s: Skeleton, floating: set[Eqn], born: int, need: int) -> int:
     """The place at which a reduction must have been waited for: right before the equations that leave their places."""
-    while need > born + 1 and (s.ops[need - 1] in floating or is_view(s.ops[need - 1])):
+    while need > born + 1 and s.ops[need - 1] in floating:
         need -= 1
     return need

@@ -38,7 +38,7 @@ class Load(NamedTuple):
     bound: int
     held: int
     size: int  # bytes live between its start and its wait
-    burst: int  # bytes live for a moment when a gather starts early
+    burst: int  # bytes live for a moment: where a gather starts early, or a reduction is waited for late
     wire: Wire
     seconds: float
     host: float
@@ -124,8 +124,8 @@ class Loads:
             need = min(self.end if r.need is None else r.need for r in things)
             alone = [(a, b, -size) for r in things for a, b, size in reducing([r], r.born + 1, r.born + 1)]
             spans = (*reducing(things, start, start), *alone)
-            held, size = sum(r.held for r in things), under_way(things)
-            load = Load(members, start, need, held, size, 0, *sending(self.problem, things), spans)
+            held, size, burst = sum(r.held for r in things), under_way(things), sum(r.more for r in things)
+            load = Load(members, start, need, held, size, burst, *sending(self.problem, things), spans)
             self._reductions[members] = load if start <= need else None
         return self._reductions[members]
 

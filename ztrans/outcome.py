@@ -1,10 +1,9 @@
-"""outcome: what a schedule of collectives comes to: its seconds, its peak of memory, and whether it is one."""
+"""outcome: what a schedule of collectives comes to: its seconds and its peak of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -37,8 +36,6 @@ def keepers(problem: Problem, schedule: Schedule) -> dict[int, int]:
     keeper: dict[int, int] = {}
     for i in sorted(schedule.dropped):
         earlier = problem.gathers[i].again
-        if earlier is None:
-            raise ValueError(f"gather {i} is dropped, and repeats none")
         keeper[i] = keeper.get(earlier, earlier)
     return keeper
 
@@ -74,8 +71,12 @@ def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Me
 def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = None) -> tuple[Played, float]:
     """A schedule as it is played (see `play`), and the seconds that the whole step takes."""
     sent, updates, reduces = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
-    members = [bucket.members if id(bucket) in reduces else () for bucket, _ in sent]
-    times = play(problem.seconds, [m for _, m in sent], places, lambda i, place: updates.follow(members[i], place))
+
+    def follows(i: int, place: int) -> float:
+        bucket = sent[i][0]
+        return updates.follow(bucket.members, place) if id(bucket) in reduces else 0.0
+
+    times = play(problem.seconds, [m for _, m in sent], places, follows)
     return times, max(times.start[-1] + updates.left, *times.end, 0.0)
 
 
@@ -86,55 +87,3 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     times, seconds = played(problem, schedule, places)
     live = memory(problem, schedule)
     return Outcome(seconds, int(live.max(initial=0)), messages, times, live)
-
-
-def validate(problem: Problem, schedule: Schedule) -> None:
-    """Raise a ValueError that says why `schedule` is none of `problem`."""
-    n = len(problem.seconds)
-    keeper = keepers(problem, schedule)
-    for what, buckets, things, absent in (
-        ("gather", schedule.gathers, problem.gathers, schedule.dropped),
-        ("reduction", schedule.reductions, problem.reductions, frozenset()),
-    ):
-        members = [i for bucket in buckets for i in bucket.members]
-        if sorted(members) != [i for i in range(len(things)) if i not in absent]:
-            raise ValueError(f"not every {what} is in one bucket: {sorted(members)}")
-        for bucket in buckets:
-            if len({things[i].key for i in bucket.members}) != 1:
-                raise ValueError(f"{what}s of several keys in {bucket}")
-            if not 0 <= bucket.start <= bucket.wait <= n:
-                raise ValueError(f"out of order: {bucket}")
-        if any(a.start > b.start for a, b in pairwise(buckets)):
-            raise ValueError(f"buckets of {what}s are not in the order of their start")
-    for bucket in schedule.gathers:
-        if bucket.wait != min(problem.gathers[i].use for i in bucket.members):
-            raise ValueError(f"not waited for at its first use: {bucket}")
-        if bucket.start < max(problem.gathers[i].release for i in bucket.members):
-            raise ValueError(f"started before it is released: {bucket}")
-    for i, earlier in keeper.items():
-        if earlier in schedule.dropped:
-            raise ValueError(f"gather {i} is dropped, and nothing is kept for it")
-    for bucket in schedule.reductions:
-        members = [problem.reductions[i] for i in bucket.members]
-        if bucket.start != max(m.born for m in members) + 1:
-            raise ValueError(f"not started when its last member is born: {bucket}")
-        if bucket.wait > min(n if m.need is None else m.need for m in members):
-            raise ValueError(f"waited for after it is needed: {bucket}")
-    limits = (
-        ("gathers", problem.gathers_in_flight, schedule.gathers, problem.gathers),
-        ("reductions", problem.reductions_in_flight, schedule.reductions, problem.reductions),
-    )
-    for what, limit, buckets, things in limits:
-        flight = np.zeros(n + 1, dtype=np.int64)
-        for bucket in buckets:
-            held = sum(things[i].held for i in bucket.members)
-            flight[bucket.start] += held
-            flight[bucket.wait] -= held
-        flight = flight.cumsum()
-        if limit is not None and flight.max() > limit:
-            raise ValueError(f"more than {limit} bytes of {what} are under way at operation {flight.argmax()}")
-    if problem.max_between is not None:
-        births = sorted({reduction.born + 1 for reduction in problem.reductions})
-        for a, b in pairwise(sorted({*births[:1], *(bucket.start for bucket in schedule.reductions)})):
-            if problem.matmuls[b] - problem.matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
-                raise ValueError(f"no reduction starts between places {a} and {b}, more than max_between matmuls")

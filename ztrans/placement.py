@@ -225,11 +225,13 @@ class _Play:
         end = bisect_left(self.before, self.eta[r] - self.clock + self.before[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
-            full = self.room[2 * place + 1 : 2 * end + 1] < load.size
+            needs = np.full(2 * (end - place), load.size)
+            needs[1::2] += load.burst
+            full = self.room[2 * place + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if none is
             if full[first]:
                 end = place + first // 2
-            self.room[2 * place + 1 : 2 * end + 1] -= load.size
+            self.room[2 * place + 1 : 2 * end + 1] -= needs[: 2 * (end - place)]
             self.until[r] = end
             if end > place:
                 heapq.heappush(self.agenda, (end, _COME, r))
@@ -237,9 +239,12 @@ class _Play:
     def _settle(self, r: int, place: int, stall: bool) -> None:
         """Decide where a reduction is waited for."""
         self.behind.remove(r)
-        self.wait[r] = place
+        self.wait[r], load = place, self.reductions[r]
+        self.room[2 * load.place + 2 : 2 * self.until[r] + 1 : 2] += load.burst
+        if place > load.place:
+            self.room[2 * place] -= load.burst
         if self.until[r] > place:
-            self.room[2 * place + 1 : 2 * self.until[r] + 1] += self.reductions[r].size
+            self.room[2 * place + 1 : 2 * self.until[r] + 1] += load.size
             for lane, queue in self.queues.items():
                 if queue and self.next[lane] > place:
                     self.next[lane] = place + stall

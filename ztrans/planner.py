@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from .bound import bound
 from .loads import Loads, kept
-from .outcome import evaluate, issued, played, validate
+from .outcome import evaluate, issued, played
 from .problem import Bucket, Problem, Schedule
 from .search import Search
 from .slots import by_operation
+from .validate import validate
 
 EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win

@@ -6,8 +6,9 @@ analysis, so that a schedule which fits makes a program which fits.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence, Set
-from itertools import accumulate
 
 from . import coalesce
 from .cluster import Cluster
@@ -21,14 +22,14 @@ from .collectives import (
     sent_bytes,
     wire_bytes,
 )
-from .cost import is_matmul, local_bytes
-from .eager import deadline, groups
+from .cost import is_matmul
+from .eager import Group, deadline, groups
 from .graph import Eqn, Graph, producers
 from .liveness import liveness
 from .play import Message
 from .problem import Gather, Problem, Reduction, Wire
-from .residency import Residency, residency
-from .schedule import Skeleton
+from .residency import Value, residency
+from .schedule import Planned, Skeleton, name
 from .simulate import lane, messages, seconds
 
 
@@ -39,71 +40,88 @@ def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None
 
     Raises: ValueError when the cluster has no link for one of their axes.
     """
-    graph, before = s.graph, _before(s)
-    gathers = _gathers(s, before)
-    leaving = groups(s, gathers) if (update or _update(s)) == "eager" else ()
+    graph, (problem, leaving) = s.graph, _framed(s, update)
     floating = {e for group in leaving for e in group.eqns}
-    resident = residency(s, [g.last for g in gathers], leaving)
-    reductions = _reductions(s, resident, floating)
+    resident = residency(s, [g.last for g in problem.gathers], leaving)
+    reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
-    wires = ((g.key, p.start) for g, p in zip((*gathers, *reductions), (*s.gathers, *s.reductions)))
-    return Problem(
+    wires = ((g.key, p.start) for g, p in zip((*problem.gathers, *reductions), (*s.gathers, *s.reductions)))
+    return dataclasses.replace(
+        problem,
         seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
         live=resident.live,
-        matmul=tuple(map(is_matmul, s.ops)),
-        gathers=gathers,
+        across=resident.across,
         reductions=reductions,
         wires={key: _wire(start, graph, cluster) for key, start in wires},
         memory=budget,
-        max_between=s.reductions[0].start.order.between if s.reductions else None,
-        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
-        reductions_in_flight=_limit([p.start.order.in_flight for p in s.reductions], [r.held for r in reductions]),
-        across=resident.across,
         updates=tuple(group.update(cost) for group in leaving),
-        others=_others(s, cluster, before),
+        others=_others(s, cluster),
     )
 
 
-def _update(s: Skeleton) -> str:
-    """When updates run, as `overlap_grads` was asked."""
-    return s.reductions[0].start.order.update if s.reductions else "last"
+def frame(s: Skeleton, update: str | None = None) -> Problem:
+    """The problem without seconds and bytes of operations: enough to tell whether a schedule is one of it."""
+    return _framed(s, update)[0]
 
 
-def _before(s: Skeleton) -> list[int]:
-    """How many operations come before each equation, and before the end."""
-    return list(accumulate((e in s.places for e in s.graph.eqns), initial=0))
+def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
+    """That, and what of the update leaves its place."""
+    gathers, asked = _gathers(s), s.reductions[0].start.order.update if s.reductions else "last"
+    leaving = groups(s, gathers) if (update or asked) == "eager" else ()
+    floating = {e for group in leaving for e in group.eqns}
+    problem = Problem(
+        seconds=(0.0,) * len(s.ops),
+        live=(0,) * len(s.ops),
+        matmul=tuple(map(is_matmul, s.ops)),
+        gathers=gathers,
+        reductions=_reductions(s, floating),
+        wires={},
+        max_between=s.reductions[0].start.order.between if s.reductions else None,
+        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
+        reductions_in_flight=s.in_flight,
+        names=tuple(name(s, k) for k in range(len(s.ops))),
+    )
+    return problem, leaving
 
 
-def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
+def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     graph, end = s.graph, len(s.ops) - 1
     live, made = liveness(graph), producers(graph.eqns)
     seen: dict[tuple, int] = {}
     found: list[Gather] = []
     for i, p in enumerate(s.gathers):
         start, use = p.start, min(s.use[i], end)
-        last = max(min(before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
+        last = max(min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
         # What is gathered may be made by an operation, or be what another planned collective yields.
         sources = [made[v] for v in start.ins if v in made]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
         what = (start.ins[0], p.value.dtype, coalesce.key(start))
-        again = seen.get(what) if start.provenance.again else None
+        again = seen.get(what) if start.provenance.again == "auto" else None
         if again is not None:
-            release = min(max(release, found[again].last + 1), use)
+            release = max(release, found[again].last + 1)
+        if start.provenance.again == "always":
+            release = max(release, _phase(s, start.region, use))
         seen[what] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         wire, name = wire_bytes(start, graph.axes), start.outs[0].name
         key, small = coalesce.key(start), _is_small(start, graph)
-        found.append(Gather(key, wire, size, use, last, release, again, small, name))
+        found.append(Gather(key, wire, size, use, last, min(release, use), again, small, name))
     return tuple(found)
 
 
-def _reductions(s: Skeleton, resident: Residency, floating: Set[Eqn]) -> tuple[Reduction, ...]:
-    graph, size = s.graph, local_bytes(s.graph)
+def _phase(s: Skeleton, region: str, use: int) -> int:
+    """The place at which the forward or backward pass begins that an operation belongs to."""
+    while use and s.ops[use - 1].region in (region, "update"):
+        use -= 1
+    return use
+
+
+def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
+    graph = s.graph
     open_: dict[tuple, tuple[int, int]] = {}
     found = []
     for i, p in enumerate(s.reductions):
-        start, cap = p.start, p.start.order.bucket
-        held = sum(map(size, start.ins))
+        start, held, cap = p.start, s.held[i], p.start.order.bucket
         key = (*coalesce.key(start), p.then is not None)
         if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
             group, filled = open_.get(key, (0, 0))
@@ -111,18 +129,27 @@ def _reductions(s: Skeleton, resident: Residency, floating: Set[Eqn]) -> tuple[R
                 group, filled = group + 1, 0
             open_[key] = group, filled + held
             key = (*key, group)
-        value, need = resident.values[i], deadline(s, floating, s.born[i], s.need[i])
-        lies = all(sends_as_it_lies(start, k, graph.axes) for k in range(len(start.outs)))
-        received = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
-        freed, moved = 0 if lies else held, flight + (held if lies else 0)
-        # What follows the wait takes the room of what was under way, and no more than that unless it is larger.
-        after = value.updating + (0 if value.until else value.bytes)
-        flight += max(after - moved, 0 if value.until or value.received else value.bytes)
-        result, until = (value.bytes, value.until) if value.until else (0, 0)
+        need = deadline(s, floating, s.born[i], s.need[i])
         wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.outs[0].name
-        found.append(Reduction(key, wire, held, s.born[i], flight, need, freed, result, until, small, name))
+        found.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
     return tuple(found)
+
+
+def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
+    """A reduction with the bytes that it holds under way, and after."""
+    start, members = p.start, range(len(p.start.outs))
+    lies = all(sends_as_it_lies(start, k, graph.axes) for k in members)
+    received = sum(received_bytes(start, k, graph.axes) for k in members)
+    flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
+    # What follows the wait takes the room of what was under way, and further bytes only where it is larger.
+    after = value.updating + (0 if value.until else value.bytes)
+    more = max(
+        after - flight - (reduction.held if lies else 0), 0 if value.until or value.received else value.bytes
+    )
+    result, until = (value.bytes, value.until) if value.until else (0, 0)
+    return reduction._replace(
+        flight=flight, freed=0 if lies else reduction.held, more=more, result=result, until=until
+    )
 
 
 def _is_small(start: Eqn, graph: Graph) -> bool:
@@ -133,11 +160,11 @@ def _is_small(start: Eqn, graph: Graph) -> bool:
     )
 
 
-def _others(s: Skeleton, cluster: Cluster, before: Sequence[int]) -> tuple[Message, ...]:
+def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
     """The collectives that no schedule places, by the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
     return tuple(
-        message._replace(issue=before[message.issue], need=before[message.need])
+        message._replace(issue=s.before[message.issue], need=s.before[message.need])
         for e, message, _ in messages(s.graph, cluster)
         if e not in planned
     )

@@ -57,6 +57,7 @@ class Reduction(NamedTuple):
     flight: int = 0  # further bytes live from the start until the wait
     need: int | None = None  # the place that needs the result at the latest (default: the end)
     freed: int = 0  # of `held`, what is not live after the start: it is sent from a copy, which is in `flight`
+    more: int = 0  # further bytes live for a moment where it is waited for
     result: int = 0  # bytes of the reduced value, live from the start until place `until`
     until: int = 0
     small: bool = False
@@ -90,6 +91,13 @@ class Problem:
     across: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
+    names: tuple[str, ...] = ()  # by which errors call the operations
+
+    def place(self, k: int) -> str:
+        """A place, as errors say it."""
+        if not self.names:
+            return f"at place {k}"
+        return f"before {self.names[k]}" if k < len(self.names) else "at the end"
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:

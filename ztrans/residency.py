@@ -41,11 +41,13 @@ class Residency:
 
 
 def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Residency:
-    """The residency of a program: `last` has the last operation that uses each gather, `groups` what leaves its place."""
+    """The residency of a program.
+
+    `last` has the last operation that uses each gather, `groups` what of the update leaves its place.
+    """
     graph, given, groups = s.graph, donation(s.graph), tuple(groups)
-    before = list(accumulate((e in s.places for e in graph.eqns), initial=0))  # operations before each equation
     fixed = _fixed_ends(s, given, {e for group in groups for e in group.eqns})
-    counted = _counted(s, last, given, before)
+    counted, before = _counted(s, last, given), s.before
     n, inputs = len(s.ops), set(graph.inputs)
     live, across = [0] * (n + 1), [0] * (n + 3)
     for h in held(graph, given):
@@ -62,12 +64,12 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
                 live[b] -= h.bytes
                 across[a + 1] += h.bytes
                 across[b + (b == n)] -= h.bytes
-    values = _values(s, given, before, fixed, _updating(s, groups, given))
+    values = _values(s, given, fixed, _updating(s, groups, given))
     return Residency(tuple(accumulate(live[:n])), tuple(accumulate(across[: n + 1])), tuple(values))
 
 
 def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
-    """The place after the last operation at a fixed place that needs it, for every storage that a floating one needs."""
+    """For every storage that a floating operation needs, the place after the last one at a fixed place that does."""
     storages = lambda e: {given.owner[v] for v in (*e.ins, *filter(None, e.outs))}
     needed = {v for e in floating for v in storages(e)}
     ends = dict.fromkeys(needed, 0)
@@ -77,14 +79,14 @@ def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, i
     return ends
 
 
-def _counted(s: Skeleton, last: Sequence[int], given: Donation, before: Sequence[int]) -> dict[Var, tuple[int, int]]:
+def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tuple[int, int]]:
     """The storages that a problem counts for its gathers and reductions, and the operations at which it does."""
     n, at = len(s.ops), {e: i for i, e in enumerate(s.graph.eqns)}
     found: dict[Var, tuple[int, int]] = {}
     for p, k in zip(s.gathers, last):
         found.update(dict.fromkeys((*p.start.outs, *p.wait.outs), (0, k + 1)))
     for p, born in zip(s.reductions, s.born):
-        again = before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
+        again = s.before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
         found.update((given.owner[v], (born, again)) for v in reversed(p.start.ins) if given.owner[v] not in found)
         collectives = (p.start, p.wait, *(p.then or ()))
         found.update(dict.fromkeys((v for e in collectives for v in e.outs), (0, n)))
@@ -92,12 +94,12 @@ def _counted(s: Skeleton, last: Sequence[int], given: Donation, before: Sequence
 
 
 def _values(
-    s: Skeleton, given: Donation, before: Sequence[int], fixed: Mapping[Var, int], updating: Sequence[int]
+    s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]
 ) -> Iterator[Value]:
     graph, root, size = s.graph, liveness(s.graph).root, local_bytes(s.graph)
     for p, more in zip(s.reductions, updating):
         received, owner = root[p.value] is not p.value, given.owner[p.value]
-        until = fixed.get(owner, before[min(given.last[owner] + 1, len(graph.eqns))])
+        until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])
         start = (p.then or (p.start,))[0]
         yield Value(received_bytes(start, 0, graph.axes) if received else size(p.value), received, until, more)
 

@@ -47,8 +47,11 @@ def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Sp
         yield 2 * r.born + 1, 2 * start, r.held
         if r.result:
             yield 2 * start, 2 * r.until, r.result
-    yield 2 * start, 2 * start + 1, sum(r.held + r.flight for r in members) + copied(members)
-    yield 2 * start + 1, 2 * wait + 1, under_way(members)
+    more, moving = sum(r.more for r in members), under_way(members)
+    yield 2 * start, 2 * start + 1, max(sum(r.held + r.flight for r in members) + copied(members), moving + more)
+    yield 2 * start + 1, 2 * wait + 1, moving
+    if wait > start:
+        yield 2 * wait, 2 * wait + 1, more
 
 
 def under_way(members: Iterable[Reduction]) -> int:

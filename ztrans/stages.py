@@ -29,13 +29,14 @@ from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .plan import Plan
+from .planning import make
 from .pose import pose
 from .profile import Profile
 from .schedule import skeleton
 from .simulate import simulate
 from .timeline import Timeline
 from .trace import Program, no_collection
-from .transforms.base import Transform
+from .transforms.base import Transform, rewritten
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,15 @@ class Traced:
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
-            graph = transform.rewrite(graph)
-            graph = graph.replace(history=(*graph.history, repr(transform)))
+            graph = rewritten(graph, transform)
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
         if plan is None:
-            plan, graph = plans.make(hinted, cluster)
+            plan, graph = make(hinted, cluster)
         else:
             graph = plans.apply(hinted, plan)
+        plan = plans.weighed(plan, graph, cluster.device)
         history.append(("lower", graph))
         return Lowered(graph, tuple(history), self.program, mesh, plan, cluster, hinted)
 
@@ -123,15 +124,19 @@ class Lowered:
         first steps are recorded and the rest replayed better, as in DeepSpeed's DeepCompile.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        plan, graph = plans.make(self.hinted, cluster)
+        plan, graph = make(self.hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         note = f"expected {after:.4g} s a step, where the plan before has {before:.4g} s ({after / before - 1:+.1%})"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self.planned(plan), cluster=cluster)
+        return dataclasses.replace(self, cluster=cluster).planned(plan)
 
     def planned(self, plan: Plan) -> Lowered:
-        """This program in the order of another plan."""
+        """This program in the order of another plan.
+
+        Raises: ValueError when the plan is for another program, or is wrong.
+        """
         graph = plans.apply(self.hinted, plan)
+        plan = plans.weighed(plan, graph, self.cluster.device)
         history = (*self.history[:-1], ("lower", graph))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 

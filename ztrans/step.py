@@ -24,7 +24,7 @@ from .compiled import Compiled
 from .graph import Layout
 from .layout import AbstractMesh, copied, relaid, shard_leaf
 from .mesh import check_runs
-from .plan import Plan
+from .plan import OtherProgramError, Plan
 from .profile import Profile
 from .refusals import no_state
 from .stages import Lowered, Traced
@@ -107,7 +107,7 @@ class Step:
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except ValueError as error:  # as for a last batch that is smaller
+            except OtherProgramError as error:  # as for a last batch that is smaller
                 planned = traced.lower(cluster=cluster)
                 warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=2)
                 return planned
