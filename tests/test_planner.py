@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from exhaustive import problem, schedules
+from exhaustive import problem, rich, schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import by_size, fsdp2, seven
@@ -27,6 +27,7 @@ INF = float("inf")
 SMALL = settings(max_examples=200)
 problems = st.randoms(use_true_random=False).map(problem)
 costly = st.randoms(use_true_random=False).map(lambda chance: problem(chance, host=True))
+riches = st.randoms(use_true_random=False).map(rich)
 
 
 def least(p: Problem) -> tuple[int, int]:
@@ -138,7 +139,7 @@ def test_buckets_of_reductions_start_as_often_as_they_must(chance, between):
 
 
 @SMALL
-@given(problems | costly)
+@given(problems | costly | riches)
 def test_no_schedule_beats_the_bound(p):
     limit = bound(p)
     assert 0 <= limit.compute <= limit.wire <= limit.memory == limit.seconds
@@ -191,7 +192,7 @@ def test_a_value_that_takes_no_room_need_not_be_sent_twice():
 
 
 @SMALL
-@given(problems)
+@given(problems | riches)
 def test_plans_are_valid_and_keep_every_limit(p):
     """Those of memory, of bytes in flight, of matmuls between reductions; on several lanes, links and keys."""
     try:
@@ -250,7 +251,7 @@ def test_small_plans_are_nearly_the_best_there_are():
 
 
 @SMALL
-@given(problems | costly, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
+@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
 def test_what_is_placed_takes_as_long_as_it_says(p, lead, reserve):
     dropped = kept(p, ())
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in dropped)
@@ -266,7 +267,7 @@ def test_what_is_placed_takes_as_long_as_it_says(p, lead, reserve):
         assert Placement(p)(choice, 0.99 * placed.seconds) in (None, placed)
 
 
-@given(problems, st.randoms(use_true_random=False))
+@given(problems | riches, st.randoms(use_true_random=False))
 def test_later_starts_change_no_time_and_no_peak_for_the_worse(p, chance):
     every = [s for s, _ in zip(schedules(p), range(300))]
     assume(every)

@@ -103,9 +103,8 @@ class Plan:
         try:
             return dataclasses.replace(Plan.of(json.loads(Path(path).read_text())), file=str(path))
         except ValueError as error:
-            raise ValueError(
-                f"plan: {path} does not hold a plan ({error}).\nMake one: lowered.plan.save(path)."
-            ) from None
+            why = str(error).removeprefix("plan: ").removesuffix(".")
+            raise ValueError(f"plan: {path} does not hold a plan ({why}).\nMake one: lowered.plan.save(path).") from None
 
     @staticmethod
     def of(found: Any) -> Plan:
@@ -115,13 +114,13 @@ class Plan:
         """
         fields = [f.name for f in dataclasses.fields(Plan) if f.name != "file"]
         if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}, where an object with {', '.join(fields)} is expected")
+            raise ValueError(f"plan: it is a {type(found).__name__}, and no object with {', '.join(fields)}.")
         missing = next((name for name in fields if name not in found), None)
         if missing is not None:
-            raise ValueError(f"it has no {missing!r}")
+            raise ValueError(f"plan: it has no {missing!r}.")
         unknown = next((name for name in found if name not in fields), None)
         if unknown is not None:
-            raise ValueError(f"it has {unknown!r}, which no plan has")
+            raise ValueError(f"plan: it has {unknown!r}, which is no field of a plan.")
         return Plan(**{name: _frozen(value) for name, value in found.items()})
 
     def __str__(self) -> str:

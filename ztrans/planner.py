@@ -96,5 +96,5 @@ def later(problem: Problem, schedule: Schedule) -> Schedule:
                 start, min(bisect_right(times.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
             )
             gathers.append(replace(bucket, start=start))
-        last[message.lane] = start
+        last[message.lane] = start - (bucket is None)  # at one place, what no schedule places is sent first
     return replace(schedule, gathers=tuple(sorted(reversed(gathers), key=lambda bucket: bucket.start)))

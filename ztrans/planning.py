@@ -78,7 +78,7 @@ def _orders(s: Skeleton, cluster: Cluster, budget: int, update: str) -> Iterator
     """
     room = budget
     posed = functools.cache(functools.partial(pose, s, cluster, budget))
-    for number, how in enumerate((update, update, "last", "last"), 1):
+    for number, how in enumerate((update, update, update, "last", "last"), 1):
         problem = dataclasses.replace(posed(how), memory=room)
         order = functools.cache(functools.partial(_order, s, problem, how))
         fits = lambda schedule, order=order: order(schedule).peak <= budget

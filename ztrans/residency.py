@@ -64,7 +64,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
                 live[b] -= h.bytes
                 across[a + 1] += h.bytes
                 across[b + (b == n)] -= h.bytes
-    values = _values(s, given, fixed, _updating(s, groups, given))
+    values = _values(s, given, {**fixed, **_met(s, groups, given)}, _updating(s, groups, given))
     return Residency(tuple(accumulate(live[:n])), tuple(accumulate(across[: n + 1])), tuple(values))
 
 
@@ -77,6 +77,17 @@ def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, i
         if e not in floating:
             ends.update((v, k + 1) for v in storages(e) if v in needed)
     return ends
+
+
+def _met(s: Skeleton, groups: Iterable[Group], given: Donation) -> dict[Var, int]:
+    """For every reduced value that an update reads together with one that is born later, the place after that birth."""
+    found: dict[Var, int] = {}
+    born = {p.value: k + 1 for p, k in zip(s.reductions, s.born)}
+    for group in groups:
+        last = max((s.born[i] + 1 for i in group.after), default=0)
+        for v in (v for e in group.eqns for v in e.ins if born.get(v, last) < last):
+            found[given.owner[v]] = max(found.get(given.owner[v], 0), last)
+    return found
 
 
 def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tuple[int, int]]:
