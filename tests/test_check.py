@@ -104,7 +104,7 @@ def test_the_interface_of_a_program():
     other = graph.replace(inputs=(Var("other", x.dtype, x.shape, x.layout), *rest))
     with pytest.raises(ProgramError, match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]"):
         check_interface(graph, other)
-    with pytest.raises(ProgramError, match="stranger: .* of the batch is no input"):
+    with pytest.raises(ProgramError, match=r"stranger: .* of the batch is no input"):
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
 
 

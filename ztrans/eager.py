@@ -33,12 +33,13 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
     """
     movable, free = s.floating
     release = _releases(s, gathers, {*movable, *free.values()})
+    root = s.live.root
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
     found: dict[_Key, list[Eqn]] = {}
     latest = max(s.need, default=0)
     for e in movable:
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
-        place = max(release.get(v, 0) for v in e.ins)
+        place = max(max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins)
         if place > latest:
             place = s.places[e] + 1
         else:
@@ -70,15 +71,16 @@ def _askers(free: Mapping[Var, Eqn], found: Mapping[_Key, Sequence[Eqn]]) -> dic
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
     """The place from which a value is there; of a leaf of the state, from which nothing at a fixed place reads it."""
-    state = set(s.graph.inputs[: s.graph.num_state])
+    root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     release: dict[Var, int] = {}
     for k, e in enumerate(s.ops):
         if e not in floating:
-            release.update((v, k + 1) for v in (*e.ins, *filter(None, e.outs)) if v in state or v in e.outs)
+            release.update((root[v], k + 1) for v in e.ins if root[v] in state)
+            release.update((out, k + 1) for out in e.outs if out is not None)
     for p, g in zip(s.gathers, gathers):
         release[p.value] = g.use + 1
         if g.again is None:  # a plan may drop the others
-            release.update((v, max(release.get(v, 0), g.use + 1)) for v in p.start.ins)
+            release.update((root[v], max(release.get(root[v], 0), g.use + 1)) for v in p.start.ins if root[v] in state)
     return release
 
 

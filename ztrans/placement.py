@@ -72,7 +72,8 @@ class _Play:
         room: np.ndarray,
         limit: float,
     ) -> None:
-        self.problem, self.before, self.memory = placement.problem, placement.problem.before, placement.loads.memory
+        self.problem, self.memory = placement.problem, placement.loads.memory
+        self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.gathers, self.reductions, self.room, self.limit = choice, gathers, reductions, room, limit
         self.gradients = min((r.born for r in self.problem.reductions), default=len(self.before))
         self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
@@ -112,8 +113,8 @@ class _Play:
             latest = _NEVER
             for g in reversed(queue):
                 load = self.gathers[g]
-                latest = min(self.before[load.place], latest) - self.choice.lead * (load.wire.latency + load.seconds)
-                due[g] = min(max(0, bisect_right(self.before, latest) - 1), load.place)
+                latest = min(self.expected[load.place], latest) - self.choice.lead * (load.wire.latency + load.seconds)
+                due[g] = min(max(0, bisect_right(self.expected, latest) - 1), load.place)
         return due
 
     def placed(self) -> Placed:
@@ -222,7 +223,7 @@ class _Play:
     def _hold(self, r: int, place: int) -> None:
         """Make room for the gradients of a reduction until it should have come, or as long as there is any."""
         load = self.reductions[r]
-        end = bisect_left(self.before, self.eta[r] - self.clock + self.before[place], place)
+        end = bisect_left(self.expected, self.eta[r] - self.clock + self.expected[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
             needs = np.full(2 * (end - place), load.size)
@@ -269,7 +270,8 @@ class _Play:
         needed = [which]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[2])
-        for end, each in sorted((self.network.come(self.sent[each]), each) for each in needed):
+        come, sent = self.network.come, self.sent
+        for end, each in sorted((come(sent[each]), each) for each in needed):
             if end > self.clock:
                 self.clock = end
                 for r in self.behind:

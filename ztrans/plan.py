@@ -215,9 +215,8 @@ def as_written(graph: Graph) -> Graph:
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns))
 
 
-def weighed(plan: Plan, graph: Graph, device: Device) -> Plan:
-    """The plan, with a note if the program that it makes needs more memory than a device has."""
-    peak = memory(graph).peak
+def weighed(plan: Plan, peak: int, device: Device) -> Plan:
+    """The plan, with a note if the peak of the program that it makes is above the memory of a device."""
     if peak <= device.memory:
         return plan
     note = f"the peak is {size(peak)}, and the device ({device.name}) has {size(device.memory)}"

@@ -12,7 +12,7 @@ from .cluster import Cluster
 from .cost import Memory, memory
 from .graph import Graph
 from .outcome import keepers
-from .plan import WRITTEN, Plan, as_written, fingerprint
+from .plan import WRITTEN, Plan, as_written, fingerprint, weighed
 from .planner import EFFORT, Infeasible, solve
 from .pose import pose
 from .problem import Problem, Schedule
@@ -47,7 +47,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if not s.gathers and not s.reductions:
         if graph.budget is not None and unscheduled.peak > budget:
             raise _too_little(budget, unscheduled)
-        return Plan(program), s.graph.check()
+        return weighed(Plan(program), unscheduled.peak, cluster.device), s.graph.check()
     update = s.reductions[0].start.order.update if s.reductions else "last"
     orders, notes = [], list[str]()
     try:
@@ -56,18 +56,20 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     except (ProgramError, ScheduleError) as error:
         notes.append(f"an order was given up for the last valid one: {error}")
     best = min(orders, key=lambda order: order.peak, default=None)
-    if best is None:
-        return Plan(program, update=WRITTEN, notes=tuple(notes)), as_written(graph).check()
-    if graph.budget is not None and best.peak > budget:
+    if best is not None and graph.budget is not None and best.peak > budget:
         if budget < unscheduled.peak:
             raise _too_little(budget, memory(best.graph) if best.peak < unscheduled.peak else unscheduled)
         notes.append(f"the order is as written: any other needs {size(best.peak)}")
-        return Plan(program, update=WRITTEN, notes=tuple(notes)), as_written(graph).check()
+        best = None
+    if best is None:
+        plan = Plan(program, update=WRITTEN, notes=tuple(notes))
+        return weighed(plan, unscheduled.peak, cluster.device), as_written(graph).check()
     if best.peak > budget:
         notes.append(f"the peak is {size(best.peak)}, {size(best.peak - budget)} above the budget")
     if best.update != update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
-    return Plan(program, *named(s, best.schedule), best.update, tuple(notes)), best.graph
+    plan = Plan(program, *named(s, best.schedule), best.update, tuple(notes))
+    return weighed(plan, best.peak, cluster.device), best.graph
 
 
 def _orders(s: Skeleton, cluster: Cluster, budget: int, update: str) -> Iterator[Order]:

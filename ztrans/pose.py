@@ -25,7 +25,6 @@ from .collectives import (
 from .cost import is_matmul
 from .eager import Group, deadline, groups
 from .graph import Eqn, Graph, producers
-from .liveness import liveness
 from .play import Message
 from .problem import Gather, Problem, Reduction, Wire
 from .residency import Value, residency
@@ -86,7 +85,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
 
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     graph, end = s.graph, len(s.ops) - 1
-    live, made = liveness(graph), producers(graph.eqns)
+    live, made = s.live, producers(graph.eqns)
     seen: dict[tuple, int] = {}
     found: list[Gather] = []
     for i, p in enumerate(s.gathers):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .play import Message
+from .play import Message, play
 
 
 class Wire(NamedTuple):
@@ -105,9 +105,9 @@ class Problem:
         return tuple(accumulate(self.seconds, initial=0.0))
 
     @functools.cached_property
-    def after(self) -> tuple[float, ...]:
-        """The seconds of compute after each place."""
-        return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
+    def clock(self) -> tuple[float, ...]:
+        """The seconds before each place if nothing is waited for but the messages that no schedule places."""
+        return play(self.seconds, self.others).start if self.others else self.before
 
     @functools.cached_property
     def updated(self) -> Mapping[int, tuple[int, ...]]:

@@ -58,7 +58,7 @@ class _Emission:
     """The program as it is written down, and the updates that what is there already allows.
 
     An update waits for what it reads to be made and, as it may be done in place, for every other
-    reader of the state that it reads: a gather reads its shard until it has been waited for.
+    reader of the state that it reads, views included: a gather reads its shard until it has been waited for.
     """
 
     def __init__(self, s: Skeleton, alias: Mapping[Var, Var], eager: bool) -> None:
@@ -72,14 +72,16 @@ class _Emission:
         self.ready: list[tuple[int, int, Eqn]] = []
         self.waiting: dict[Var, list[Eqn]] = {}
         movable, self.free = s.floating if eager else ({}, {})
-        gathers = [p for p in s.gathers if p.value not in alias]
-        self.reads = {p.wait: p.start.ins for p in gathers}
-        self.reads.update((e, e.ins) for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
-        state = set(s.graph.inputs[: s.graph.num_state])
-        self.readers = Counter(v for ins in self.reads.values() for v in set(ins) & state)
+        root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
+        leaves = lambda values: {root[v] for v in values} & state
+        self.reads = {p.wait: leaves(p.start.ins) for p in s.gathers if p.value not in alias}
+        stay = (e for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
+        self.reads.update((e, leaves(e.ins)) for e in stay)
+        self.readers = Counter(v for read in self.reads.values() for v in read)
         self.missing: dict[Eqn, int] = {}
         for e in movable:
-            need = {v for v in e.ins if (v not in self.bound and v not in self.free) or self.readers[v]}
+            need = {v for v in e.ins if v not in self.bound and v not in self.free}
+            need.update(v for v in leaves(e.ins) if self.readers[v])
             self.missing[e] = len(need)
             for v in need:
                 self.waiting.setdefault(v, []).append(e)
@@ -97,11 +99,10 @@ class _Emission:
             if out is not None:
                 self.bound.add(out)
                 self._met(out)
-        for v in set(self.reads.get(e, ())):
-            if self.readers[v]:
-                self.readers[v] -= 1
-                if not self.readers[v]:
-                    self._met(v)
+        for v in self.reads.get(e, ()):
+            self.readers[v] -= 1
+            if not self.readers[v]:
+                self._met(v)
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether a bucket of gradients may start beside those that are under way."""

@@ -17,7 +17,6 @@ from .cost import held, local_bytes
 from .donation import Donation, donation
 from .eager import Group
 from .graph import Eqn, Var
-from .liveness import liveness
 from .schedule import Skeleton
 
 
@@ -107,7 +106,7 @@ def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tup
 def _values(
     s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]
 ) -> Iterator[Value]:
-    graph, root, size = s.graph, liveness(s.graph).root, local_bytes(s.graph)
+    graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
     for p, more in zip(s.reductions, updating):
         received, owner = root[p.value] is not p.value, given.owner[p.value]
         until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])

@@ -20,6 +20,7 @@ from .collectives import WAIT, is_start
 from .graph import Eqn, Graph, Var, is_random, producers, users
 from .groups import is_users
 from .layout import local_shape
+from .liveness import Liveness, liveness
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
 
@@ -86,6 +87,10 @@ class Skeleton:
     @functools.cached_property
     def places(self) -> dict[Eqn, int]:
         return {e: k for k, e in enumerate(self.ops)}
+
+    @functools.cached_property
+    def live(self) -> Liveness:
+        return liveness(self.graph)
 
     @functools.cached_property
     def before(self) -> tuple[int, ...]:

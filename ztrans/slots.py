@@ -76,11 +76,9 @@ def fixed(problem: Problem) -> np.ndarray:
 
 def summed(spans: Iterable[Span], count: int) -> np.ndarray:
     """By slot, the bytes of all spans."""
-    change = np.zeros(count + 1, dtype=np.int64)
-    for first, end, size in spans:
-        change[first] += size
-        change[min(end, count)] -= size
-    return change.cumsum()[:count]
+    first, end, size = np.array([*spans, (0, 0, 0)], dtype=np.int64).T
+    change = np.bincount(first, size, count + 1) - np.bincount(np.minimum(end, count), size, count + 1)
+    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
 
 
 def by_operation(slots: np.ndarray) -> np.ndarray:

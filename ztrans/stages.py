@@ -71,7 +71,7 @@ class Traced:
             plan, graph = make(hinted, cluster)
         else:
             graph = plans.apply(hinted, plan)
-        plan = plans.weighed(plan, graph, cluster.device)
+            plan = plans.weighed(plan, memory(graph).peak, cluster.device)
         history.append(("lower", graph))
         return Lowered(graph, tuple(history), self.program, mesh, plan, cluster, hinted)
 
@@ -136,7 +136,7 @@ class Lowered:
         Raises: ValueError when the plan is for another program, or is wrong.
         """
         graph = plans.apply(self.hinted, plan)
-        plan = plans.weighed(plan, graph, self.cluster.device)
+        plan = plans.weighed(plan, memory(graph).peak, self.cluster.device)
         history = (*self.history[:-1], ("lower", graph))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
