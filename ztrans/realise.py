@@ -33,7 +33,7 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
     for k in range(len(s.ops) + 1):
         due = deque(end.get(k, ()))
         for b in begin.get(k, ()):
-            while due and not emit.fits(b):
+            while due and due[0] is not b and not emit.fits(b):
                 emit.wait(due.popleft())
             emit.reduce(b)
         emit.all(coalesce([s.gathers[i].start for i in b.members]) for b in gathers.get(k, ()))
