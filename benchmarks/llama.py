@@ -34,7 +34,7 @@ from ztrans.collectives import ALL_GATHER, is_start
 from ztrans.cost import is_matmul, memory
 from ztrans.graph import Eqn, Graph, is_view_or_cast, producers, users
 from ztrans.groups import is_users
-from ztrans.plan import SLACK
+from ztrans.planning import SLACK
 from ztrans.pose import pose
 from ztrans.schedule import skeleton
 from ztrans.simulate import simulate

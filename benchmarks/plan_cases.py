@@ -20,9 +20,10 @@ from pathlib import Path
 
 from tests.synthetic import Case, by_size, fsdp2, seven
 from ztrans.bound import Bound, bound
-from ztrans.outcome import Outcome, evaluate, validate
+from ztrans.outcome import Outcome, evaluate
 from ztrans.planner import solve
 from ztrans.problem import Problem
+from ztrans.validate import validate
 
 RESULTS = Path(__file__).parent / "results"
 LANES = {

@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
-from ztrans.outcome import memory, validate
-from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.outcome import memory
+from ztrans.play import Message
+from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.validate import validate
 
 
 def problem(
@@ -42,6 +44,47 @@ def problem(
     )
     unpacked = {key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host}
     return replace(found, wires=wires | unpacked)
+
+
+def rich(chance: Random) -> Problem:
+    """A problem with all that a program may have: updates that follow reductions, messages at fixed places, buffers
+    that small members share, bytes that are live at places, reduced values that stay."""
+    p = problem(chance, host=True)
+    ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
+    updates = tuple(
+        Update(
+            float(chance.randint(0, 3)),
+            tuple(sorted(chance.sample(range(len(p.reductions)), chance.randint(0, len(p.reductions))))),
+            chance.randint(0, ops),
+        )
+        for _ in range(chance.randint(0, 3))
+    )
+    others = []
+    for issue in sorted(chance.randint(0, ops) for _ in range(chance.randint(0, 2))):
+        latency, seconds = chance.choice([0.0, 0.5]), float(chance.randint(0, 3))
+        others.append(Message(issue, chance.randint(issue, ops), chance.choice(lanes), chance.choice(links), latency, seconds))
+    small = {key: chance.random() < 0.6 for key in p.wires}
+    reductions = []
+    for r in p.reductions:
+        freed = chance.choice([0, r.held])
+        result = chance.choice([0, 1])
+        until = chance.randint(r.born + 1, ops) if result else 0
+        more = {"freed": freed, "more": chance.choice([0, 2]), "result": result, "until": until, "small": small[r.key]}
+        reductions.append(r._replace(**more))
+    wires = {
+        key: wire._replace(ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25]))
+        for key, wire in p.wires.items()
+    }
+    return replace(
+        p,
+        gathers=tuple(g._replace(small=small[g.key]) for g in p.gathers),
+        reductions=tuple(reductions),
+        wires=wires,
+        memory=p.memory + chance.choice([0, 4]),
+        across=tuple(min(chance.randint(0, 3), *p.live) for _ in range(ops + 1)),
+        updates=updates,
+        others=tuple(others),
+    )
 
 
 def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -> tuple[Gather, ...]:

@@ -96,7 +96,9 @@ def test_a_plan_for_another_program():
     )
     with pytest.raises(ValueError) as caught:
         lower(zt.overlap_grads(), plan=dataclasses.replace(plan, reductions=((("nobody'",), ""),)))
-    assert str(caught.value) == 'plan: the program has no "nobody\'".\nLower without the plan, and save it again.'
+    assert str(caught.value) == (
+        'plan: the program has no reduction "nobody\'".\nLower without the plan, and save it again.'
+    )
 
 
 def test_a_file_that_holds_no_plan(tmp_path):
@@ -104,7 +106,7 @@ def test_a_file_that_holds_no_plan(tmp_path):
     with pytest.raises(ValueError) as caught:
         zt.Plan.load(tmp_path / "plan")
     assert str(caught.value) == (
-        f"plan: {tmp_path / 'plan'} does not hold a plan ('gathers').\nMake one: lowered.plan.save(path)."
+        f"plan: {tmp_path / 'plan'} does not hold a plan (it has no 'gathers').\nMake one: lowered.plan.save(path)."
     )
 
 

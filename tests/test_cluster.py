@@ -24,6 +24,55 @@ def test_devices_are_plausible(name):
     assert device.rate("i64") == device.rate("f32"), "a dtype without a figure counts as f32"
 
 
+@pytest.fixture
+def precision():
+    """What PyTorch lets fp32 products run in, put back after the test."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def product_seconds(f, *shapes) -> float:
+    """What the one matrix product or convolution of a program takes on an H100 without launches, which it makes long."""
+    bare = dataclasses.replace(H100, launch=0.0, bandwidth=INF)
+    program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes))
+    return max(seconds(program.graph, zt.cluster(bare)))
+
+
+@pytest.mark.parametrize("asked, rate", [("highest", "f32"), ("high", "tf32"), ("medium", "tf32")])
+def test_products_in_fp32_run_as_pytorch_lets_them(precision, asked, rate):
+    precision(asked)
+    assert product_seconds(torch.mm, (1024, 1024), (1024, 1024)) == pytest.approx(2 * 1024**3 / H100.rate(rate))
+    assert product_seconds(lambda a, b: a.bfloat16() @ b.bfloat16(), (1024, 1024), (1024, 1024)) == pytest.approx(
+        2 * 1024**3 / H100.rate("bf16")
+    )
+
+
+@pytest.mark.parametrize("allowed, rate", [(True, "tf32"), (False, "f32")])
+def test_convolutions_run_as_cudnn_may(precision, allowed, rate):
+    precision("highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+    took = product_seconds(torch.conv2d, (8, 64, 32, 32), (64, 64, 3, 3))
+    assert took == pytest.approx(2 * 8 * 64 * 64 * 9 * 30 * 30 / H100.rate(rate))
+
+
+def test_the_newer_switches_count_too(precision):
+    """`torch.backends.cuda.matmul.fp32_precision`, beside which `torch.get_float32_matmul_precision()` may raise."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    took = product_seconds(torch.mm, (1024, 1024), (1024, 1024))
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert took == pytest.approx(2 * 1024**3 / H100.rate("tf32"))
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100"])
+def test_tf32_is_a_rate_of_its_own(name):
+    """A GPU's tensor cores do fp32 only so; without them it is some seven times slower."""
+    device = zt.cluster(name).device
+    assert 5 < device.rate("tf32") / device.rate("f32") < 10 and device.rate("bf16") / device.rate("tf32") < 2.1
+    assert CPU.rate("tf32") == CPU.rate("f32"), "without a figure it is that of f32"
+
+
 def test_newer_is_faster():
     assert H200.bandwidth > H100.bandwidth > A100.bandwidth > CPU.bandwidth
     assert H100.rate("bf16") > A100.rate("bf16") and H200.memory > H100.memory

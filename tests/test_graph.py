@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ztrans as zt
+from ztrans.check import ProgramError
 from ztrans.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, REDUCE_SCATTER, SHARD, WAIT, all_gather, reduce, wait
 from ztrans.graph import (
     Names,
@@ -88,13 +89,13 @@ def test_check_names_what_is_wrong(message):
     if message.startswith("state x: .* comes back as y"):  # outputs are compared by identity
         y = broken.eqns[0].outs[0]
         broken = broken.replace(outputs=(y,))
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(ProgramError, match=message):
         broken.check()
 
 
 def test_check_says_where():
     at = Source("/home/me/train.py", 7, "step")
-    with pytest.raises(AssertionError, match=r"at y: f32\[2\] = aten.add.Tensor \[train.py:7 step\]"):
+    with pytest.raises(ProgramError, match=r"at y: f32\[2\] = aten.add.Tensor \[train.py:7 step\]"):
         graph([], [add(X, X, var("y", 2)).replace(source=at)], []).check()
 
 

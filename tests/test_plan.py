@@ -76,7 +76,7 @@ def test_a_plan_for_another_program_is_refused():
         lower(stage=2, plan=lower().plan)
     plan = lower().plan
     wrong = dataclasses.replace(plan, reductions=((("nobody'",), ""), *plan.reductions[1:]))
-    with pytest.raises(ValueError, match="plan: the program has no \"nobody'\""):
+    with pytest.raises(ValueError, match="plan: the program has no reduction \"nobody'\""):
         lower(plan=wrong)
 
 

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from exhaustive import problem, schedules
+from exhaustive import problem, rich, schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import by_size, fsdp2, seven
@@ -17,15 +17,18 @@ from synthetic import by_size, fsdp2, seven
 from ztrans.bound import bound
 from ztrans.buckets import consecutive, gather_buckets, reduction_buckets
 from ztrans.loads import Choice, kept
-from ztrans.outcome import evaluate, memory, validate
+from ztrans.outcome import evaluate, memory
 from ztrans.placement import Placement
 from ztrans.planner import Infeasible, later, one_ahead, solve
-from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.play import Message
+from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.validate import validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)
 problems = st.randoms(use_true_random=False).map(problem)
 costly = st.randoms(use_true_random=False).map(lambda chance: problem(chance, host=True))
+riches = st.randoms(use_true_random=False).map(rich)
 
 
 def least(p: Problem) -> tuple[int, int]:
@@ -137,7 +140,7 @@ def test_buckets_of_reductions_start_as_often_as_they_must(chance, between):
 
 
 @SMALL
-@given(problems | costly)
+@given(problems | costly | riches)
 def test_no_schedule_beats_the_bound(p):
     limit = bound(p)
     assert 0 <= limit.compute <= limit.wire <= limit.memory == limit.seconds
@@ -190,7 +193,7 @@ def test_a_value_that_takes_no_room_need_not_be_sent_twice():
 
 
 @SMALL
-@given(problems)
+@given(problems | riches)
 def test_plans_are_valid_and_keep_every_limit(p):
     """Those of memory, of bytes in flight, of matmuls between reductions; on several lanes, links and keys."""
     try:
@@ -249,7 +252,7 @@ def test_small_plans_are_nearly_the_best_there_are():
 
 
 @SMALL
-@given(problems | costly, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
+@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
 def test_what_is_placed_takes_as_long_as_it_says(p, lead, reserve):
     dropped = kept(p, ())
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in dropped)
@@ -265,7 +268,7 @@ def test_what_is_placed_takes_as_long_as_it_says(p, lead, reserve):
         assert Placement(p)(choice, 0.99 * placed.seconds) in (None, placed)
 
 
-@given(problems, st.randoms(use_true_random=False))
+@given(problems | riches, st.randoms(use_true_random=False))
 def test_later_starts_change_no_time_and_no_peak_for_the_worse(p, chance):
     every = [s for s, _ in zip(schedules(p), range(300))]
     assume(every)
@@ -352,3 +355,57 @@ def test_plans_are_the_same_in_every_process():
         for seed in ("1", "2")
     }
     assert len(found) == 1 and "Bucket(" in found.pop()
+
+
+@pytest.mark.parametrize("bandwidth", [45e9, 180e9, 0.117e9])
+def test_the_rounding_of_floats_is_no_message(bandwidth):
+    """There is room to keep every value, to the byte: what is left to be sent is nothing, and costs no latency."""
+    wires = {"w": Wire("gather", "link", 1e-3, 1 / bandwidth)}
+    for seed in range(200):
+        chance = Random(seed)
+        sizes = [512 * chance.randint(1, 10**6) for _ in range(3)]
+        first = [Gather("w", 511 * n // 512, n, k, k) for k, n in enumerate(sizes)]
+        again = [Gather("w", 511 * n // 512, n, 8 - k, 8 - k, k + 1, again=k) for k, n in reversed([*enumerate(sizes)])]
+        seconds = tuple(chance.random() * 1e-5 for _ in range(9))
+        p = Problem(seconds, (0,) * 9, (True,) * 9, (*first, *again), (), wires, memory=sum(sizes))
+        keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset([3, 4, 5]))
+        validate(p, keeps)
+        assert evaluate(p, keeps).peak <= p.memory
+        assert bound(p).memory == bound(p).wire <= evaluate(p, keeps).seconds
+
+
+def test_an_update_runs_while_the_next_message_is_under_way():
+    """The gradients are born at 1 and 2 and travel for 4 each, one after the other: the first is there at 5, the
+    second at 9. An update of 3 that follows the first runs beside the second; where it comes last it comes after."""
+    wires = {"r": Wire("reduce", "link", 0.0, 1.0)}
+    reductions = (Reduction("r", 4, 1, 0, need=2), Reduction("r", 4, 1, 1, need=2))
+    updates = (Update(3.0, (0,)), Update(1.0, (1,)))
+    p = Problem((1.0, 1.0), (0, 0), (False,) * 2, (), reductions, wires, updates=updates)
+    apart = Schedule((), (Bucket((0,), 1, 2), Bucket((1,), 2, 2)))
+    together = Schedule((), (Bucket((0, 1), 2, 2),))
+    assert evaluate(p, apart).seconds == 10.0 and evaluate(p, together).seconds == 14.0
+    last = replace(p, seconds=(1.0, 1.0, 4.0), live=(0,) * 3, matmul=(False,) * 3, updates=())
+    assert evaluate(last, apart).seconds == 13.0
+    assert bound(p).seconds == 9.0 and bound(last).seconds == 13.0
+    assert solve(p) == apart
+
+
+def test_a_message_at_fixed_places_is_waited_for_and_shares_its_link():
+    wires = {"w": Wire("gather", "link", 0.0, 1.0)}
+    other = Message(0, 1, "tp (step)", "link", 0.0, 2.0)
+    p = Problem((1.0, 1.0), (0, 0), (False,) * 2, (Gather("w", 2, 1, 1, 1),), (), wires, others=(other,))
+    assert bound(p).seconds == 5.0
+    assert evaluate(p, solve(p)).seconds == 5.0 == min(evaluate(p, s).seconds for s in schedules(p))
+    apart = replace(p, others=(other._replace(link="another"),))
+    assert evaluate(apart, solve(apart)).seconds == 3.0 == bound(apart).seconds
+
+
+def test_small_members_share_a_buffer():
+    """Of two gathers of 4 in one bucket the buffer is there beside their values, at the start and at the wait, and this
+    rank's half of it in between."""
+    wires = {"w": Wire("gather", "link", 0.0, 1.0, ranks=2)}
+    gathers = Gather("w", 2, 4, 2, 2, small=True), Gather("w", 2, 4, 3, 3, small=True)
+    p = Problem((1.0,) * 4, (0,) * 4, (False,) * 4, gathers, (), wires, across=(0,) * 5)
+    alone, both = Schedule((Bucket((0,), 0, 2), Bucket((1,), 0, 3)), ()), Schedule((Bucket((0, 1), 0, 2),), ())
+    assert memory(p, alone).tolist() == [8, 8, 8, 4]
+    assert memory(p, both).tolist() == [4 + 4 + 8 + 4, 12, 8 + 8 + 4, 4]

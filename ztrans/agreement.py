@@ -73,9 +73,9 @@ def agree(lowered: Lowered) -> Lowered:
     first, problem = brought[0], ""
     try:
         if plan.program != first.program:
-            lowered = lowered.planned(transfer(first.plan, first.marks, hinted))
+            lowered = lowered.following(transfer(first.plan, first.marks, hinted))
         elif plan.digest != first.plan.digest:
-            lowered = lowered.planned(first.plan)
+            lowered = lowered.following(first.plan)
     except ValueError as error:
         problem = f"rank {dist.get_rank()}: {error}"
     problems = everywhere(problem, mesh) if len({b.program for b in brought}) > 1 else [problem]

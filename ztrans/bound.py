@@ -9,8 +9,9 @@ it has run, and what it needs has come. The latter takes a link at least as long
     memory    the same, from after an operation k on, with all gathers that k has no room for: beside
               what k itself needs, only so many bytes can be live, sent early or kept
 
-Each line holds beside those above it. Sending and unpacking take compute too: those of a message that
-cannot be sent before an operation come after that.
+Each line holds beside those above it. Sending, unpacking and eager updates take compute too: those of a message
+that cannot be sent before an operation come after that. An update may run inside any stall that its reduction
+ends, so it stands at no place; it follows its reductions, and it is part of all compute.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .problem import Problem
+from .problem import Gather, Problem, Reduction
+from .sending import copying
+
+# What room does not spare is a message, and costs a latency. A share this small of it is the rounding of floats.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -57,25 +62,41 @@ class _Job(NamedTuple):
     """What must be sent from place `release` on and has come by place `need`; a gather that is not the
     `first` of its value is spared when the value is live at each place in between."""
 
-    key: Hashable
+    link: str
+    latency: float
     release: int
     need: int
     seconds: float
-    host: float  # of compute, to send it
-    unpack: float  # of compute, to make values of it
+    host: float = 0.0  # of compute, to send it
+    unpack: float = 0.0  # of compute, to make values of it
+    follows: float = 0.0  # of compute, that no schedule runs before it has come
     first: bool = True
-    gathered: int = 0  # the bytes that a gather holds; a reduction has none
+    gathered: int = 0  # the bytes that a gather holds; other messages have none
+    key: Hashable = None  # of a gather
+
+    @property
+    def takes(self) -> float:
+        """Seconds from where it may be sent until its values are there."""
+        return self.host + self.latency + self.seconds + self.unpack
 
 
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
-    n, wires = len(problem.seconds), problem.wires
-    spent = lambda x: (each * x.wire for each in (wires[x.key].pace, wires[x.key].host, wires[x.key].unpack))
-    jobs = [_Job(r.key, r.born + 1, n if r.need is None else r.need, *spent(r)) for r in problem.reductions]
+    n, jobs = len(problem.seconds), [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others]
+
+    def job(x: Gather | Reduction, release: int, need: int, **more: Any) -> _Job:
+        wire = problem.wires[x.key]
+        pack, copy = copying(wire, x)
+        host, unpack = wire.host * x.wire + pack, wire.unpack * x.wire + copy
+        return _Job(wire.link, wire.latency, release, need, wire.pace * x.wire, host, unpack, **more)
+
+    for i, r in enumerate(problem.reductions):
+        follows = sum(problem.updates[u].seconds for u in problem.updated.get(i, ()))
+        jobs.append(job(r, r.born + 1, n if r.need is None else r.need, follows=follows))
     for g, after, held in zip(problem.gathers, *_values(problem)):
         if after is None or held:  # a value that takes no room is kept
             release = g.release if after is None else after
-            jobs.append(_Job(g.key, release, g.use, *spent(g), after is None, held))
+            jobs.append(job(g, release, g.use, first=after is None, gathered=held, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
 
 
@@ -114,8 +135,7 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
     """The earliest end: by single messages, by all that a link carries, and by that and the room there is."""
     before = np.array(problem.before)
     arrive, delay, at = before.copy(), 0.0, 0
-    names = {w.link for w in problem.wires.values()} if wire else ()
-    links = [_Link(problem, name, jobs, arrive, room) for name in sorted(names)]
+    links = [_Link(problem, name, jobs, arrive, room) for name in sorted({job.link for job in jobs} if wire else ())]
     left = _left(problem, jobs)
     end = before[-1] + left[0]
     for need, group in groupby(jobs, key=lambda job: job.need):
@@ -123,8 +143,8 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
         start = before[need] + delay
         for job in group:
             if job.first:
-                latency = problem.wires[job.key].latency
-                start = max(start, arrive[job.release] + job.host + latency + job.seconds + job.unpack)
+                come = arrive[job.release] + job.takes
+                start, end = max(start, come), max(end, come + job.follows)
             for link in links:
                 link.add(job)
         delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need
@@ -133,11 +153,13 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
 
 
 def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
-    """By place: the compute that sending and unpacking take, of what must be sent and cannot be before it."""
+    """By place: the compute of sending, unpacking and updating that no schedule can do before it."""
     spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
         if job.first:
             spent[job.release] += job.host + job.unpack
+    for update in problem.updates:
+        spent[max([update.release, *(problem.reductions[r].born + 1 for r in update.after)])] += update.seconds
     return spent[::-1].cumsum()[::-1]
 
 
@@ -147,21 +169,20 @@ class _Link:
     def __init__(
         self, problem: Problem, name: str, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
     ) -> None:
-        self.keys = {key for key, wire in problem.wires.items() if wire.link == name}
-        self.latency = min(problem.wires[key].latency for key in self.keys)
-        self.arrive, self.room = arrive, room
+        self.name, self.arrive, self.room = name, arrive, room
+        self.latency = min(job.latency for job in jobs if job.link == name)
         n = len(problem.seconds)
         self.sent, self.reduced = np.zeros(n + 1), np.zeros(n + 1)
         spares: dict[Hashable, float] = {}  # by key: the seconds that a byte of room spares, at most
         for job in jobs:
-            if job.key in self.keys and job.gathered and job.seconds:
+            if job.link == name and job.gathered and job.seconds:
                 spares[job.key] = max(spares.get(job.key, 0.0), job.seconds / job.gathered)
         self.spares = dict(sorted(spares.items(), key=lambda item: -item[1]))
         self.later = {key: np.zeros(n) for key in spares}  # by operation: gathers after it, without any room
 
     def add(self, job: _Job) -> None:
-        """Something else is needed by now."""
-        if job.key not in self.keys:
+        """Count a message that is needed by now."""
+        if job.link != self.name:
             return
         if job.first:
             self.sent[: job.release + 1] += job.seconds
@@ -172,16 +193,17 @@ class _Link:
 
     def clear(self, place: int) -> float:
         """When the link can have carried what is needed by now, which is when compute is at `place`."""
-        found = self._last(self.arrive[: place + 1], self.sent[: place + 1])
+        carried = self._last(self.arrive[: place + 1], self.sent[: place + 1])
         if self.room is not None:
             seconds, room = self.reduced[1 : place + 1].copy(), self.room[:place].copy()
             for key, spares in self.spares.items():
                 later = self.later[key][:place]
                 spared = np.minimum(later, room * spares)
-                seconds += later - spared
-                room -= spared / spares
-            found = max(found, self._last(self.arrive[1 : place + 1], seconds))
-        return found
+                left = later - spared
+                seconds += np.where(left > ROUNDING * later, left, 0.0)
+                room = np.maximum(room - spared / spares, 0.0)
+            carried = max(carried, self._last(self.arrive[1 : place + 1], seconds))
+        return carried
 
     def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
         some = seconds > 0

@@ -68,9 +68,12 @@ def gather_buckets(
         gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
         earlier = [-g.use for g in gathers]
         reach = [bisect_right(earlier, -g.release) for g in gathers]
-        first = _first([g.held for g in gathers], [min(portion * room[g.use], most) for g in gathers], reach)
+        # A small member is there twice for a moment: in the buffer that it shares, and as its value.
+        held, caps = [g.held * (1 + g.small) for g in gathers], [min(portion * room[g.use], most) for g in gathers]
+        first = _first(held, caps, reach)
         seconds = [share * wire.pace * g.wire for g in gathers]
-        sizes = consecutive([problem.after[g.use] for g in gathers], seconds, wire.latency, first)
+        left = [problem.clock[-1] - problem.clock[g.use] for g in gathers]
+        sizes = consecutive(left, seconds, wire.latency, first)
         found += [members[::-1] for members in _split(indices, sizes)][::-1]
     return found
 
@@ -96,7 +99,7 @@ def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, s
         ]
         first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
         seconds = [share * wire.pace * r.wire for r in reductions]
-        found += _split(indices, consecutive([problem.before[k] for k in start], seconds, wire.latency, first))
+        found += _split(indices, consecutive([problem.clock[k] for k in start], seconds, wire.latency, first))
     return found
 
 

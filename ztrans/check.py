@@ -1,4 +1,4 @@
-"""check: whether a program is well formed. Every pass's output is checked in the tests."""
+"""check: whether a program is well formed. Every program that a transform or a plan makes is checked."""
 
 from __future__ import annotations
 
@@ -6,59 +6,118 @@ from .collectives import WAIT
 from .graph import Eqn, Graph, Var, variables
 
 
-def check(graph: Graph) -> None:
-    """Verify that the program is well formed: bound once, defined before use, futures waited for
-    exactly once and read by nothing else, collectives with provenance, state types preserved.
+class ProgramError(ValueError):
+    """A program is not well formed. What made it is wrong: a transform, or a plan."""
 
-    Raises: AssertionError, naming the equation. A failure is a bug in a pass, not a user's error.
+
+def check(graph: Graph) -> None:
+    """Verify that a program is well formed.
+
+    Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else
+    reads it. Every collective has a provenance, over an axis of the mesh. Members and results of a collective
+    agree in number and shape. The state comes back with the types that it had.
+
+    Raises: ProgramError that names the equation.
     """
     bound: set[Var] = set()
     names: set[str] = set()
-    waits: dict[Var, int] = {}
-    eqn: Eqn | None = None
-
-    def at() -> str:
-        return f"at {', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]" if eqn else "at the inputs"
-
-    def bind(var: Var) -> None:
-        assert var not in bound and var.name not in names, f"{var} is bound twice, {at()}"
-        bound.add(var)
-        names.add(var.name)
-        if var.future:
-            waits[var] = 0
-
+    waited: dict[Var, bool] = {}
     for var in graph.inputs:
-        bind(var)
+        _bind(var, bound, names, waited, None)
     for eqn in graph.eqns:
-        for var in eqn.ins:
-            assert var in bound, f"{var} is read before it is bound, {at()}"
-            if eqn.op is WAIT:
-                assert var.future, f"{var} is waited for but is not a future, {at()}"
-                waits[var] += 1
-                assert waits[var] == 1, f"{var} is waited for twice, {at()}"
-            else:
-                assert not var.future, f"{var} is a future and is read before its wait, {at()}"
+        _check_reads(eqn, bound, waited)
         outs = [out for out in eqn.outs if out is not None]
         if eqn.op is WAIT:
-            for future, out in zip(eqn.ins, outs, strict=True):
-                same = (future.dtype, future.shape, future.layout) == (out.dtype, out.shape, out.layout)
-                assert same and not out.future, f"wait changes the type of {future}, {at()}"
+            _check_wait(eqn, outs)
         elif any(out.future for out in outs):
-            assert eqn.provenance is not None, f"a collective has no provenance, {at()}"
-            assert eqn.provenance.axis in graph.axes, f"no such mesh axis, {at()}"
-            assert len(outs) == len(eqn.ins), f"members and futures differ in number, {at()}"
-            assert all(i.shape == o.shape for i, o in zip(eqn.ins, outs)), f"shapes differ, {at()}"
+            _check_collective(eqn, outs, graph)
         for out in outs:
-            bind(out)
+            _bind(out, bound, names, waited, eqn)
+    _check_outputs(graph, bound)
+    for var, done in waited.items():
+        if not done:
+            raise ProgramError(f"{var} is never waited for")
+    _check_state(graph)
+
+
+def _wrong(what: str, at: Eqn | None) -> ProgramError:
+    where = f"at {', '.join(map(str, at.outs))} = {at.op} [{at.source}]" if at is not None else "at the inputs"
+    return ProgramError(f"{what}, {where}")
+
+
+def _bind(var: Var, bound: set[Var], names: set[str], waited: dict[Var, bool], at: Eqn | None) -> None:
+    if var in bound or var.name in names:
+        raise _wrong(f"{var} is bound twice", at)
+    bound.add(var)
+    names.add(var.name)
+    if var.future:
+        waited[var] = False
+
+
+def _check_reads(eqn: Eqn, bound: set[Var], waited: dict[Var, bool]) -> None:
+    for var in eqn.ins:
+        if var not in bound:
+            raise _wrong(f"{var} is read before it is bound", eqn)
+        if eqn.op is not WAIT:
+            if var.future:
+                raise _wrong(f"{var} is a future and is read before its wait", eqn)
+            continue
+        if not var.future:
+            raise _wrong(f"{var} is waited for but is not a future", eqn)
+        if waited[var]:
+            raise _wrong(f"{var} is waited for twice", eqn)
+        waited[var] = True
+
+
+def _check_wait(eqn: Eqn, outs: list[Var]) -> None:
+    if len(eqn.ins) != len(outs):
+        raise _wrong("a wait has another number of results than of futures", eqn)
+    for future, out in zip(eqn.ins, outs):
+        if out.future or (future.dtype, future.shape, future.layout) != (out.dtype, out.shape, out.layout):
+            raise _wrong(f"wait changes the type of {future}", eqn)
+
+
+def _check_collective(eqn: Eqn, outs: list[Var], graph: Graph) -> None:
+    if eqn.provenance is None:
+        raise _wrong("a collective has no provenance", eqn)
+    if eqn.provenance.axis not in graph.axes:
+        raise _wrong("no such mesh axis", eqn)
+    if len(outs) != len(eqn.ins):
+        raise _wrong("members and futures differ in number", eqn)
+    if any(member.shape != out.shape for member, out in zip(eqn.ins, outs)):
+        raise _wrong("shapes differ", eqn)
+
+
+def _check_outputs(graph: Graph, bound: set[Var]) -> None:
     for var in variables(graph.outputs):
-        assert var in bound, f"output {var} is not bound"
-        assert not var.future, f"output {var} is still a future"
-    for var, count in waits.items():
-        assert count == 1, f"{var} is never waited for"
-    for old, new in zip(graph.inputs[: graph.num_state], graph.outputs):
-        same = isinstance(new, Var) and (old.shape, old.dtype, old.layout) == (
-            new.shape,
-            new.dtype,
-            new.layout,
-        )
-        assert same, f"state {old} comes back as {new}"
+        if var not in bound:
+            raise ProgramError(f"output {var} is not bound")
+        if var.future:
+            raise ProgramError(f"output {var} is still a future")
+
+
+def _check_state(graph: Graph) -> None:
+    state = graph.inputs[: graph.num_state]
+    if len(graph.outputs) < len(state):
+        raise ProgramError(f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs")
+    for old, new in zip(state, graph.outputs):
+        if not isinstance(new, Var) or (old.shape, old.dtype, old.layout) != (new.shape, new.dtype, new.layout):
+            raise ProgramError(f"state {old} comes back as {new}")
+
+
+def check_interface(before: Graph, after: Graph) -> None:
+    """Verify that a rewritten program takes and returns what the one before did; layouts may differ.
+
+    Raises: ProgramError that names the input, or says how many outputs there are.
+    """
+    if after.num_state != before.num_state:
+        raise ProgramError(f"{after.num_state} inputs are state, and {before.num_state} were")
+    if len(after.inputs) != len(before.inputs):
+        raise ProgramError(f"there are {len(after.inputs)} inputs, and there were {len(before.inputs)}")
+    for old, new in zip(before.inputs, after.inputs):
+        if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
+            raise ProgramError(f"input {old} has become {new}")
+    if len(after.outputs) != len(before.outputs):
+        raise ProgramError(f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}")
+    if not after.batch <= set(after.inputs):
+        raise ProgramError(f"{', '.join(map(str, after.batch - set(after.inputs)))} of the batch is no input")

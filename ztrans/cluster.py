@@ -14,7 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds an operation, bytes of memory."""
+    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds an operation, bytes of memory.
+
+    "tf32" is the rate of fp32 products that PyTorch runs in TF32: matmuls if torch.get_float32_matmul_precision()
+    is "high" or "medium" when the step is planned, which it is not by default, and convolutions if
+    torch.backends.cudnn.allow_tf32, which it is by default. "f32" is the rate of all others.
+    """
 
     name: str
     flops: tuple[tuple[str, float], ...]
@@ -25,7 +30,7 @@ class Device:
     def rate(self, dtype: str) -> float:
         """FLOP/s of matmuls in `dtype`; that of f32 for a dtype without a figure.
 
-        >>> H100.rate("bf16") > H100.rate("f32")
+        >>> H100.rate("bf16") > H100.rate("tf32") > H100.rate("f32") == H100.rate("i64")
         True
         """
         rates = dict(self.flops)
@@ -61,13 +66,14 @@ class Link:
 # FLOP/s: what large matmuls reach, about 70% of the data sheet's dense figure. Bandwidth: what a copy reaches.
 H100 = Device(
     "H100",
-    (("bf16", 690e12), ("f16", 690e12), ("f32", 350e12), ("f64", 47e12), ("f8e4m3", 1380e12)),
+    (("bf16", 690e12), ("f16", 690e12), ("tf32", 350e12), ("f32", 47e12), ("f64", 47e12), ("f8e4m3", 1380e12)),
     2.9e12,
     4e-6,
     80e9,
 )
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
-A100 = Device("A100", (("bf16", 220e12), ("f16", 220e12), ("f32", 110e12), ("f64", 14e12)), 1.7e12, 4e-6, 80e9)
+A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
+A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9)
 CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6)
 
 # Latency and hop: NCCL's ring with the simple protocol. Bandwidth: bytes a rank receives a second in a large ring.

@@ -38,7 +38,9 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     first, *rest = starts
     if not rest:
         return first.replace(order=None)
-    assert all(key(e) == key(first) for e in rest), "members of a bucket have one key"
+    other = next((e for e in rest if key(e) != key(first)), None)
+    if other is not None:
+        raise ValueError(f"coalesce: {first.outs[0].name} and {other.outs[0].name} share a bucket, but not one key.")
     members = [v for e in starts for v in e.ins]
     paths = tuple(dict.fromkeys(p for e in starts for p in e.provenance.paths))
     provenance = first.provenance.__class__(first.provenance.role, paths, first.provenance.axis)

@@ -9,12 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
-from .donation import donation
+from .donation import Donation, donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
 from .pretty import size_text
@@ -118,38 +120,50 @@ def is_matmul(eqn: Eqn) -> bool:
     return getattr(eqn.op, "overloadpacket", None) in flop_registry
 
 
-def memory(graph: Graph) -> Memory:
-    """Live bytes over a program: each storage from the equation that makes it to the last that needs it.
+class Held(NamedTuple):
+    """Bytes that are live from one equation to another, both included, and the line or the buffer they belong to."""
 
-    Buffers count too: what a collective receives from its start on, what it packs, and a reduction casts
-    or pads, until its wait, and what a gather unpacks while it does. Inputs are live throughout, being the
-    caller's; state outputs replace them.
+    first: int
+    last: int
+    value: Var
+    bytes: int
+    line: str
+
+
+def held(graph: Graph, given: Donation) -> list[Held]:
+    """Every storage and buffer of a program, from the equation that makes it to the last that needs it.
+
+    Buffers are what a collective receives from its start on, what it packs, and a reduction casts or pads, until
+    its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state
+    outputs replace them.
     """
-    size, given = local_bytes(graph), donation(graph)
-    n = len(graph.eqns)
+    size, n = local_bytes(graph), len(graph.eqns)
     waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
-    held: list[tuple[int, int, Var, int, str]] = []  # from, to, value, bytes, line
-    state = sum(size(v) for v in graph.inputs[: graph.num_state])
-    for i, v in enumerate(graph.inputs):
-        held.append((0, n - 1, v, size(v), "state" if i < graph.num_state else "batch"))
+    lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
+    found = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and given.owner[out] is out:
                 allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
-                held.append((i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
+                found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if is_start(e) and (sent := sent_bytes(e, graph.axes)):
             end = min(waits[f] for f in e.outs)
-            held.append((i, end, e.outs[0], sent, "send buffer"))
-            held += [(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
+            found.append(Held(i, end, e.outs[0], sent, "send buffer"))
+            found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
+    return found
+
+
+def memory(graph: Graph) -> Memory:
+    """Live bytes over a program (see `held`)."""
+    every, n = held(graph, donation(graph)), len(graph.eqns)
+    state = sum(h.bytes for h in every[: graph.num_state])
     change = [0] * (n + 1)
-    for start, end, _, b, _ in held:
-        change[start] += b
-        change[end + 1] -= b
-    total, curve = 0, []
-    for i in range(n):
-        total += change[i]
-        curve.append(total)
+    for h in every:
+        change[h.first] += h.bytes
+        change[h.last + 1] -= h.bytes
+    curve = list(accumulate(change[:n]))
     peak = max(curve, default=state)
     at = curve.index(peak) if curve else 0
-    holders = sorted(((v, b, line) for s, t, v, b, line in held if s <= at <= t and b), key=lambda h: -h[1])
-    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, tuple(holders), state)
+    there = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
+    holders = tuple(sorted(there, key=lambda holder: -holder[1]))
+    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)

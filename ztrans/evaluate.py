@@ -146,6 +146,8 @@ def _collective(eqn: Eqn, envs: list[Env]) -> None:
             parts = [p.to(wire) for p in parts]
         if eqn.op is ALL_GATHER:
             whole = torch.cat(parts, member.split.dim)
+        elif eqn.op not in (REDUCE_SCATTER, ALL_REDUCE):
+            raise ValueError(f"lockstep: {eqn.op} is no collective.")
         else:
             whole = ops.reduce(parts, eqn.kwargs["op"], future.dtype)
         for rank, env in enumerate(envs):
@@ -153,7 +155,6 @@ def _collective(eqn: Eqn, envs: list[Env]) -> None:
                 # clone: a part must not keep the whole alive
                 env[future] = cut(whole, future.split, len(envs), rank).clone()
             else:
-                assert eqn.op in (ALL_GATHER, ALL_REDUCE)
                 env[future] = whole
 
 

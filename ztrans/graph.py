@@ -97,13 +97,13 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Why a collective exists: its role, the state leaves it serves, its mesh axis; `again` says that
-    it gathers what an earlier one gathered, which may be kept instead."""
+    """Why a collective exists: its role, the state leaves it serves, its mesh axis; `again` says that it gathers
+    what an earlier one gathered: that value may be kept instead ("auto"), or must have been dropped ("always")."""
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
     paths: tuple[str, ...]
     axis: str
-    again: bool = False
+    again: Literal["auto", "always"] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ class Order:
 
     place: Literal["birth", "gather", "reduce"]
     in_flight: int | None = None
-    memory: int | None = None
     bucket: int | None = None
     between: int | None = None
     update: Literal["eager", "last"] = "eager"
@@ -147,8 +146,9 @@ class Graph:
     """A program: the first `num_state` inputs are the train state, and so are the outputs.
 
     `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes. With `writes_last`
-    the program writes its state only when every collective is done, and forward and backward with it. `notes`
-    say what a transform did that its name does not say.
+    the program writes its state only when every collective is done, and forward and backward with it. `budget`
+    are the bytes that may be live on a rank, if `prefetch(memory=...)` was asked. `notes` say what a transform did
+    that its name does not say.
     """
 
     name: str
@@ -160,6 +160,7 @@ class Graph:
     mesh: tuple[tuple[str, int], ...] = ()
     history: tuple[str, ...] = ()
     writes_last: bool = False
+    budget: int | None = None
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
@@ -185,7 +186,10 @@ class Graph:
         return to_fx(self)
 
     def check(self) -> Graph:
-        """Verify the program (see `check.check`) and return it."""
+        """Verify the program (see `check.check`) and return it.
+
+        Raises: ProgramError that names the equation.
+        """
         from .check import check  # a door upwards: the checker stands on the graph
 
         check(self)

@@ -2,7 +2,8 @@
 
 A value split over n ranks is cut like `torch.chunk` and DTensor's `Shard`: rank r holds rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective
-every part is padded to c rows; between steps nothing is padded.
+every part is padded to c rows; between steps nothing is padded. A leaf with fewer rows than half of the
+ranks is not cut.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ def chunk(rows: int, size: int) -> int:
     3
     """
     return -(-rows // size)
+
+
+def is_worth_cutting(rows: int, size: int) -> bool:
+    """Whether a leaf of so many rows is cut over `size` ranks: not if it would be gathered, padded, in a buffer of
+    more than twice its bytes, as it is with fewer rows than half of the ranks.
+
+    >>> is_worth_cutting(10, 4), is_worth_cutting(2, 4), is_worth_cutting(1, 4)
+    (True, True, False)
+    """
+    return chunk(rows, size) * size <= 2 * rows
 
 
 def part(rows: int, size: int, rank: int) -> tuple[int, int]:

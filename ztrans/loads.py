@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .problem import Gather, Problem, Reduction, Wire
+from .problem import Problem, Wire
+from .sending import sending
+from .slots import Span, buffers, by_operation, fixed, gathering, reducing, summed, under_way
 
 Members = tuple[int, ...]
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
@@ -35,13 +37,13 @@ class Load(NamedTuple):
     place: int
     bound: int
     held: int
-    size: int  # with what is live in flight
+    size: int  # bytes live between its start and its wait
+    burst: int  # bytes live for a moment: where a gather starts early, or a reduction is waited for late
     wire: Wire
     seconds: float
     host: float
     unpack: float
-    places: tuple[int, ...]  # where it changes what is live, compared with its members alone,
-    change: tuple[int, ...]  # and by how many bytes
+    spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
 
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
@@ -60,60 +62,58 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
 
 
 class Loads:
-    """The loads of one problem's buckets."""
+    """The loads of one problem's buckets. What is live is counted by slot."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.end = problem, len(problem.seconds)
-        self.memory = min(problem.memory, _ENDLESS)
+        self.memory = int(min(problem.memory, _ENDLESS))
         self.starts = sorted({r.born + 1 for r in problem.reductions})
+        self.fixed = fixed(problem)
         self._gathers: dict[Members, Load | None] = {}
         self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
 
     def of(self, choice: Choice) -> tuple[list[Load], list[Load], np.ndarray] | None:
-        """Gathers by use, reductions by birth, and the bytes left by operation when each gather starts at its
-        use and each reduction is waited for at once; None when these buckets cannot be."""
+        """Gathers by use, reductions by birth, and the bytes left by slot when each gather starts at its use and
+        each reduction is waited for at once; None when these buckets cannot be."""
         gathers = [self._gather(members) for members in choice.gathers]
         reductions = [self._reduction(members) for members in choice.reductions]
         if None in gathers or None in reductions or not self._often(reductions):
             return None
-        loads = [load for load in (*gathers, *reductions) if len(load.members) > 1]
-        places, change = [k for load in loads for k in load.places], [b for load in loads for b in load.change]
-        more = np.bincount(np.array(places, dtype=np.int64), change, self.end + 1)
-        room = self.memory - self.alone(choice.dropped) - more.cumsum()[: self.end]
-        if room.min(initial=0.0) < 0:
+        spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
+        room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
+        if room.min(initial=0) < 0:
             return None
         return (*(sorted(part, key=lambda load: (load.place, load.bound)) for part in (gathers, reductions)), room)
 
     def alone(self, dropped: frozenset[int]) -> np.ndarray:
-        """The bytes live by operation when every message goes alone, and is waited for where it starts."""
+        """The bytes live by slot when every message goes alone, and is waited for where it starts."""
         if dropped not in self._alone:
-            change = self._held(dropped)
+            spans = self._held(dropped)
             for r in self.problem.reductions:
-                change[r.born] += r.held
-                change[r.born + 1] -= r.held
-            self._alone[dropped] = np.array(self.problem.live, dtype=float) + change.cumsum()[: self.end]
+                spans += reducing([r], r.born + 1, r.born + 1)
+            self._alone[dropped] = self.fixed + summed(spans, len(self.fixed))
         return self._alone[dropped]
 
-    def _held(self, dropped: frozenset[int]) -> np.ndarray:
-        gathers, change = self.problem.gathers, np.zeros(self.end + 1)
+    def room(self, dropped: frozenset[int]) -> np.ndarray:
+        """The bytes left by operation when every message goes alone."""
+        return self.memory - by_operation(self.alone(dropped))
+
+    def _held(self, dropped: frozenset[int]) -> list[Span]:
+        gathers = self.problem.gathers
         last, keeper = [g.last for g in gathers], {}
         for i in sorted(dropped):
             keep = keeper[i] = keeper.get(gathers[i].again, gathers[i].again)
             last[keep] = max(last[keep], gathers[i].last)
-        for i, g in enumerate(gathers):
-            if i not in dropped:
-                change[g.use] += g.held
-                change[last[i] + 1] -= g.held
-        return change
+        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(gathers) if i not in dropped]
 
     def _gather(self, members: Members) -> Load | None:
         if members not in self._gathers:
             things = [self.problem.gathers[i] for i in members]
             use, release = min(g.use for g in things), max(g.release for g in things)
-            held = sum(g.held for g in things)
-            places, change = (use, *(g.use for g in things)), (held, *(-g.held for g in things))
-            load = Load(members, use, release, held, held, *self._sent(things), places, change)
+            held, (burst, part) = sum(g.held for g in things), buffers(self.problem, things)
+            spans = (*((2 * use, 2 * g.use, g.held) for g in things), *gathering(self.problem, things, use, use))
+            load = Load(members, use, release, held, held + part, burst, *sending(self.problem, things), spans)
             self._gathers[members] = load if release <= use else None
         return self._gathers[members]
 
@@ -122,15 +122,12 @@ class Loads:
             things = [self.problem.reductions[i] for i in members]
             start = max(r.born for r in things) + 1
             need = min(self.end if r.need is None else r.need for r in things)
-            held, flight = sum(r.held for r in things), sum(r.flight for r in things)
-            places, change = (start, *(r.born + 1 for r in things)), (-held, *(r.held for r in things))
-            load = Load(members, start, need, held, held + flight, *self._sent(things), places, change)
+            alone = [(a, b, -size) for r in things for a, b, size in reducing([r], r.born + 1, r.born + 1)]
+            spans = (*reducing(things, start, start), *alone)
+            held, size, burst = sum(r.held for r in things), under_way(things), sum(r.more for r in things)
+            load = Load(members, start, need, held, size, burst, *sending(self.problem, things), spans)
             self._reductions[members] = load if start <= need else None
         return self._reductions[members]
-
-    def _sent(self, things: Sequence[Gather | Reduction]) -> tuple[Wire, float, float, float]:
-        wire, moved = self.problem.wires[things[0].key], sum(thing.wire for thing in things)
-        return wire, wire.pace * moved, wire.call + wire.host * moved, wire.unpack * moved
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start as often as they must, from where the first could."""

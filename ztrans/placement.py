@@ -18,8 +18,9 @@ import numpy as np
 from .loads import Choice, Load, Loads
 from .play import Message, Network
 from .problem import Bucket, Problem, Schedule
+from .updates import Updates
 
-_COME, _GATHER, _REDUCE, _WAIT = range(4)  # what happens at one place, in this order
+_COME, _ISSUE, _GATHER, _REDUCE, _WAIT = range(5)  # what happens at one place, in this order
 _NEVER = float("inf")
 
 
@@ -71,12 +72,15 @@ class _Play:
         room: np.ndarray,
         limit: float,
     ) -> None:
-        self.problem, self.before, self.memory = placement.problem, placement.problem.before, placement.loads.memory
+        self.problem, self.memory = placement.problem, placement.loads.memory
+        self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.gathers, self.reductions, self.room, self.limit = choice, gathers, reductions, room, limit
         self.gradients = min((r.born for r in self.problem.reductions), default=len(self.before))
         self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
         self.network, self.clock, self.at = Network(), 0.0, 0
-        self.sent: dict[int, int] = {}  # numbers of messages: of gather g, and of reduction r at ~r
+        # Numbers of messages: of gather g at g, of those that no schedule places after them, of reduction r at ~r.
+        self.sent: dict[int, int] = {}
+        self.updates = Updates(self.problem)
         self.ahead: list[int] = []  # gathers on their way
         self.behind: list[int] = []  # reductions on their way
         self.start = [0] * len(gathers)
@@ -97,6 +101,8 @@ class _Play:
             *((load.place, _WAIT, g) for g, load in enumerate(gathers)),
             *((load.place, _REDUCE, r) for r, load in enumerate(reductions)),
             *((place, _GATHER, lane) for lane, place in self.next.items()),
+            *((other.issue, _ISSUE, o) for o, other in enumerate(self.problem.others, len(gathers))),
+            *((other.need, _WAIT, o) for o, other in enumerate(self.problem.others, len(gathers))),
         ]
         heapq.heapify(self.agenda)
 
@@ -107,15 +113,15 @@ class _Play:
             latest = _NEVER
             for g in reversed(queue):
                 load = self.gathers[g]
-                latest = min(self.before[load.place], latest) - self.choice.lead * (load.wire.latency + load.seconds)
-                due[g] = min(max(0, bisect_right(self.before, latest) - 1), load.place)
+                latest = min(self.expected[load.place], latest) - self.choice.lead * (load.wire.latency + load.seconds)
+                due[g] = min(max(0, bisect_right(self.expected, latest) - 1), load.place)
         return due
 
     def placed(self) -> Placed:
         """Play it."""
         if max(self.work.values(), default=0.0) > self.limit:
             raise _TooLong
-        happens = (self._come, self._gather, self._reduce, self._wait)
+        happens = (self._come, self._issue, self._gather, self._reduce, self._wait)
         while self.agenda:
             place, kind, which = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -123,10 +129,13 @@ class _Play:
             self.network.run(self.clock)
             happens[kind](which, place)
         return Placed(
-            self.clock + self.before[-1] - self.before[self.at],
+            self.clock + self.before[-1] - self.before[self.at] + self.updates.left,
             int(self.memory - self.room.min(initial=self.memory)),
             self.choice,
-            tuple(Bucket(self.gathers[g].members, self.start[g], self.gathers[g].place) for g in self.sent if g >= 0),
+            tuple(
+                Bucket(load.members, start, load.place)
+                for load, start in ((self.gathers[g], self.start[g]) for g in self.sent if 0 <= g < len(self.gathers))
+            ),
             tuple(Bucket(load.members, load.place, wait) for load, wait in zip(self.reductions, self.wait)),
         )
 
@@ -145,6 +154,15 @@ class _Play:
         self.last[lane] = self.network.issue(message, self.clock)
         return self.last[lane]
 
+    def _issue(self, o: int, place: int) -> None:
+        """Send what is sent here whatever the schedule."""
+        message = self.problem.others[o - len(self.gathers)]
+        if message.lane in self.work:
+            self.clear[message.lane] = (
+                max(self.clear.get(message.lane, 0.0), self.clock) + message.latency + message.seconds
+            )
+        self.sent[o] = self.last[message.lane] = self.network.issue(message, self.clock)
+
     def _gather(self, lane: str, place: int) -> None:
         """Start the gathers of a lane whose time has come."""
         queue = self.queues[lane]
@@ -158,7 +176,9 @@ class _Play:
                 return
             queue.popleft()
             self.start[g] = place
-            self.room[place : load.place] -= load.held
+            self.room[2 * place : 2 * load.place] -= load.size
+            if place < load.place:
+                self.room[2 * place] -= load.burst
             self.sent[g] = self._send(load, place)
             self.ahead.append(g)
 
@@ -174,10 +194,14 @@ class _Play:
             if sum(self.gathers[other].held for other in others) + load.held > most:
                 return min(use, *(self.gathers[other].place for other in others))
         if start < use:
-            full = (self.room[start:use] < load.held + (self.reserve if use >= self.gradients else 0))[::-1]
+            size = load.size + (self.reserve if use >= self.gradients else 0)
+            full = (self.room[2 * start : 2 * use] < size)[::-1]
             last = int(full.argmax())  # 0 if none is
             if full[last]:
-                start = use - last
+                start = use - last // 2
+        if load.burst and start < use:
+            fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
+            start = start + int(fits.argmax()) if fits.any() else use
         return start
 
     def _reduce(self, r: int, place: int) -> None:
@@ -199,14 +223,16 @@ class _Play:
     def _hold(self, r: int, place: int) -> None:
         """Make room for the gradients of a reduction until it should have come, or as long as there is any."""
         load = self.reductions[r]
-        end = bisect_left(self.before, self.eta[r] - self.clock + self.before[place], place)
+        end = bisect_left(self.expected, self.eta[r] - self.clock + self.expected[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
-            full = self.room[place:end] < load.size
+            needs = np.full(2 * (end - place), load.size)
+            needs[1::2] += load.burst
+            full = self.room[2 * place + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if none is
             if full[first]:
-                end = place + first
-            self.room[place:end] -= load.size
+                end = place + first // 2
+            self.room[2 * place + 1 : 2 * end + 1] -= needs[: 2 * (end - place)]
             self.until[r] = end
             if end > place:
                 heapq.heappush(self.agenda, (end, _COME, r))
@@ -214,9 +240,12 @@ class _Play:
     def _settle(self, r: int, place: int, stall: bool) -> None:
         """Decide where a reduction is waited for."""
         self.behind.remove(r)
-        self.wait[r] = place
+        self.wait[r], load = place, self.reductions[r]
+        self.room[2 * load.place + 2 : 2 * self.until[r] + 1 : 2] += load.burst
+        if place > load.place:
+            self.room[2 * place] -= load.burst
         if self.until[r] > place:
-            self.room[place : self.until[r]] += self.reductions[r].size
+            self.room[2 * place + 1 : 2 * self.until[r] + 1] += load.size
             for lane, queue in self.queues.items():
                 if queue and self.next[lane] > place:
                     self.next[lane] = place + stall
@@ -241,14 +270,23 @@ class _Play:
         needed = [which]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[2])
-        for end, each in sorted((self.network.come(self.sent[each]), each) for each in needed):
-            if each >= 0:
-                self.ahead.remove(each)
+        come, sent = self.network.come, self.sent
+        for end, each in sorted((come(sent[each]), each) for each in needed):
             if end > self.clock:
                 self.clock = end
                 for r in self.behind:
                     if self.network.end[self.sent[~r]] <= end and self.until[r] > place:
                         heapq.heappush(self.agenda, (place + 1, _COME, r))
-            self.clock += (self.gathers[each] if each >= 0 else self.reductions[~each]).unpack
+            self.clock += self._follows(each, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _TooLong
+
+    def _follows(self, each: int, place: int) -> float:
+        """The compute that follows a message that has been waited for: unpacking, and the updates that may run now."""
+        if each >= len(self.gathers):
+            return 0.0
+        if each >= 0:
+            self.ahead.remove(each)
+            return self.gathers[each].unpack
+        load = self.reductions[~each]
+        return load.unpack + self.updates.follow(load.members, place)

@@ -3,33 +3,40 @@
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each
 is waited for, the gathers that are dropped because an earlier value is kept, and when updates run.
 It is made from shapes and costs alone, so every rank makes the same one; where ranks measured
-different costs, rank 0's counts.
+different costs, rank 0's counts. A plan that was loaded, received or passed is verified, and so is
+every program that one makes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
+import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cluster import Cluster
-from .cost import Memory, memory
+from .check import ProgramError
+from .cluster import Device
+from .cost import memory
 from .fingerprint import fingerprint
 from .graph import Graph
-from .outcome import validate
-from .planner import EFFORT, Infeasible, solve
-from .pose import pose
-from .pretty import size_text
-from .problem import Bucket, Problem, Schedule
-from .schedule import Skeleton, realise, skeleton
+from .outcome import keepers
+from .pose import frame
+from .realise import realise
+from .resolve import Members, Named, resolve
+from .schedule import skeleton
+from .units import size
+from .validate import ScheduleError
 
-Members = tuple[str, ...]
-SLACK = 0.05  # what "auto" lets the peak rise above that of the unscheduled program
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
+_UPDATES = ("eager", "last", WRITTEN)
+
+
+class OtherProgramError(ValueError):
+    """A plan is for another program."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,29 @@ class Plan:
     """`gathers`: (members, the equation they start before); `reductions`: (members, the equation they are
     waited for before); `dropped`: gathers whose value is kept from earlier. Members are named by their
     futures, equations by their first result; "" is the end of the program. `update` is "eager", "last", or
-    "as written" for a program whose order is kept. `notes` say what was not reached."""
+    "as written" for a program whose order is kept. `notes` say what was not reached, `file` where the plan
+    was read from.
+
+    Raises: ValueError when a field is none of that.
+    """
 
     program: str  # a hash of the program that it is for
-    gathers: tuple[tuple[Members, str], ...] = ()
-    reductions: tuple[tuple[Members, str], ...] = ()
+    gathers: Named = ()
+    reductions: Named = ()
     dropped: Members = ()
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    file: str = dataclasses.field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        wrong = _wrong_field(self)
+        if wrong:
+            raise ValueError(f"{self.title}: {wrong}.")
+
+    @property
+    def title(self) -> str:
+        """What errors call the plan."""
+        return f"plan {self.file}" if self.file else "plan"
 
     @property
     def digest(self) -> str:
@@ -55,8 +77,21 @@ class Plan:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+        """Write the plan as JSON.
+
+        It is written to a new file in the same folder, which then takes the place of the old one: a full disk
+        or a kill leaves the old one whole.
+        """
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            with part.open("x") as file:
+                file.write(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -65,23 +100,28 @@ class Plan:
         Raises: ValueError when the file holds none.
         """
         try:
-            return Plan.of(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"plan: {path} does not hold a plan ({error}).\nMake one: lowered.plan.save(path)."
-            ) from None
+            return dataclasses.replace(Plan.of(json.loads(Path(path).read_text())), file=str(path))
+        except ValueError as error:
+            why = str(error).removeprefix("plan: ").removesuffix(".")
+            text = f"plan: {path} does not hold a plan ({why}).\nMake one: lowered.plan.save(path)."
+            raise ValueError(text) from None
 
     @staticmethod
-    def of(found: dict[str, Any]) -> Plan:
-        """A plan from its JSON."""
-        buckets = {name: tuple((tuple(m), str(at)) for m, at in found[name]) for name in ("gathers", "reductions")}
-        return Plan(
-            found["program"],
-            **buckets,
-            dropped=tuple(found["dropped"]),
-            update=found["update"],
-            notes=tuple(found["notes"]),
-        )  # fmt: skip
+    def of(found: Any) -> Plan:
+        """A plan from its JSON.
+
+        Raises: ValueError when it is none.
+        """
+        fields = [f.name for f in dataclasses.fields(Plan) if f.name != "file"]
+        if not isinstance(found, dict):
+            raise ValueError(f"plan: it is a {type(found).__name__}, and no object with {', '.join(fields)}.")
+        missing = next((name for name in fields if name not in found), None)
+        if missing is not None:
+            raise ValueError(f"plan: it has no {missing!r}.")
+        unknown = next((name for name in found if name not in fields), None)
+        if unknown is not None:
+            raise ValueError(f"plan: it has {unknown!r}, which is no field of a plan.")
+        return Plan(**{name: _frozen(value) for name, value in found.items()})
 
     def __str__(self) -> str:
         lines = [f"plan {self.digest} for program {self.program}, update {self.update}"]
@@ -99,160 +139,82 @@ class Plan:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
-    """A plan for a program with hints, and the program that it makes.
+def _frozen(found: Any) -> Any:
+    return tuple(map(_frozen, found)) if isinstance(found, list) else found
 
-    Every program made is checked. Where one fails, the last that did not is kept, at last the one as
-    written, and so it is where nothing else fits a budget that was asked for; the notes say so.
 
-    Raises: ValueError when the memory budget is below what any order needs, or the cluster lacks a link.
+def _wrong_field(plan: Plan) -> str:
+    """What is wrong with the types of a plan's fields, if anything is."""
+    strings = lambda x: isinstance(x, tuple) and all(isinstance(each, str) for each in x)
+    bucket = lambda x: isinstance(x, tuple) and len(x) == 2 and strings(x[0]) and bool(x[0]) and isinstance(x[1], str)
+    for name in ("gathers", "reductions"):
+        buckets = getattr(plan, name)
+        if not isinstance(buckets, tuple):
+            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+        wrong = next((each for each in buckets if not bucket(each)), None)
+        if wrong is not None:
+            return f"{name} holds {wrong!r}, which is no pair of the names of members and of a place"
+    for name in ("dropped", "notes"):
+        if not strings(getattr(plan, name)):
+            return f"{name} is {getattr(plan, name)!r}; it is a list of strings"
+    if not isinstance(plan.program, str):
+        return f"program is {plan.program!r}; it is the hash of a program"
+    if plan.update not in _UPDATES:
+        return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
+    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
+        return f"update is {WRITTEN!r}, and a program as written has no buckets"
+    return ""
+
+
+def apply(graph: Graph, plan: Plan) -> Graph:
+    """The program that a plan makes of the program it is for, verified.
+
+    Raises: OtherProgramError when it is for another program; ValueError that names what else is wrong with it, or
+    when the program needs more than the memory that `prefetch` was given.
     """
-    s, program = skeleton(graph), fingerprint(graph)
-    if not s.gathers and not s.reductions:
-        return Plan(program), s.graph
-    asked = [p.start.order.memory for p in s.gathers if p.start.order.memory is not None]
-    unscheduled = memory(graph).peak
-    budget = min(asked) if asked else int(unscheduled * (1 + SLACK))
-    update = s.reductions[0].start.order.update if s.reductions else "last"
-    problem, notes = pose(s, cluster, budget), []
-    # What packing needs for a moment is in the analysis and not in the problem: where that does not fit, the
-    # problem gets less; then updates come last; then nothing is packed.
-    attempts = [(update, True), (update, True), ("last", True), (update, False), ("last", False), ("last", False)]
-    best: tuple[int, Plan, Graph] | None = None
-    for number, (how, packed) in enumerate(attempts, 1):
-        if not packed and how == update:
-            problem = dataclasses.replace(_alone(problem), memory=budget)
-        order = functools.cache(functools.partial(_order, s, problem, how))
-        fits = lambda schedule, order=order: order(schedule)[0] <= budget
-        try:
-            try:
-                schedule = solve(problem, EFFORT // number, fits)
-            except Infeasible as error:
-                problem = dataclasses.replace(problem, memory=error.needs)
-                schedule = solve(problem, EFFORT // number, fits)
-            peak, found = order(schedule)
-        except (AssertionError, ValueError) as error:
-            notes.append(f"an order was given up for the last valid one: {error}")
-            break
-        if best is None or peak < best[0]:
-            best = (peak, _named(s, program, schedule, how), found)
-        if peak <= budget:
-            break
-        problem = dataclasses.replace(problem, memory=problem.memory - (peak - budget))
-    written = Plan(program, update=WRITTEN), _as_written(graph)
-    if best is None:
-        return _noted(*written, notes)
-    peak, plan, found = best
-    if asked and peak > budget >= unscheduled:
-        return _noted(*written, [*notes, f"the order is as written: any other needs {size_text(peak)}"])
-    if asked and peak > budget:
-        raise _too_little(budget, memory(found if peak < unscheduled else graph))
-    if peak > budget:
-        notes.append(f"the peak is {size_text(peak)}, {size_text(peak - budget)} above the budget")
-    if plan.update != update:
-        notes.append("updates run at the end: in between they would not have fitted the memory budget")
-    return _noted(plan, found, notes)
+    program = ordered(graph, plan)
+    if graph.budget is not None and (peak := memory(program).peak) > graph.budget:
+        raise ValueError(
+            f"{plan.title}: the program that it makes has {peak} bytes live ({size(peak)}), and prefetch was given "
+            f"memory={graph.budget} ({size(graph.budget)}).\nLower without the plan, and save it again."
+        )
+    return program
 
 
-def _order(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> tuple[int, Graph]:
-    """The program that a schedule makes, and its peak.
+def ordered(graph: Graph, plan: Plan) -> Graph:
+    """`apply` without a limit of memory: an order that ranks agreed on holds for a larger batch too."""
+    if plan.program != fingerprint(graph):
+        raise OtherProgramError(
+            f"{plan.title}: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another "
+            f"model, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+        )
+    try:
+        if graph.writes_last and plan.update == "eager":
+            raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
+        program = as_written(graph) if plan.update == WRITTEN else _scheduled(graph, plan)
+        return program.check()
+    except (ScheduleError, ProgramError) as error:
+        raise ValueError(f"{plan.title}: {error}.\nLower without the plan, and save it again.") from None
 
-    Raises: AssertionError or ValueError when it is none.
-    """
-    validate(problem, schedule)
-    found = realise(s, schedule, update, _kept(problem, schedule)).check()
-    return memory(found).peak, found
+
+def _scheduled(graph: Graph, plan: Plan) -> Graph:
+    """The program in the order of a plan's names."""
+    s = skeleton(graph)
+    problem = frame(s, plan.update)
+    schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
+    return realise(s, schedule, plan.update, keepers(problem, schedule))
 
 
-def _noted(plan: Plan, found: Graph, notes: list[str]) -> tuple[Plan, Graph]:
-    return dataclasses.replace(plan, notes=tuple(notes)), found
-
-
-def _as_written(graph: Graph) -> Graph:
+def as_written(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns))
 
 
-def apply(graph: Graph, plan: Plan) -> Graph:
-    """The program that a plan makes of the program it is for.
-
-    Raises: ValueError when it is for another program.
-    """
-    if plan.program != fingerprint(graph):
-        raise ValueError(
-            f"plan: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another model, mesh, "
-            f"or other transforms.\nLower without it, and save lowered.plan again."
-        )
-    if plan.update == WRITTEN:
-        return _as_written(graph)
-    s = skeleton(graph)
-    place = {place_name(s, k): k for k in range(len(s.ops) + 1)}
-    gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
-    reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
-    by_member = lambda members, index: tuple(index[m] for m in members)
-    try:
-        schedule = Schedule(
-            tuple(
-                Bucket(m := by_member(members, gathers), place[at], min(s.use[i] for i in m))
-                for members, at in plan.gathers
-            ),
-            tuple(
-                Bucket(m := by_member(members, reductions), max(s.born[i] for i in m) + 1, place[at])
-                for members, at in plan.reductions
-            ),
-            frozenset(gathers[m] for m in plan.dropped),
-        )
-    except KeyError as error:
-        raise ValueError(f"plan: the program has no {error}.\nLower without the plan, and save it again.") from None
-    latest: dict = {}
-    kept: dict[int, int] = {}
-    for i, p in enumerate(s.gathers):
-        value = p.start.ins[0], p.value.dtype
-        if i in schedule.dropped:
-            kept[i] = latest[value]
-        else:
-            latest[value] = i
-    return realise(s, schedule, plan.update, kept)
-
-
-def _kept(problem: Problem, schedule: Schedule) -> dict[int, int]:
-    """Which gather's value is read instead of each dropped one's."""
-    kept: dict[int, int] = {}
-    for j in sorted(schedule.dropped):
-        earlier = problem.gathers[j].again
-        kept[j] = kept.get(earlier, earlier)
-    return kept
-
-
-def place_name(s: Skeleton, k: int) -> str:
-    """The name of a place: of the first value that is made after it; empty at the end."""
-    return next((o.name for e in s.ops[k : k + 1] for o in e.outs if o is not None), "")
-
-
-def _named(s: Skeleton, program: str, schedule: Schedule, update: str) -> Plan:
-    name = lambda planned, members: tuple(planned[i].start.outs[0].name for i in members)
-    return Plan(
-        program,
-        tuple((name(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
-        tuple((name(s.reductions, b.members), place_name(s, b.wait)) for b in schedule.reductions),
-        name(s.gathers, sorted(schedule.dropped)),
-        update,
-    )
-
-
-def _alone(problem: Problem) -> Problem:
-    """The same, with nothing that could share a bucket."""
-    gathers = tuple(g._replace(key=(g.key, i)) for i, g in enumerate(problem.gathers))
-    reductions = tuple(r._replace(key=(r.key, i)) for i, r in enumerate(problem.reductions))
-    wires = {new.key: problem.wires[new.key[0]] for new in (*gathers, *reductions)}
-    return dataclasses.replace(problem, gathers=gathers, reductions=reductions, wires=wires)
-
-
-def _too_little(budget: int, least: Memory) -> ValueError:
-    lines = "".join(f"  {size_text(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in least.holders[:5])
-    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
-    return ValueError(
-        f"prefetch: memory={budget} ({size_text(budget)}) is less than the step needs in any order: "
-        f"{least.peak} bytes ({size_text(least.peak)}){where}.\n{lines}"
-        f"Give it that much, a smaller batch, or more ranks."
-    )
+def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
+    """The plan, with notes where the peak of its program is above the memory of a device, or above the budget."""
+    notes = []
+    if budget is not None and peak > budget:
+        notes.append(f"the peak is {size(peak)}, and prefetch was given {size(budget)}: ranks have one order")
+    if peak > device.memory:
+        notes.append(f"the peak is {size(peak)}, and the device ({device.name}) has {size(device.memory)}")
+    return dataclasses.replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))

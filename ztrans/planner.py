@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from .bound import bound
 from .loads import Loads, kept
-from .outcome import evaluate, issue_order, validate
-from .play import play
+from .outcome import evaluate, issued, played
 from .problem import Bucket, Problem, Schedule
 from .search import Search
+from .slots import by_operation
+from .validate import validate
 
 EFFORT = 15_000  # messages placed in search: about half a second
 ENOUGH = 0.0025  # above the bound, and there is nothing to win
@@ -38,7 +39,7 @@ def solve(
 
     Raises: Infeasible when no schedule fits the memory.
     """
-    least = Loads(problem).alone(kept(problem, ()))
+    least = by_operation(Loads(problem).alone(kept(problem, ())))
     if least.max(initial=0) > problem.memory:
         raise Infeasible(int(least.max()), int(least.argmax()))
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
@@ -56,7 +57,8 @@ def _chosen(search: Search) -> Schedule:
     """The best that was found, or one that needs no search."""
     problem, found = search.problem, search.best.schedule
     choices = [later(problem, found), found, one_ahead(problem, search.free)]
-    return min((s for s in choices if s is not None), key=lambda s: evaluate(problem, s).seconds)
+    outcomes = [(evaluate(problem, s), s) for s in choices if s is not None]
+    return min((each for each in outcomes if each[0].peak <= problem.memory), key=lambda each: each[0].seconds)[1]
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
@@ -83,17 +85,16 @@ def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
 def later(problem: Problem, schedule: Schedule) -> Schedule:
     """Every gather started at the last place before its transfer begins: less is live, and where sending costs no
     compute, nothing else changes."""
-    messages = evaluate(problem, schedule).messages
-    played = play(problem.seconds, messages)
+    times, _ = played(problem, schedule)
     last: dict[str, int] = {}  # by lane, where the message after starts
     ours = set(map(id, schedule.gathers))
     gathers = []
-    for bucket, message, begin in reversed(list(zip(issue_order(schedule), messages, played.begin))):
-        start = bucket.start
+    for (bucket, message), begin in reversed(list(zip(issued(problem, schedule), times.begin))):
+        start = message.issue
         if id(bucket) in ours:
             start = max(
-                start, min(bisect_right(played.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
+                start, min(bisect_right(times.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
             )
             gathers.append(replace(bucket, start=start))
-        last[message.lane] = start
+        last[message.lane] = start - (bucket is None)  # at one place, what no schedule places is sent first
     return replace(schedule, gathers=tuple(sorted(reversed(gathers), key=lambda bucket: bucket.start)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -147,11 +147,17 @@ class _Link:
         return i
 
 
-def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence[int] | None = None) -> Played:
+def play(
+    compute: Sequence[float],
+    messages: Sequence[Message],
+    places: Sequence[int] | None = None,
+    follows: Callable[[int, int], float] = lambda message, place: 0.0,
+) -> Played:
     """Play a program: `compute[k]` seconds of operation k, and `messages` in the order of their issue.
 
     Times are given for `places`, by default every one; places at which nothing is issued or needed
-    may be left out, which makes it faster.
+    may be left out, which makes it faster. `follows(i, k)` says how many seconds of further compute
+    run once message i has been waited for at place k.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -183,7 +189,7 @@ def play(compute: Sequence[float], messages: Sequence[Message], places: Sequence
                 if end > clock:
                     stall[i] = end - clock
                     clock = end
-                clock += messages[i].unpack
+                clock += messages[i].unpack + follows(i, k)
         start.append(clock)
     end = tuple(network.come(i) for i in number)
     begin = tuple(network.begin[i] for i in number)

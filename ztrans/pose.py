@@ -1,91 +1,126 @@
 """pose: the scheduling problem that a program poses on a cluster.
 
-Durations come from the cluster, lifetimes from the program. What is live at an operation, apart
-from gathered values and gradients, is what the memory analysis finds there less what the problem
-itself accounts for, so that the problem's memory and the program's agree where nothing has moved.
+Durations come from the cluster, lifetimes from the program: the problem counts the same bytes as the memory
+analysis, so that a schedule which fits makes a program which fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import dataclasses
+import functools
+from collections.abc import Sequence, Set
 
 from . import coalesce
 from .cluster import Cluster
-from .collectives import ALL_REDUCE, ALONE, buffer_bytes, received_bytes, sent_bytes, wire_bytes
-from .cost import is_matmul, local_bytes, memory
+from .collectives import (
+    ALL_GATHER,
+    ALONE,
+    REDUCE_SCATTER,
+    buffer_bytes,
+    received_bytes,
+    sends_as_it_lies,
+    sent_bytes,
+    wire_bytes,
+)
+from .cost import is_matmul
+from .eager import Group, deadline, groups
 from .graph import Eqn, Graph, producers
-from .liveness import liveness
-from .play import play
+from .play import Message
 from .problem import Gather, Problem, Reduction, Wire
-from .schedule import Skeleton
+from .residency import Value, residency
+from .schedule import Planned, Skeleton, place_name
 from .simulate import lane, messages, seconds
 
 
-def pose(s: Skeleton, cluster: Cluster, budget: float) -> Problem:
+def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
     """The problem of placing a program's planned collectives within `budget` bytes.
+
+    `update` says when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
 
     Raises: ValueError when the cluster has no link for one of their axes.
     """
-    graph = s.graph
-    where = {e: i for i, e in enumerate(graph.eqns)}
-    before = [0, *accumulate(e in s.places for e in graph.eqns)]  # operations before each equation
-    gathers, reductions = _gathers(s, before), _reductions(s)
-    held = [0] * (len(s.ops) + 1)  # what gathers and reductions account for where they stand now
-    for p, g in zip(s.gathers, gathers):
-        held[before[where[p.start]]] += g.held
-        held[g.last + 1] -= g.held
-    for p, r in zip(s.reductions, reductions):
-        held[r.born] += r.held
-        held[before[where[p.start]]] += r.flight
-        held[before[where[p.wait]]] -= r.held + r.flight
-    live = memory(graph).live
-    cost = _seconds(s, cluster)
-    order = s.reductions[0].start.order if s.reductions else None
-    return Problem(
-        seconds=tuple(cost[e] for e in s.ops),
-        live=tuple(max(live[where[e]] - h, 0) for e, h in zip(s.ops, accumulate(held))),
-        matmul=tuple(map(is_matmul, s.ops)),
-        gathers=gathers,
+    graph, (problem, leaving) = s.graph, _framed(s, update)
+    floating = {e for group in leaving for e in group.eqns}
+    resident = residency(s, [g.last for g in problem.gathers], leaving)
+    reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
+    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
+    wires = ((g.key, p.start) for g, p in zip((*problem.gathers, *reductions), (*s.gathers, *s.reductions)))
+    return dataclasses.replace(
+        problem,
+        seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
+        live=resident.live,
+        across=resident.across,
         reductions=reductions,
-        wires={
-            m.key: _wire(p.start, graph, cluster) for m, p in zip((*gathers, *reductions), (*s.gathers, *s.reductions))
-        },
+        wires={key: _wire(start, graph, cluster) for key, start in wires},
         memory=budget,
-        max_between=order.between if order else None,
-        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
-        reductions_in_flight=_limit([p.start.order.in_flight for p in s.reductions], [r.held for r in reductions]),
+        updates=tuple(group.update(cost) for group in leaving),
+        others=_others(s, cluster),
     )
 
 
-def _gathers(s: Skeleton, before: Sequence[int]) -> tuple[Gather, ...]:
+def frame(s: Skeleton, update: str | None = None) -> Problem:
+    """The problem without seconds and bytes of operations: enough to tell whether a schedule is one of it."""
+    return _framed(s, update)[0]
+
+
+def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
+    """That, and what of the update leaves its place."""
+    gathers, asked = _gathers(s), s.reductions[0].start.order.update if s.reductions else "last"
+    leaving = groups(s, gathers) if (update or asked) == "eager" else ()
+    floating = {e for group in leaving for e in group.eqns}
+    problem = Problem(
+        seconds=(0.0,) * len(s.ops),
+        live=(0,) * len(s.ops),
+        matmul=tuple(map(is_matmul, s.ops)),
+        gathers=gathers,
+        reductions=_reductions(s, floating),
+        wires={},
+        max_between=s.reductions[0].start.order.between if s.reductions else None,
+        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
+        reductions_in_flight=s.in_flight,
+        names=tuple(place_name(s, k) for k in range(len(s.ops))),
+    )
+    return problem, leaving
+
+
+def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     graph, end = s.graph, len(s.ops) - 1
-    live, made = liveness(graph), producers(graph.eqns)
+    live, made = s.live, producers(graph.eqns)
     seen: dict[tuple, int] = {}
     found: list[Gather] = []
     for i, p in enumerate(s.gathers):
         start, use = p.start, min(s.use[i], end)
-        last = max(min(before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
+        last = max(min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
         # What is gathered may be made by an operation, or be what another planned collective yields.
         sources = [made[v] for v in start.ins if v in made]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
         what = (start.ins[0], p.value.dtype, coalesce.key(start))
-        again = seen.get(what) if start.provenance.again else None
+        again = seen.get(what) if start.provenance.again == "auto" else None
         if again is not None:
-            release = min(max(release, found[again].last + 1), use)
+            release = max(release, found[again].last + 1)
+        if start.provenance.again == "always":
+            release = max(release, _phase(s, start.region, use))
         seen[what] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        found.append(Gather(coalesce.key(start), wire_bytes(start, graph.axes), size, use, last, release, again))
+        wire, name = wire_bytes(start, graph.axes), start.outs[0].name
+        key, small = coalesce.key(start), _is_small(start, graph)
+        found.append(Gather(key, wire, size, use, last, min(release, use), again, small, name))
     return tuple(found)
 
 
-def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
-    graph, size = s.graph, local_bytes(s.graph)
+def _phase(s: Skeleton, region: str, use: int) -> int:
+    """The place at which the forward or backward pass begins that an operation belongs to."""
+    while use and s.ops[use - 1].region in (region, "update"):
+        use -= 1
+    return use
+
+
+def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
+    graph = s.graph
     open_: dict[tuple, tuple[int, int]] = {}
     found = []
     for i, p in enumerate(s.reductions):
-        start, cap = p.start, p.start.order.bucket
-        held = sum(map(size, start.ins))
+        start, held, cap = p.start, s.held[i], p.start.order.bucket
         key = (*coalesce.key(start), p.then is not None)
         if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
             group, filled = open_.get(key, (0, 0))
@@ -93,38 +128,65 @@ def _reductions(s: Skeleton) -> tuple[Reduction, ...]:
                 group, filled = group + 1, 0
             open_[key] = group, filled + held
             key = (*key, group)
-        flight = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        flight += sent_bytes(start, graph.axes) or _packed_bytes(start, graph)
-        found.append(Reduction(key, wire_bytes(start, graph.axes), held, s.born[i], flight, s.need[i]))
+        need = deadline(s, floating, s.born[i], s.need[i])
+        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.outs[0].name
+        found.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
     return tuple(found)
 
 
-def _packed_bytes(start: Eqn, graph: Graph) -> int:
-    """Bytes of the copy from which a reduction is sent once it shares a message with others."""
-    if start.op is ALL_REDUCE and graph.axes[start.kwargs["axis"]] > 2:
-        return 0
-    sizes = (buffer_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-    return sum(size for size in sizes if size < ALONE * graph.axes[start.kwargs["axis"]])
+def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
+    """A reduction with the bytes that it holds under way, and after."""
+    start, members = p.start, range(len(p.start.outs))
+    lies = all(sends_as_it_lies(start, k, graph.axes) for k in members)
+    received = sum(received_bytes(start, k, graph.axes) for k in members)
+    flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
+    # What follows the wait takes the room of what was under way, and further bytes only where it is larger.
+    after = value.updating + (0 if value.until else value.bytes)
+    more = max(
+        after - flight - (reduction.held if lies else 0), 0 if value.until or value.received else value.bytes
+    )
+    result, until = (value.bytes, value.until) if value.until else (0, 0)
+    return reduction._replace(
+        flight=flight, freed=0 if lies else reduction.held, more=more, result=result, until=until
+    )
 
 
-def _seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:
-    """The duration of every equation; what is not planned stands still where it is waited for, if it has not come."""
-    graph = s.graph
-    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
+def _is_small(start: Eqn, graph: Graph) -> bool:
+    """Whether a collective crosses in one message with others of its bucket that are small too."""
+    axes = graph.axes
+    return all(
+        buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs))
+    )
+
+
+def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
+    """The collectives that no schedule places, by the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
-    others = [message for e, message, _ in messages(graph, cluster) if e not in planned]
-    played = play([cost[e] if e in s.places else 0.0 for e in graph.eqns], others)
-    for message, stall in zip(others, played.stall):
-        cost[graph.eqns[min(message.need, len(graph.eqns) - 1)]] += stall
-    return cost
+    return tuple(
+        message._replace(issue=s.before[message.issue], need=s.before[message.need])
+        for e, message, _ in messages(s.graph, cluster)
+        if e not in planned
+    )
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
-    axis = start.kwargs["axis"]
-    link = cluster.link(axis)
-    latency, pace = link.seconds(start.op.name, 1, graph.axes[axis])
-    call, unpack = 2 * cluster.device.launch + link.call, dict(link.unpack).get(start.op.name, 0.0)
-    return Wire(lane(start), link.name, latency, pace, call, link.host, unpack)
+    axis, device = start.kwargs["axis"], cluster.device
+    link, ranks = cluster.link(axis), graph.axes[axis]
+    latency, pace = link.seconds(start.op.name, 1, ranks)
+    known = dict(link.unpack).get(start.op.name)
+    copies = {ALL_GATHER: 2, REDUCE_SCATTER: 1}.get(start.op, 0) if known is None else 0  # times that a byte is moved
+    return Wire(
+        lane(start),
+        link.name,
+        latency,
+        pace,
+        call=2 * device.launch + link.call,
+        host=link.host,
+        unpack=known or 0.0,
+        ranks=ranks,
+        pack=2 / device.bandwidth,
+        copy=copies / device.bandwidth,
+    )
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:

@@ -4,6 +4,10 @@ Operations 0..n-1 run in a fixed order. A gather must have come before the opera
 it and occupies memory from its start to its last use; one that repeats an earlier gather may be
 dropped, and the earlier value kept. A gradient occupies memory from the operation that makes it
 until its reduction has been waited for. Place k is before operation k; place n is the end.
+
+The equations of an eager update have no place of their own: they run as soon as the reductions that they
+need have been waited for. Collectives that no schedule places, as the step's own, are issued and waited for
+at fixed places.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from .play import Message, play
 
 
 class Wire(NamedTuple):
@@ -26,6 +32,9 @@ class Wire(NamedTuple):
     call: float = 0.0  # seconds for which compute stands still to send a message
     host: float = 0.0  # and for each of its bytes
     unpack: float = 0.0  # seconds that it takes to make values of a byte that has come
+    ranks: int = 1  # that a message is between
+    pack: float = 0.0  # seconds for which compute stands still to copy a byte that is sent
+    copy: float = 0.0  # seconds for a byte that is copied out of what has come, or summed
 
 
 class Gather(NamedTuple):
@@ -36,6 +45,8 @@ class Gather(NamedTuple):
     last: int  # the last one that does
     release: int = 0  # the earliest place at which it may start
     again: int | None = None  # the gather before it of the same value, which holds as much, if any
+    small: bool = False  # it shares a buffer with the other small members of its bucket
+    name: str = ""  # by which a plan knows it
 
 
 class Reduction(NamedTuple):
@@ -45,12 +56,27 @@ class Reduction(NamedTuple):
     born: int  # the operation that makes the gradient
     flight: int = 0  # further bytes live from the start until the wait
     need: int | None = None  # the place that needs the result at the latest (default: the end)
+    freed: int = 0  # of `held`, what is not live after the start: it is sent from a copy, which is in `flight`
+    more: int = 0  # further bytes live for a moment where it is waited for
+    result: int = 0  # bytes of the reduced value, live from the start until place `until`
+    until: int = 0
+    small: bool = False
+    name: str = ""
+
+
+class Update(NamedTuple):
+    """Compute that runs once all the reductions that it needs have been waited for."""
+
+    seconds: float
+    after: tuple[int, ...]  # the reductions, by index
+    release: int = 0  # the earliest place at which it may run
 
 
 @dataclass(frozen=True)
 class Problem:
     """`seconds[k]`, `live[k]` and `matmul[k]` of operation k: its duration, the bytes live while it runs
-    (gathered values and unreduced gradients aside), whether it is of the matmul class."""
+    (gathered values and unreduced gradients aside), whether it is of the matmul class; `across[k]`, if known,
+    are the bytes that are live at place k. An operation whose compute is among the `updates` takes no seconds."""
 
     seconds: tuple[float, ...]
     live: tuple[int, ...]
@@ -62,6 +88,16 @@ class Problem:
     max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
+    across: tuple[int, ...] = ()
+    updates: tuple[Update, ...] = ()
+    others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
+    names: tuple[str, ...] = ()  # by which errors call the operations
+
+    def place(self, k: int) -> str:
+        """A place, as errors say it."""
+        if not self.names:
+            return f"at place {k}"
+        return f"before {self.names[k]}" if k < len(self.names) else "at the end"
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:
@@ -69,9 +105,18 @@ class Problem:
         return tuple(accumulate(self.seconds, initial=0.0))
 
     @functools.cached_property
-    def after(self) -> tuple[float, ...]:
-        """The seconds of compute after each place."""
-        return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
+    def clock(self) -> tuple[float, ...]:
+        """The seconds before each place if nothing is waited for but the messages that no schedule places."""
+        return play(self.seconds, self.others).start if self.others else self.before
+
+    @functools.cached_property
+    def updated(self) -> Mapping[int, tuple[int, ...]]:
+        """The updates that need each reduction, by index."""
+        found: dict[int, tuple[int, ...]] = {}
+        for u, update in enumerate(self.updates):
+            for r in update.after:
+                found[r] = (*found.get(r, ()), u)
+        return found
 
     @functools.cached_property
     def matmuls(self) -> tuple[int, ...]:

@@ -155,7 +155,8 @@ def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
 
 def _timeline(graph: Graph, t: Times) -> Timeline:
     n = len(graph.eqns)
-    assert len(t.marks) == n + 1, "a lowered program has code for every equation"
+    if len(t.marks) != n + 1:
+        raise ValueError(f"profile: {len(t.marks)} readings of the clock for {n} equations; it is read after each.")
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
     sent = _sent(graph)
     ours = [k for k, (e, _, _) in enumerate(sent) if is_start(e)]

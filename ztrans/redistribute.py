@@ -58,7 +58,8 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
             return [start, end], end.outs[0]
         more, out = redistribute(end.outs[0], to, axis, site, name)
         return [start, end, *more], out
-    assert isinstance(to, Split), f"{v} to {to}: `rules` spreads no value into terms"
+    if not isinstance(to, Split):
+        raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
     out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
     return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
 

@@ -1,27 +1,26 @@
-"""schedule: a program without its planned collectives, and with them put back where a plan wants them.
+"""schedule: a program without its planned collectives.
 
 Transforms that schedule only write hints on equations; this solves them all at once, so the order
 in which they were applied cannot matter. `hoist` moves what is marked `birth` to where its inputs
 are made. `skeleton` then takes the planned collectives out: what is left, the operations, keeps its
 order. A gather must come before the place of its first use, a reduction after the operation that
-makes its gradient. `realise` puts them back, as buckets, at the places of a `Schedule`; a gradient's
-update may follow its reduction at once. The result is the same on every rank, and with it the order
-of the collectives.
+makes its gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
-from .coalesce import coalesce
 from .collectives import WAIT, is_start
-from .graph import Eqn, Graph, Var, is_random, producers, rename, users
+from .graph import Eqn, Graph, Var, is_random, producers, users
 from .groups import is_users
-from .problem import Schedule
+from .layout import local_shape
+from .liveness import Liveness, liveness
 from .write_order import first_write
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
@@ -90,6 +89,58 @@ class Skeleton:
     def places(self) -> dict[Eqn, int]:
         return {e: k for k, e in enumerate(self.ops)}
 
+    @functools.cached_property
+    def live(self) -> Liveness:
+        return liveness(self.graph)
+
+    @functools.cached_property
+    def before(self) -> tuple[int, ...]:
+        """How many operations come before each equation, and before the end."""
+        return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
+
+    @functools.cached_property
+    def needed(self) -> dict[Planned, int]:
+        return dict(zip(self.reductions, self.need))
+
+    @functools.cached_property
+    def held(self) -> tuple[int, ...]:
+        """By reduction: the bytes of its gradient on a rank."""
+        at = dict.fromkeys(self.graph.axes, 0)
+        size = lambda v: math.prod(local_shape(v, self.graph.axes, at)) * v.dtype.itemsize
+        return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
+
+    @functools.cached_property
+    def in_flight(self) -> int | None:
+        """The bytes of gradients that may be under way at once, if `overlap_grads` was asked; one always may."""
+        asked = [p.start.order.in_flight for p in self.reductions if p.start.order.in_flight is not None]
+        return max(min(asked), *self.held) if asked else None
+
+    @functools.cached_property
+    def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
+        """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
+        that depend on state alone. An eager update takes them from their places. Random draws and the step's own
+        collectives stay, and so does what depends on them."""
+        state, after = set(self.graph.inputs), {p.value for p in self.reductions}
+        movable: dict[Eqn, None] = {}
+        free: dict[Var, Eqn] = {}
+        for e in self.ops:
+            if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
+                continue
+            outs = [o for o in e.outs if o is not None]
+            if any(v in after for v in e.ins):
+                movable[e] = None
+                after.update(outs)
+            elif all(v in state or v in free for v in e.ins):
+                free.update((o, e) for o in outs)
+        return movable, free
+
+
+def place_name(s: Skeleton, place: int) -> str:
+    """What a plan calls a place: the first result of the operation that comes next; "" is the end."""
+    if place == len(s.ops):
+        return ""
+    return next((out.name for out in s.ops[place].outs if out is not None), f"#{place}")
+
 
 def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
@@ -132,129 +183,3 @@ def skeleton(graph: Graph) -> Skeleton:
         tuple(max(map(after, p.start.ins)) for p in reductions),
         tuple(min(first(p.value), latest) for p in reductions),
     )
-
-
-def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int]) -> Graph:
-    """The program with its collectives where `schedule` puts them.
-
-    `kept` says for each dropped gather which one's value is read instead. With update="eager" the
-    equations of the update run as soon as the reductions that they need have been waited for.
-    """
-    alias = {s.gathers[j].value: s.gathers[i].value for j, i in kept.items()}
-    emit = _Emission(s, alias, update == "eager")
-    starts: dict[int, list[Eqn]] = {}
-    ends: dict[int, list[list[Planned]]] = {}
-    for b in schedule.reductions:
-        members = [s.reductions[i] for i in b.members]
-        starts.setdefault(b.start, []).append(coalesce([p.start for p in members]))
-        ends.setdefault(b.wait, []).append(members)
-    for b in schedule.gathers:
-        starts.setdefault(b.start, []).append(coalesce([s.gathers[i].start for i in b.members]))
-    comes: dict[int, list[Eqn]] = {}
-    for b in schedule.gathers:
-        for i in b.members:
-            comes.setdefault(s.use[i], []).append(s.gathers[i].wait)
-    index = {p: i for i, p in enumerate(s.reductions)}
-    following: list[list[Planned]] = []  # buckets whose second reduction is under way
-    for k in range(len(s.ops) + 1):
-        emit.all(starts.get(k, ()))
-        for members in ends.get(k, ()):
-            emit.all(p.wait for p in members)
-            if members[0].then is not None:
-                emit(coalesce([p.then[0] for p in members]))
-                following.append(members)
-        while following and (len(following) > 1 or k >= min(s.need[index[p]] for p in following[0])):
-            emit.all(p.then[1] for p in following.pop(0))
-        if k in ends:
-            emit.updates()
-        emit.all(comes.get(k, ()))
-        if k < len(s.ops):
-            emit(s.ops[k])
-    return rename(s.graph.replace(eqns=tuple(emit.eqns)), alias)
-
-
-class _Emission:
-    """The program as it is written down, and the updates that what is there already allows.
-
-    An update waits for what it reads to be made and, as it may be done in place, for every other
-    reader of the state that it reads: a gather reads its shard until it has been waited for.
-    """
-
-    def __init__(self, s: Skeleton, alias: Mapping[Var, Var], eager: bool) -> None:
-        self.eqns: list[Eqn] = []
-        self.done: set[Eqn] = set()
-        self.bound: set[Var] = set(s.graph.inputs)
-        self.places = s.places
-        self.ready: list[tuple[int, int, Eqn]] = []
-        self.waiting: dict[Var, list[Eqn]] = {}
-        movable, self.free = _movable(s) if eager else ({}, {})
-        gathers = [p for p in s.gathers if p.value not in alias]
-        self.reads = {p.wait: p.start.ins for p in gathers}
-        self.reads.update((e, e.ins) for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
-        state = set(s.graph.inputs[: s.graph.num_state])
-        self.readers = Counter(v for ins in self.reads.values() for v in set(ins) & state)
-        self.missing: dict[Eqn, int] = {}
-        for e in movable:
-            need = {v for v in e.ins if (v not in self.bound and v not in self.free) or self.readers[v]}
-            self.missing[e] = len(need)
-            for v in need:
-                self.waiting.setdefault(v, []).append(e)
-
-    def all(self, eqns: Iterable[Eqn]) -> None:
-        for e in eqns:
-            self(e)
-
-    def __call__(self, e: Eqn) -> None:
-        if e in self.done:
-            return
-        self.done.add(e)
-        self.eqns.append(e)
-        for out in e.outs:
-            if out is not None:
-                self.bound.add(out)
-                self._met(out)
-        for v in set(self.reads.get(e, ())):
-            if self.readers[v]:
-                self.readers[v] -= 1
-                if not self.readers[v]:
-                    self._met(v)
-
-    def _met(self, v: Var) -> None:
-        for e in self.waiting.pop(v, ()):
-            self.missing[e] -= 1
-            if not self.missing[e]:
-                heapq.heappush(self.ready, (self.places[e], len(self.ready), e))
-
-    def updates(self) -> None:
-        """Write down every update that can run now."""
-        while self.ready:
-            *_, e = heapq.heappop(self.ready)
-            self._needed(e)
-            self(e)
-
-    def _needed(self, e: Eqn) -> None:
-        """What depends on no gradient is made when an update first asks for it."""
-        for v in e.ins:
-            if v not in self.bound:
-                self._needed(self.free[v])
-                self(self.free[v])
-
-
-def _movable(s: Skeleton) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
-    """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
-    that depend on state alone. Random draws and the step's own collectives stay, and what depends on them."""
-    reduced = {p.value for p in s.reductions}
-    state = set(s.graph.inputs)
-    movable: dict[Eqn, None] = {}
-    free: dict[Var, Eqn] = {}
-    after: set[Var] = set(reduced)
-    for e in s.ops:
-        if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
-            continue
-        outs = [o for o in e.outs if o is not None]
-        if any(v in after for v in e.ins):
-            movable[e] = None
-            after.update(outs)
-        elif all(v in state or v in free for v in e.ins):
-            free.update((o, e) for o in outs)
-    return movable, free

@@ -105,7 +105,7 @@ class Search:
         gathers = self.problem.gathers
         room, fit, total = self.loads.memory - self.loads.alone(self.free), [], [0]
         for i in self.order:
-            a, b = gathers[gathers[i].again].last + 1, gathers[i].use
+            a, b = 2 * gathers[gathers[i].again].last + 2, 2 * gathers[i].use
             if room[a:b].min() >= gathers[i].held:
                 room[a:b] -= gathers[i].held
                 fit.append(i)
@@ -117,7 +117,7 @@ class Search:
     def _seed(
         self, dropped: frozenset[int], portions: tuple[float, float, float], share: float, lead: float, reserve: float
     ) -> Placed | None:
-        room = (self.loads.memory - self.loads.alone(dropped)).tolist()
+        room = self.loads.room(dropped).tolist()
         first, again = (
             [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
             for is_first in (True, False)

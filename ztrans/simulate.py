@@ -13,7 +13,7 @@ import torch
 
 from .cluster import Cluster
 from .collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_alone, is_start, sends_as_it_lies, wire_bytes
-from .cost import flops, local_bytes, memory
+from .cost import flops, is_matmul, local_bytes, memory
 from .graph import DTYPES, Eqn, Graph, Var, is_view, variables
 from .groups import is_users
 from .layout import local_shape
@@ -77,8 +77,18 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 def _roofline(e: Eqn, graph: Graph, cluster: Cluster, size: Any) -> float:
     device = cluster.device
     moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+    return device.launch + max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
+
+
+def _rated(e: Eqn) -> str:
+    """The name of the rate at which an operation computes: the dtype of its result, or "tf32" where PyTorch lets
+    products in fp32 run so."""
     dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
-    return device.launch + max(flops(e, graph) / device.rate(dtype), moved / device.bandwidth)
+    if dtype != "f32" or not is_matmul(e):
+        return dtype
+    convolves = "convolution" in op_name(e.op)
+    allowed = torch.backends.cudnn.conv if convolves else torch.backends.cuda.matmul
+    return "tf32" if allowed.fp32_precision == "tf32" else "f32"
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:

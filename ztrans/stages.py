@@ -31,6 +31,7 @@ from .groups import by_axis
 from .layout import AbstractMesh
 from .mesh import check_runs
 from .plan import Plan
+from .planning import make
 from .pose import pose
 from .profile import Profile
 from .schedule import skeleton
@@ -38,7 +39,7 @@ from .simulate import simulate
 from .timeline import Timeline
 from .trace import Program, no_collection
 from .transfer import landmarks, transfer
-from .transforms.base import Transform
+from .transforms.base import Transform, rewritten
 from .write_order import writes_last
 
 
@@ -67,9 +68,10 @@ class Traced:
         hinted = history[-1][1]
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
         if plan is None:
-            plan, graph = plans.make(hinted, cluster)
+            plan, graph = make(hinted, cluster)
         else:
             graph = plans.apply(hinted, plan)
+            plan = plans.weighed(plan, memory(graph).peak, hinted.budget, cluster.device)
         return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
 
     @no_collection()
@@ -82,8 +84,9 @@ class Traced:
         hinted, plan = history[-1][1], other.plan
         if plan.program != fingerprint(hinted):
             plan = transfer(plan, landmarks(other.hinted, plan), hinted)
-        graph = plans.apply(hinted, plan)
+        graph = plans.ordered(hinted, plan)
         history = (*history[:-1], ("lower", graph))
+        plan = plans.weighed(plan, memory(graph).peak, hinted.budget, other.cluster.device)
         return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
@@ -92,8 +95,7 @@ class Traced:
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
-            graph = transform.rewrite(graph)
-            graph = graph.replace(history=(*graph.history, repr(transform)))
+            graph = rewritten(graph, transform)
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
@@ -148,16 +150,23 @@ class Lowered:
         first steps are recorded and the rest replayed better, as in DeepSpeed's DeepCompile.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        plan, graph = plans.make(self.hinted, cluster)
+        plan, graph = make(self.hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         note = f"expected {after:.4g} s a step, where the plan before has {before:.4g} s ({after / before - 1:+.1%})"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self.planned(plan), cluster=cluster)
+        return dataclasses.replace(self, cluster=cluster).planned(plan)
 
     def planned(self, plan: Plan) -> Lowered:
         """This program in the order of another plan."""
-        graph = plans.apply(self.hinted, plan)
+        return self._ordered(plan, plans.apply(self.hinted, plan))
+
+    def following(self, plan: Plan) -> Lowered:
+        """This program in the order of another rank's plan, though it may need more memory than was asked for."""
+        return self._ordered(plan, plans.ordered(self.hinted, plan))
+
+    def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         history = (*self.history[:-1], ("lower", graph))
+        plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:

@@ -29,7 +29,7 @@ from .graph import Layout
 from .layout import AbstractMesh, copied, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
-from .plan import Plan
+from .plan import OtherProgramError, Plan
 from .profile import Profile
 from .refusals import no_state
 from .replicas import check_same
@@ -115,7 +115,7 @@ class Step:
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except ValueError as error:  # as for a last batch that is smaller
+            except OtherProgramError as error:  # as for a last batch that is smaller
                 planned = traced.lower(cluster=cluster)
                 warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=2)
                 return planned

@@ -16,10 +16,12 @@ from operator import add, ge
 from .collectives import is_start
 from .cost import is_matmul
 from .fingerprint import fingerprint
-from .graph import Graph, producers
+from .graph import Graph
 from .groups import is_users
-from .plan import Members, Plan, place_name
-from .schedule import Skeleton, skeleton
+from .plan import WRITTEN, Plan
+from .pose import frame
+from .resolve import Members
+from .schedule import Skeleton, place_name, skeleton
 
 Landmark = tuple[int, int, int]  # before a place: matrix products, births of gradients, collectives of no plan
 
@@ -46,6 +48,8 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
 
     Raises: ValueError when the programs do not have the same collectives.
     """
+    if plan.update == WRITTEN:
+        return dataclasses.replace(plan, program=fingerprint(graph))
     s = skeleton(graph)
     gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
     reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
@@ -54,23 +58,23 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     if planned != set(gathers) or reduced != set(reductions):
         names = sorted((planned ^ set(gathers)) | (reduced ^ set(reductions)))
         raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")
-    passed, maker = _passed(s), producers(s.ops)
+    passed, problem, end = _passed(s), frame(s, plan.update), len(s.ops)
 
     def place(at: str) -> int:
         """The first place with as much behind it as `at` has."""
         if at == "":
-            return len(s.ops)
-        return next((k for k, here in enumerate(passed) if all(map(ge, here, marks[at]))), len(s.ops))
+            return end
+        return next((k for k, here in enumerate(passed) if all(map(ge, here, marks[at]))), end)
 
     def started(members: Members, at: str) -> str:
-        indices = [gathers[m] for m in members]
-        inputs = [v for i in indices for v in s.gathers[i].start.ins if v in maker]
-        release = max((s.places[maker[v]] + 1 for v in inputs), default=0)
-        return place_name(s, min(max(place(at), release), min(s.use[i] for i in indices)))
+        bucket = [problem.gathers[gathers[m]] for m in members]
+        earliest, latest = max(g.release for g in bucket), min(g.use for g in bucket)
+        return place_name(s, min(max(place(at), earliest), latest))
 
     def waited(members: Members, at: str) -> str:
-        born = max(s.born[reductions[m]] for m in members) + 1
-        return place_name(s, min(max(place(at), born), min(s.need[reductions[m]] for m in members)))
+        bucket = [problem.reductions[reductions[m]] for m in members]
+        earliest, latest = max(r.born + 1 for r in bucket), min(end if r.need is None else r.need for r in bucket)
+        return place_name(s, min(max(place(at), earliest), latest))
 
     return dataclasses.replace(
         plan,

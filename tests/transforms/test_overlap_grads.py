@@ -10,11 +10,12 @@ from torch.func import grad_and_value
 from worlds import on_ranks, sharded
 
 import ztrans as zt
-from ztrans import plan as plans
+from ztrans import planning as plans
 from ztrans.cluster import Link
 from ztrans.collectives import REDUCE_SCATTER, WAIT
 from ztrans.cost import is_matmul
 from ztrans.graph import is_view_or_cast
+from ztrans.validate import ScheduleError
 
 
 def test_program(golden):
@@ -144,7 +145,7 @@ def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkey
         cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))
         monkeypatch.setattr(plans, "realise", lambda *a: cut(whole(*a)))
     else:
-        monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ValueError("out of order: Bucket")))
+        monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")))
     lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
     assert [str(e.outs) for e in lowered.graph.check().eqns] == [str(e.outs) for e in plain.graph.eqns]
     (note,) = lowered.plan.notes

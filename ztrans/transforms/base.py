@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..check import ProgramError, check, check_interface
 from ..graph import Graph, Layout
 
 if TYPE_CHECKING:
@@ -62,6 +63,26 @@ class Transform:
             if f.repr and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
         ]
         return f"{self.name}({', '.join(shown)})"
+
+
+def rewritten(graph: Graph, transform: Transform) -> Graph:
+    """The program after a transform, verified.
+
+    Raises: ProgramError that names the transform and the equation when its rewrite made no well-formed program, or
+    one with other inputs or outputs; TypeError when it made none.
+    """
+    new = transform.rewrite(graph)
+    if not isinstance(new, Graph):
+        raise TypeError(f"{transform!r}: rewrite returned a {type(new).__name__}; it returns the new Graph.")
+    try:
+        check(new)
+        check_interface(graph, new)
+    except ProgramError as error:
+        raise ProgramError(
+            f"{transform!r} made a program that is not well formed: {error}.\n"
+            f"Correct its rewrite: the program that it returns must pass zt.check(graph)."
+        ) from None
+    return new.replace(history=(*graph.history, repr(transform)))
 
 
 @dataclass(frozen=True, repr=False)

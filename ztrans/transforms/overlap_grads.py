@@ -88,7 +88,7 @@ class _OverlapGrads(Transform):
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
         size = None if self.bucket == "auto" else self.bucket
-        hint = Order("reduce", self.max_in_flight, None, size, self.max_compute_between, self.update)
+        hint = Order("reduce", self.max_in_flight, size, self.max_compute_between, self.update)
         outputs = set(variables(graph.outputs))
         hints: dict[Eqn, Order] = {}
         for start in starts:

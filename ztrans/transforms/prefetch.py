@@ -51,6 +51,7 @@ class _Prefetch(Transform):
         return "prefetch"
 
     def rewrite(self, graph: Graph) -> Graph:
-        hint = Order("gather", self.max_in_flight, None if self.memory == "auto" else self.memory)
+        hint, budget = Order("gather", self.max_in_flight), None if self.memory == "auto" else self.memory
         gathers = {e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"}
-        return graph.replace(eqns=tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns))
+        eqns = tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns)
+        return graph.replace(eqns=eqns, budget=budget)

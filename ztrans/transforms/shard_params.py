@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..graph import Graph, Layout, Split, dce
-from ..layout import AbstractMesh, mesh_axes
+from ..layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .accumulate import accumulate_unsharded
 from .base import Transform
 from .matrix_chains import matrix_chains, note
@@ -51,7 +51,8 @@ def shard_params(
             everything and all-reduces gradients (DDP).
         reshard: at stage 3, whether a parameter must be dropped between forward and backward. "auto"
             lets `prefetch` keep those whose second gather costs time, within its memory budget.
-        where: `where(path, leaf)` says which state leaves to shard; the others are replicated.
+        where: `where(path, leaf)` says which state leaves to shard; the others are replicated, and so are
+            those with fewer rows than half of the ranks.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: dtype of real gradients on the wire (numerics-changing; default: their own). Complex ones
             cross in their own.
@@ -87,7 +88,7 @@ class _ShardParams(Transform):
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: str
     stage: int
-    reshard: str = "auto"
+    reshard: Literal["auto", "always"] = "auto"
     where: Where | None = None
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
@@ -104,7 +105,7 @@ class _ShardParams(Transform):
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
         if self.stage == 0 or not shape or (self.where is not None and not self.where(path, leaf)):
             return ()
-        return (Split(self.axis, 0),)
+        return (Split(self.axis, 0),) if is_worth_cutting(shape[0], dict(mesh_axes(self.mesh))[self.axis]) else ()
 
     def rewrite(self, graph: Graph) -> Graph:
         plain = graph.replace(mesh=mesh_axes(self.mesh))

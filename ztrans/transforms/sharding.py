@@ -16,6 +16,7 @@ import torch
 from ..collectives import GRADIENT, PMEAN, PSUM
 from ..graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
 from ..groups import is_users, on_parts
+from ..layout import is_worth_cutting
 from ..pretty import op_name
 from ..redistribute import on_axis
 from ..rules import NoRule, rule
@@ -141,7 +142,8 @@ class Sharding:
         if axis in self.over.get(x, INVARIANT):
             readers = self.readers.get(out)
             only_update = readers and all(e.region == "update" for e in readers)
-            to = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and x.shape else None
+            cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
+            to = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and cut else None
             self.values.reduce(eqn, x, out, {axis}, to, "pmean", out.name, "mean" if eqn.op is PMEAN else "sum")
         elif eqn.op is PSUM:
             times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))

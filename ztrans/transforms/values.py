@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -23,7 +23,7 @@ class Options(Protocol):
 
     axis: str
     stage: int
-    reshard: str
+    reshard: Literal["auto", "always"]
     replicate_axis: str | None
     reduce_dtype: torch.dtype | None
     outputs: str
@@ -93,7 +93,7 @@ class Values:
         if phase not in known and v in self._lazy:
             self._make(self._lazy[v], phase, eqn, first=not known)
         elif phase not in known:
-            again = self.opt.reshard == "auto" and bool(known)
+            again = self.opt.reshard if known else None
             site = self._site(eqn, "param", v.name, again=again)
             more, known[phase] = redistribute(self.placed[v], None, self.axis, site, f"{v.name}.full")
             self.eqns.extend(more)
@@ -124,6 +124,6 @@ class Values:
             self.eqns.extend(more)
         self.bind(out, value)
 
-    def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, again=False) -> Site:
+    def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, again=None) -> Site:
         fresh = lambda name: name if name == keep else self.names.fresh(name)
         return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, again))

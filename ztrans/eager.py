@@ -1,0 +1,91 @@
+"""Eager updates: what of the update leaves its place, and runs when its reductions have been waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .graph import Eqn, Var
+from .problem import Gather, Update
+from .schedule import Skeleton
+
+_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equations of the update, in order, that need the same reductions and may run from the same place on."""
+
+    after: tuple[int, ...]
+    release: int
+    eqns: tuple[Eqn, ...]
+
+    def update(self, cost: Mapping[Eqn, float]) -> Update:
+        """The group as a part of the problem."""
+        return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
+
+
+def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
+    """The equations of the update that leave their places, in groups.
+
+    What an operation at a fixed place yields after the last reduction was waited for, as the scale of a global
+    norm, comes with no reduction: the equations that need it stay.
+    """
+    movable, free = s.floating
+    release = _releases(s, gathers, {*movable, *free.values()})
+    root = s.live.root
+    after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
+    found: dict[_Key, list[Eqn]] = {}
+    latest = max(s.need, default=0)
+    for e in movable:
+        reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
+        place = max(max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins)
+        if place > latest:
+            place = s.places[e] + 1
+        else:
+            found.setdefault((reductions, place), []).append(e)
+        for out in filter(None, e.outs):
+            after[out], release[out] = reductions, place
+    for key, eqns in _askers(free, found).items():
+        found.setdefault(key, []).extend(eqns)
+    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
+    return tuple(Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in found.items())
+
+
+def _askers(free: Mapping[Var, Eqn], found: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
+    """What depends on state alone, by the group that asks for it; what several ask for needs no reduction, and what
+    none asks for stays at its place."""
+    asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
+    for key, eqns in found.items():
+        todo = [free[v] for e in eqns for v in e.ins if v in free]
+        while todo:
+            e = todo.pop()
+            if key not in asked[e]:
+                asked[e].add(key)
+                todo += [free[v] for v in e.ins if v in free]
+    by_group: dict[_Key, list[Eqn]] = {}
+    for e, keys in ((e, keys) for e, keys in asked.items() if keys):
+        by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
+    return by_group
+
+
+def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
+    """The place from which a value is there; of a leaf of the state, from which nothing at a fixed place reads it."""
+    root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
+    release: dict[Var, int] = {}
+    for k, e in enumerate(s.ops):
+        if e not in floating:
+            release.update((root[v], k + 1) for v in e.ins if root[v] in state)
+            release.update((out, k + 1) for out in e.outs if out is not None)
+    for p, g in zip(s.gathers, gathers):
+        release[p.value] = g.use + 1
+        if g.again is None:  # a plan may drop the others
+            release.update((root[v], max(release.get(root[v], 0), g.use + 1)) for v in p.start.ins if root[v] in state)
+    return release
+
+
+def deadline(s: Skeleton, floating: set[Eqn], born: int, need: int) -> int:
+    """The place at which a reduction must have been waited for: right before the equations that leave their places."""
+    while need > born + 1 and s.ops[need - 1] in floating:
+        need -= 1
+    return need

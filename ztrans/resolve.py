@@ -1,0 +1,71 @@
+"""resolve: the names of a plan, and the schedule of a program that they stand for.
+
+A plan knows gathers and reductions by their futures, and places by the first result of the operation that comes
+next. Names that a program does not have, or that stand in the wrong place, are errors that say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .problem import Bucket, Problem, Schedule
+from .schedule import Planned, Skeleton, place_name
+from .validate import ScheduleError, validate
+
+Members = tuple[str, ...]
+Named = tuple[tuple[Members, str], ...]
+
+
+def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
+    """A schedule by name: its gathers with their starts, its reductions with their waits, the gathers it drops."""
+    members = lambda planned, indices: tuple(planned[i].start.outs[0].name for i in indices)
+    return (
+        tuple((members(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
+        tuple((members(s.reductions, b.members), place_name(s, b.wait)) for b in schedule.reductions),
+        members(s.gathers, sorted(schedule.dropped)),
+    )
+
+
+def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members) -> Schedule:
+    """The schedule of a program that names stand for.
+
+    Raises: ScheduleError that names what is wrong.
+    """
+    places = {place_name(s, k): k for k in range(len(s.ops) + 1)}
+    gather, reduction = _index(s.gathers), _index(s.reductions)
+    _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
+    _check_once("reduction", reduction, [m for members, _ in reductions for m in members])
+    found_gathers, found_reductions = [], []
+    for names, at in gathers:
+        members, start = tuple(gather[m] for m in names), _place(places, at, names)
+        found_gathers.append(Bucket(members, start, min(s.use[i] for i in members)))
+    for names, at in reductions:
+        members, wait = tuple(reduction[m] for m in names), _place(places, at, names)
+        found_reductions.append(Bucket(members, max(s.born[i] for i in members) + 1, wait))
+    schedule = Schedule(tuple(found_gathers), tuple(found_reductions), frozenset(gather[m] for m in dropped))
+    validate(problem, schedule)
+    return schedule
+
+
+def _index(planned: Sequence[Planned]) -> dict[str, int]:
+    return {p.start.outs[0].name: i for i, p in enumerate(planned)}
+
+
+def _check_once(what: str, known: Mapping[str, int], names: Iterable[str]) -> None:
+    """Every name is known and stands once, and none is missing."""
+    seen: set[str] = set()
+    for each in names:
+        if each not in known:
+            raise ScheduleError(f"the program has no {what} {each!r}")
+        if each in seen:
+            raise ScheduleError(f"the {what} {each!r} is there twice")
+        seen.add(each)
+    missing = next((each for each in known if each not in seen), None)
+    if missing is not None:
+        raise ScheduleError(f"the {what} {missing!r} is missing")
+
+
+def _place(places: Mapping[str, int], at: str, names: Members) -> int:
+    if at not in places:
+        raise ScheduleError(f"the program has no operation {at!r}, by which [{', '.join(names)}] is placed")
+    return places[at]

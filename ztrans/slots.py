@@ -1,0 +1,89 @@
+"""Slots: where the bytes of a schedule are counted.
+
+Slot 2k is place k, where messages start and are waited for; slot 2k + 1 is operation k. Small members of one
+bucket share a buffer: a gather has it for a moment when it starts and when it is waited for, and its own part
+of it in between; a reduction makes it when it starts, and frees the gradients that it holds copies of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from .problem import Gather, Problem, Reduction
+
+Span = tuple[int, int, int]  # the first slot, the one after the last, the bytes that are live there
+Member = TypeVar("Member", Gather, Reduction)
+NOTHING = -(2**52)  # bytes at a place of which nothing is known: no limit is reached there
+
+
+def shared(members: Sequence[Member]) -> list[Member]:
+    """The members of a bucket that share a buffer: the small ones, if there are several."""
+    small = [member for member in members if member.small]
+    return small if len(small) > 1 else []
+
+
+def buffers(problem: Problem, members: Sequence[Gather]) -> tuple[int, int]:
+    """The bytes of the buffer that a bucket of gathers shares, and of this rank's part of it."""
+    packed = sum(member.held for member in shared(members))
+    return packed, packed // problem.wires[members[0].key].ranks
+
+
+def gathering(problem: Problem, members: Sequence[Gather], start: int, wait: int) -> Iterator[Span]:
+    """What a bucket of gathers has live from its start to its wait, the values themselves aside."""
+    packed, part = buffers(problem, members)
+    if packed:
+        yield 2 * wait, 2 * wait + 1, packed + part
+        if start < wait:
+            yield 2 * start, 2 * start + 1, packed
+            yield 2 * start, 2 * wait, part
+
+
+def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Span]:
+    """What a bucket of reductions has live: gradients, what is sent and received, the reduced values."""
+    for r in members:
+        yield 2 * r.born + 1, 2 * start, r.held
+        if r.result:
+            yield 2 * start, 2 * r.until, r.result
+    more, moving = sum(r.more for r in members), under_way(members)
+    yield 2 * start, 2 * start + 1, max(sum(r.held + r.flight for r in members) + copied(members), moving + more)
+    yield 2 * start + 1, 2 * wait + 1, moving
+    if wait > start:
+        yield 2 * wait, 2 * wait + 1, more
+
+
+def under_way(members: Iterable[Reduction]) -> int:
+    """The bytes that reductions have live from their start to their wait."""
+    return sum(r.held - r.freed + r.flight for r in members)
+
+
+def copied(members: Sequence[Reduction]) -> int:
+    """The bytes of gradients that are copied because their bucket has several small ones."""
+    return sum(r.held - r.freed for r in shared(members))
+
+
+def fixed(problem: Problem) -> np.ndarray:
+    """By slot, what is live whatever the schedule."""
+    n = len(problem.live)
+    slots = np.full(2 * n + 1, NOTHING, dtype=np.int64)
+    slots[1::2] = problem.live
+    if problem.across:
+        slots[::2] = problem.across
+    return slots
+
+
+def summed(spans: Iterable[Span], count: int) -> np.ndarray:
+    """By slot, the bytes of all spans."""
+    first, end, size = np.array([*spans, (0, 0, 0)], dtype=np.int64).T
+    change = np.bincount(first, size, count + 1) - np.bincount(np.minimum(end, count), size, count + 1)
+    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
+
+
+def by_operation(slots: np.ndarray) -> np.ndarray:
+    """By operation, the most that is live while it runs or at the place before it; the last place counts with it."""
+    most = np.maximum(slots[1::2], slots[:-1:2])
+    if len(most):
+        most[-1] = max(most[-1], slots[-1])
+    return most

@@ -1,0 +1,39 @@
+"""Updates: the compute that waits for reductions, while a schedule is played.
+
+With update="eager" an update runs as soon as the last reduction that it needs has been waited for. It may run
+no earlier than its release: until then something else reads the state that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .problem import Problem
+
+
+class Updates:
+    """The updates of a problem that have not run yet."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.updates, self.updated = problem.updates, problem.updated
+        self.missing = [len(update.after) for update in self.updates]
+        self.ready = [u for u, count in enumerate(self.missing) if not count]
+        self.waiting = set(range(len(self.updates)))
+
+    def follow(self, reductions: Iterable[int], place: int) -> float:
+        """The seconds of the updates that run now that these reductions have been waited for at a place."""
+        for r in reductions:
+            for u in self.updated.get(r, ()):
+                self.missing[u] -= 1
+                if not self.missing[u]:
+                    self.ready.append(u)
+        now = [u for u in self.ready if self.updates[u].release <= place]
+        if now:
+            self.ready = [u for u in self.ready if self.updates[u].release > place]
+            self.waiting.difference_update(now)
+        return sum(self.updates[u].seconds for u in now)
+
+    @property
+    def left(self) -> float:
+        """The seconds of the updates that have not run: they run at the end."""
+        return sum(self.updates[u].seconds for u in sorted(self.waiting))

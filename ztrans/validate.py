@@ -1,0 +1,129 @@
+"""validate: whether a schedule is one of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from .outcome import keepers
+from .problem import Bucket, Gather, Problem, Reduction, Schedule
+
+
+class ScheduleError(ValueError):
+    """A schedule is none of its problem."""
+
+
+def validate(problem: Problem, schedule: Schedule) -> None:
+    """Verify that a schedule keeps every limit of a problem but that of memory.
+
+    Raises: ScheduleError that names members and places.
+    """
+    _check_dropped(problem, schedule)
+    _check_buckets(problem, "gather", schedule.gathers, problem.gathers, schedule.dropped)
+    _check_buckets(problem, "reduction", schedule.reductions, problem.reductions, frozenset())
+    for bucket in schedule.gathers:
+        _check_gather(problem, bucket)
+    for bucket in schedule.reductions:
+        _check_reduction(problem, bucket)
+    _check_in_flight(problem, "gathers", schedule.gathers, problem.gathers, problem.gathers_in_flight)
+    _check_in_flight(problem, "gradients", schedule.reductions, problem.reductions, problem.reductions_in_flight)
+    _check_between(problem, schedule)
+
+
+def _said(things: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
+    """The members of a bucket by name, or by number."""
+    return f"[{', '.join(things[i].name or str(i) for i in members)}]"
+
+
+def _check_dropped(problem: Problem, schedule: Schedule) -> None:
+    for i in sorted(schedule.dropped):
+        if problem.gathers[i].again is None:
+            raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and no value is kept for it")
+    for i, keeper in keepers(problem, schedule).items():
+        if keeper in schedule.dropped:
+            raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and so is the one it repeats")
+
+
+def _check_buckets(
+    problem: Problem,
+    what: str,
+    buckets: Sequence[Bucket],
+    things: Sequence[Gather] | Sequence[Reduction],
+    absent: frozenset[int],
+) -> None:
+    """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
+    members = [i for bucket in buckets for i in bucket.members]
+    if sorted(members) != [i for i in range(len(things)) if i not in absent]:
+        odd = [i for i in range(len(things)) if members.count(i) != (i not in absent)]
+        raise ScheduleError(f"not every {what} is in one bucket: {_said(things, odd)}")
+    for bucket in buckets:
+        said = _said(things, bucket.members)
+        if len({things[i].key for i in bucket.members}) != 1:
+            raise ScheduleError(f"{what}s of several kinds share the bucket {said}")
+        if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
+            start, wait = map(problem.place, (bucket.start, bucket.wait))
+            raise ScheduleError(f"the {what} {said} starts {start}, and is waited for {wait}: out of order")
+    for a, b in pairwise(buckets):
+        if a.start > b.start:
+            first, second = _said(things, a.members), _said(things, b.members)
+            raise ScheduleError(f"the {what} {second} stands after {first} and starts before it")
+
+
+def _check_gather(problem: Problem, bucket: Bucket) -> None:
+    members = [problem.gathers[i] for i in bucket.members]
+    said, start = _said(problem.gathers, bucket.members), problem.place(bucket.start)
+    first, released = min(g.use for g in members), max(g.release for g in members)
+    if bucket.wait != first:
+        raise ScheduleError(f"the gather {said} is first used {problem.place(first)}, and not waited for there")
+    if bucket.start < released:
+        earliest = problem.place(released)
+        raise ScheduleError(f"the gather {said} starts {start}, and may start {earliest} at the earliest")
+
+
+def _check_reduction(problem: Problem, bucket: Bucket) -> None:
+    members = [problem.reductions[i] for i in bucket.members]
+    said, wait = _said(problem.reductions, bucket.members), problem.place(bucket.wait)
+    born = max(r.born for r in members) + 1
+    need = min(len(problem.seconds) if r.need is None else r.need for r in members)
+    if bucket.start != born:
+        start = problem.place(born)
+        raise ScheduleError(f"the reduction {said} has its last gradient {start}, and does not start there")
+    if bucket.wait > need:
+        raise ScheduleError(f"the reduction {said} is waited for {wait}, and needed {problem.place(need)}")
+
+
+def _check_in_flight(
+    problem: Problem,
+    what: str,
+    buckets: Sequence[Bucket],
+    things: Sequence[Gather] | Sequence[Reduction],
+    limit: float | None,
+) -> None:
+    """Bytes started and not yet waited for."""
+    if limit is None:
+        return
+    change = np.zeros(len(problem.seconds) + 1, dtype=np.int64)
+    for bucket in buckets:
+        held = sum(things[i].held for i in bucket.members)
+        change[bucket.start] += held
+        change[bucket.wait] -= held
+    flight = change.cumsum()
+    if flight.max() > limit:
+        where = problem.place(int(flight.argmax()))
+        raise ScheduleError(f"{flight.max()} bytes of {what} are under way {where}, and {limit} may be")
+
+
+def _check_between(problem: Problem, schedule: Schedule) -> None:
+    """Matmuls between two starts of reductions."""
+    if problem.max_between is None:
+        return
+    births = sorted({reduction.born + 1 for reduction in problem.reductions})
+    for a, b in pairwise(sorted({*births[:1], *(bucket.start for bucket in schedule.reductions)})):
+        if problem.matmuls[b] - problem.matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
+            first, second = map(problem.place, (a, b))
+            raise ScheduleError(
+                f"no reduction starts between the places {first} and {second}, which more than "
+                f"{problem.max_between} matmuls part"
+            )
