@@ -24,7 +24,16 @@ import ztrans as zt
 from ztrans import donation, ops
 from ztrans.arguments import flat
 from ztrans.cluster import Link
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, is_start, wait
+from ztrans.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    is_start,
+    sends_as_it_lies,
+    wait,
+)
 from ztrans.execute import bind, to_fx
 from ztrans.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.near import MOST, Near
@@ -79,9 +88,22 @@ def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
     assert cuda.races == []
     assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and a lane"
     assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory is used again"
-    # The bytes alive at once, of all pools, are those that the cost model counts, but for alignment.
+    # The bytes alive at once, of all pools, are those that the cost model counts and what is being packed, but for
+    # alignment.
     inputs = sum(x.nbytes for x in local)
-    assert cuda.peak <= 1.02 * (low.memory_analysis().peak - inputs) + 512
+    assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
+
+
+def with_packing(low):
+    """The peak of the memory analysis, with the gradients that a bucket packs until the next collective."""
+    axes, packed, peak = low.graph.axes, 0, 0
+    for e, live in zip(low.graph.eqns, low.memory_analysis().live):
+        packed = 0 if is_start(e) or e.op is WAIT else packed
+        peak = max(peak, live + packed)
+        if is_start(e):
+            copied = (v for k, v in enumerate(e.ins) if not sends_as_it_lies(e, k, axes) and v not in low.graph.inputs)
+            packed = sum(v.numel * v.dtype.itemsize for v in copied)
+    return peak
 
 
 def test_what_a_gather_unpacks_is_counted(mesh):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .graph import Eqn, Graph, Layout, Primitive, Split, Var, dce, is_view, rename
+from .graph import Eqn, Graph, Layout, Primitive, Split, Var, dce, rename
 
 ALL_GATHER = Primitive("all_gather")
 REDUCE_SCATTER = Primitive("reduce_scatter")
@@ -35,11 +35,6 @@ STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 def is_start(eqn: Eqn) -> bool:
     """Whether the equation starts a collective."""
     return eqn.op in STARTS
-
-
-def runs(e: Eqn) -> bool:
-    """Whether an equation is work for the device: no view, no mark, and no collective."""
-    return not (is_view(e) or is_start(e) or e.op in (WAIT, SHARD, GRADIENT, PMEAN, PSUM))
 
 
 def without(layout: Layout, axis: str) -> Layout:

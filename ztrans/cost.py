@@ -15,17 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import (
-    SHARD,
-    WAIT,
-    is_start,
-    received_bytes,
-    runs,
-    sends_as_it_lies,
-    sent_bytes,
-    unpacked_bytes,
-    wire_bytes,
-)
+from .collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
 from .donation import Donation, donation
 from .graph import Eqn, Graph, Var, is_view
 from .layout import local_shape
@@ -144,41 +134,23 @@ def held(graph: Graph, given: Donation) -> list[Held]:
     """Every storage and buffer of a program, from the equation that makes it to the last that needs it.
 
     Buffers are what a collective receives from its start on, what it packs, and a reduction casts or pads, until
-    its wait, and what a gather unpacks while it does. What was packed is live while the next operation runs: a GPU
-    packs beside it (see `streams`). Inputs are live throughout, being the caller's; state outputs replace them.
+    its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state
+    outputs replace them.
     """
     size, n = local_bytes(graph), len(graph.eqns)
     waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
     lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
-    packed = _packed(graph, given)
     found = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and given.owner[out] is out:
                 allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
-                last = min(max(given.last[out], packed.get(out, 0)), n - 1)
-                found.append(Held(i, last, out, allocated, str(e.source or "")))
+                found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if is_start(e) and (sent := sent_bytes(e, graph.axes)):
             end = min(waits[f] for f in e.outs)
             found.append(Held(i, end, e.outs[0], sent, "send buffer"))
             found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
     return found
-
-
-def _packed(graph: Graph, given: Donation) -> dict[Var, int]:
-    """By storage that a collective packs, the operation that runs meanwhile; 0 if the next one is a collective too."""
-    meanwhile: dict[Var, int] = {}
-    following = 0
-    for i, e in reversed(list(enumerate(graph.eqns))):
-        if is_start(e):
-            copied = (v for k, v in enumerate(e.ins) if not sends_as_it_lies(e, k, graph.axes))
-            meanwhile.update((given.owner[v], following) for v in copied)
-            following = 0
-        elif e.op is WAIT:
-            following = 0
-        elif runs(e):
-            following = i
-    return meanwhile
 
 
 def memory(graph: Graph) -> Memory:

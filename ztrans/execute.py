@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .ambient import without_autocast
-from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start, runs
+from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import channel, wait
 from .donation import Donation, donation
 from .fusion import Group
@@ -90,7 +90,6 @@ def to_fx(
     over, state = given.twins, set(graph.inputs[: graph.num_state])
     together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in over for e in g.eqns))}
     inside = {e for g in together.values() for e in g.eqns[1:]}
-    packing = False  # what the last collective packs is held, until one operation has been launched beside it
     for i, eqn in enumerate(graph.eqns):
         before = len(out.nodes)
         group = together.get(eqn)
@@ -129,10 +128,6 @@ def to_fx(
         for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
             node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "")
             node.meta["eqns"] = group.eqns if group is not None else (eqn,)
-        launched = group is not None or runs(eqn)
-        if packing and launched:
-            out.call_function(streams.release)
-        packing = streams is not None and (is_start(eqn) or (packing and not launched))
     out.output([substitute(o, env.__getitem__) for o in graph.outputs])
     return fx.GraphModule(module, out, graph.name)
 

@@ -14,8 +14,8 @@ No block of memory is used again while a stream may still touch it, and nobody c
 - What is handed from stream to stream (sent, received, results) is allocated on the compute stream
   before the event that the others wait for, and held until compute has waited for the lane's last event.
 - What one lane alone uses is allocated on that lane, and let go at once: it is used again there, in order.
-- The members that were packed are held until compute has waited for the packing, which it does when
-  one more operation has been launched, or at the next start or wait.
+- The members that were packed are held until compute has waited for the packing, which it does at
+  the next start or wait, when that has long been over.
 
 So the host never waits, the allocator's choices depend on the program alone, and every step finds
 the addresses of the step before.
