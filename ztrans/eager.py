@@ -39,7 +39,8 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
     latest = max(s.need, default=0)
     for e in movable:
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
-        place = max(max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins)
+        places = [max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins]
+        place = max([*places, *(release.get(leaf, 0) for leaf in s.waits[e])])
         if place > latest:
             place = s.places[e] + 1
         else:

@@ -76,7 +76,10 @@ def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = 
         bucket = sent[i][0]
         return updates.follow(bucket.members, place) if id(bucket) in reduces else 0.0
 
-    times = play(problem.seconds, [m for _, m in sent], places, follows)
+    def precedes(messages: Sequence[int], place: int) -> float:
+        return updates.run(place) if any(sent[i][0] is not None for i in messages) else 0.0
+
+    times = play(problem.seconds, [m for _, m in sent], places, follows, precedes)
     return times, max(times.start[-1] + updates.left, *times.end, 0.0)
 
 

@@ -271,6 +271,9 @@ class _Play:
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[2])
         come, sent = self.network.come, self.sent
+        if any(each < len(self.gathers) for each in needed):
+            self.clock += self.updates.run(place)
+            self.network.run(self.clock)
         for end, each in sorted((come(sent[each]), each) for each in needed):
             if end > self.clock:
                 self.clock = end

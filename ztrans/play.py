@@ -152,12 +152,13 @@ def play(
     messages: Sequence[Message],
     places: Sequence[int] | None = None,
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
+    precedes: Callable[[Sequence[int], int], float] = lambda messages, place: 0.0,
 ) -> Played:
     """Play a program: `compute[k]` seconds of operation k, and `messages` in the order of their issue.
 
     Times are given for `places`, by default every one; places at which nothing is issued or needed
     may be left out, which makes it faster. `follows(i, k)` says how many seconds of further compute
-    run once message i has been waited for at place k.
+    run once message i has been waited for at place k, and `precedes(messages, k)` how many before these are.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -185,6 +186,7 @@ def play(
                 network.run(clock)
                 number[i] = network.issue(messages[i], clock)
         if k in needed:
+            clock += precedes(needed[k], k)
             for end, i in sorted((network.come(number[i]), i) for i in needed[k]):
                 if end > clock:
                     stall[i] = end - clock

@@ -40,6 +40,8 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
         for b in due:
             emit.wait(b)
         emit.second(k)
+        if k in uses:
+            emit.updates()
         emit.all(uses.get(k, ()))
         if k < len(s.ops):
             emit(s.ops[k])
@@ -81,7 +83,7 @@ class _Emission:
         self.missing: dict[Eqn, int] = {}
         for e in movable:
             need = {v for v in e.ins if v not in self.bound and v not in self.free}
-            need.update(v for v in leaves(e.ins) if self.readers[v])
+            need.update(v for v in s.waits[e] if self.readers[v])
             self.missing[e] = len(need)
             for v in need:
                 self.waiting.setdefault(v, []).append(e)
@@ -117,6 +119,7 @@ class _Emission:
     def wait(self, bucket: Bucket) -> None:
         """Wait for a bucket of reductions, reduce it over the second axis if it has one, and run what follows."""
         members = [self.s.reductions[i] for i in bucket.members]
+        self.updates()
         self.all(p.wait for p in members)
         self.under_way -= sum(self.s.held[i] for i in bucket.members)
         if members[0].then is not None:

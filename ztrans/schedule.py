@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .collectives import WAIT, is_start
-from .graph import Eqn, Graph, Var, is_random, producers, users
+from .graph import Eqn, Graph, Var, is_random, producers, users, variables
 from .groups import is_users
 from .layout import local_shape
 from .liveness import Liveness, liveness
@@ -133,6 +133,29 @@ class Skeleton:
             elif all(v in state or v in free for v in e.ins):
                 free.update((o, e) for o in outs)
         return movable, free
+
+
+    @functools.cached_property
+    def waits(self) -> dict[Eqn, set[Var]]:
+        """By floating equation, the leaves of the state that others must have read before it runs.
+
+        They are those that it reads, as it may be done in place. An equation that makes a passing value of what is
+        live anyway also waits for what all its readers wait for: before that it would only hold memory.
+        """
+        (movable, free), root, used = self.floating, self.live.root, users(self.graph)
+        state, outputs = set(self.graph.inputs[: self.graph.num_state]), set(variables(self.graph.outputs))
+        there = {*self.graph.inputs, *outputs, *free}
+        for e in movable:
+            if all(v in there or v.numel == 1 for v in e.ins):
+                there.update(out for out in e.outs if out is not None)
+        waits: dict[Eqn, set[Var]] = {}
+        for e in reversed(movable):
+            waits[e] = {root[v] for v in e.ins} & state
+            outs = [out for out in e.outs if out is not None]
+            readers = [waits.get(reader, set()) for out in outs for reader in used.get(out, ())]
+            if readers and all(out in there and out not in outputs for out in outs):
+                waits[e] |= set.intersection(*readers)
+        return waits
 
 
 def place_name(s: Skeleton, place: int) -> str:

@@ -1,7 +1,8 @@
 """Updates: the compute that waits for reductions, while a schedule is played.
 
-With update="eager" an update runs as soon as the last reduction that it needs has been waited for. It may run
-no earlier than its release: until then something else reads the state that it writes.
+With update="eager" an update runs when the last reduction that it needs has been waited for. It may run no earlier
+than its release: until then something else reads the state that it writes. One that was released since runs before
+the next wait for a gather or a reduction, and so while that is still on its way.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ class Updates:
         self.waiting = set(range(len(self.updates)))
 
     def follow(self, reductions: Iterable[int], place: int) -> float:
-        """The seconds of the updates that run now that these reductions have been waited for at a place."""
+        """The seconds of the updates that run once these reductions have been waited for at a place."""
         for r in reductions:
             for u in self.updated.get(r, ()):
                 self.missing[u] -= 1
                 if not self.missing[u]:
                     self.ready.append(u)
+        return self.run(place)
+
+    def run(self, place: int) -> float:
+        """The seconds of the updates that can run at a place, and do."""
         now = [u for u in self.ready if self.updates[u].release <= place]
         if now:
             self.ready = [u for u in self.ready if self.updates[u].release > place]
