@@ -22,14 +22,12 @@ def test_bounds_budgets_and_stages_hold_in_real_programs(model):
 
 
 def test_what_does_not_hold_is_found():
-    (program,) = [row for row in analyses.rows(SMALL[:1], places=1) if row.stage == 3 and row.usual and row.budget is None]
-    wrong = [
-        replace(program, bound=2 * program.seconds),
-        replace(program, budget=program.peak - 1),
-    ]
-    assert [what for what, _ in analyses.broken(wrong)] == ["bound", "budget"]
-    more = [replace(program, budget=2 * program.peak, seconds=s) for s in (1.0, 1.02)]
-    more[1] = replace(more[1], budget=3 * program.peak)
-    assert [what for what, _ in analyses.broken(more)] == ["more"]
-    stages = [replace(program, stage=stage, peak=peak) for stage, peak in ((0, 9), (2, 7), (3, 8))]
-    assert [what for what, _ in analyses.broken(stages)] == ["stages"]
+    rows = [row for row in analyses.rows(SMALL[:1], places=1) if row.usual and row.budget is None]
+    program, *lower = sorted(rows, key=lambda row: -row.stage)
+    found = lambda *rows: [what for what, _ in analyses.broken([*lower, *rows])]
+    assert [row.stage for row in (program, *lower)] == [3, 2, 0] and found(program) == []
+    assert found(replace(program, bound=2 * program.seconds)) == ["bound"]
+    assert found(replace(program, budget=program.peak - 1)) == ["budget"]
+    asked = [replace(program, budget=n * program.peak, seconds=s) for n, s in ((2, 1.0), (3, 1.02))]
+    assert found(*asked) == ["more"]
+    assert found(replace(program, peak=lower[0].peak + 1)) == ["stages"]
