@@ -324,7 +324,8 @@ def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
     """The fault comes with the last reduction of the step, when parameters of the last layers have been updated."""
 
     def run() -> None:
-        lowered = transformed(zt.AbstractMesh(dp=WORLD), stage).lower(first_state(), *batch(0, 0))
+        step, cluster = transformed(zt.AbstractMesh(dp=WORLD), stage), zt.cluster("cpu", dp="ethernet-1g")
+        lowered = step.lower(first_state(), *batch(0, 0), cluster=cluster)  # as a mesh of CPUs is planned for
         reductions = [e for e in lowered.graph.eqns if e.op.name in ("all_reduce", "reduce_scatter")]
         one_fails(fault, stage, "eager", "reductions", len(reductions))
 
