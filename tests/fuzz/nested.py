@@ -75,7 +75,8 @@ def embedding(chance: Random, width: int) -> Layer:
             return x * table[ids]
         return x + table.gather(0, ids[:, None].expand(-1, width))
 
-    return Layer(f"{kind} {width}", (Leaf((IDS, width)),), run, width)
+    mapped = kind != "one hot"  # PyTorch looks at the values of ids
+    return Layer(f"{kind} {width}", (Leaf((IDS, width)),), run, width, mapped=mapped)
 
 
 def scattered(chance: Random, width: int) -> Layer:
