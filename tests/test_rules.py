@@ -37,6 +37,10 @@ def test_uneven_parts_and_parts_that_are_empty():
         assert ask(aten.addcdiv.default, v, v, v, value=0.1, size=8) == ([CUT] * 3, [CUT])
 
 
+def test_views_that_dtensor_does_not_know_are_of_the_whole_value():
+    assert ask(aten.unfold.default, var(12, layout=CUT), 0, 3, 1) == ([()], [()])
+
+
 def test_matmuls_of_parts():
     wanted, given = ask(aten.mm.default, W, var(6, 12, layout=(Split("dp", 1),)))
     assert given == [CUT] and wanted[0] == CUT and wanted[1] == ()

@@ -85,7 +85,12 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     whole = [()] * len(ins), [()] * len(eqn.outs)
     if any(v.numel == 0 for v in ins) and torch.Tag.pointwise not in eqn.op.tags:
         return whole  # DTensor's rule for views of them never returns
-    wanted, given = _ask(eqn, ins, have, axis, size) or whole
+    try:
+        wanted, given = _ask(eqn, ins, have, axis, size) or whole
+    except NoRule:
+        if not shows_argument(eqn.op):
+            raise
+        return whole  # a view of a whole value takes no compute and no memory
     if _makes_terms(have, wanted):
         # A value cannot be spread into terms without waste: reduce the terms that are there instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
