@@ -75,9 +75,11 @@ def test_of_a_hundred_and_one_interrupts_none_leaves_a_state_that_only_looks_who
     step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(update=update))(wide_step)
     state, x = step.shard(wide_state()), torch.randn(128, 256)
     state, _ = step(state, x)
-    began = time.perf_counter()
-    state, _ = step(state, x)
-    takes = time.perf_counter() - began
+    takes = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        state, _ = step(state, x)
+        takes = min(takes, time.perf_counter() - began)
     torn = whole = 0
     for k in range(101):
         before = step.unshard(state)
