@@ -37,6 +37,14 @@ def test_uneven_parts_and_parts_that_are_empty():
         assert ask(aten.addcdiv.default, v, v, v, value=0.1, size=8) == ([CUT] * 3, [CUT])
 
 
+@pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default])
+def test_dims_may_be_counted_from_the_end(op):
+    vector = var(12, layout=CUT)
+    assert ask(op, vector, 0) == ask(op, vector, -1) == ([()], [()])
+    assert ask(op, W, 1) == ask(op, W, -1) == ([CUT], [CUT])
+    assert ask(op, W, 0) == ask(op, W, -2) == ([()], [()])
+
+
 def test_views_that_dtensor_does_not_know_are_of_the_whole_value():
     assert ask(aten.unfold.default, var(12, layout=CUT), 0, 3, 1) == ([()], [()])
 

@@ -35,6 +35,10 @@ _ON_NOTHING = {
 }
 
 
+_DIMS = ("dim", "dims", "dim0", "dim1", "dim1d", "start_dim", "end_dim")
+_ONE_DIM_MORE = (aten.unsqueeze, aten.stack)  # their dim is one of the result
+
+
 class NoRule(Exception):
     """DTensor has no rule for this operation on these layouts."""
 
@@ -142,8 +146,23 @@ def _ask(
     if not any(have):
         return have, [()] * len(eqn.outs)
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
-    literals = repr(_strip(eqn.args)) + repr(_strip(eqn.kwargs))
-    return _asked(_Question(_KNOWN_AS.get(eqn.op, eqn.op), types, literals, eqn.args, eqn.kwargs, axis, size))
+    args, kwargs = _from_the_front(eqn)
+    literals = repr(_strip(args)) + repr(_strip(kwargs))
+    return _asked(_Question(_KNOWN_AS.get(eqn.op, eqn.op), types, literals, args, kwargs, axis, size))
+
+
+def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of an equation, with dims counted from the front.
+
+    DTensor's rule for `cumsum` and its kin does not know that dim -1 of a vector is dim 0, and sums each part alone.
+    """
+    first, arguments = eqn.ins[0], eqn.op._schema.arguments
+    if eqn.op.overloadpacket in _ONE_DIM_MORE or not isinstance(eqn.args[0], Var):
+        return eqn.args, dict(eqn.kwargs)
+    count = lambda x: x + max(len(first.shape), 1) if type(x) is int and x < 0 else x
+    named = lambda name, x: ([*map(count, x)] if isinstance(x, list | tuple) else count(x)) if name in _DIMS else x
+    args = tuple(named(a.name, x) for a, x in zip(arguments, eqn.args))
+    return args, {name: named(name, x) for name, x in eqn.kwargs.items()}
 
 
 class _Question:
