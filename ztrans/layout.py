@@ -8,7 +8,7 @@ ranks is not cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .graph import Eqn, Layout, Split, Var
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,32 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
 
 
 def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
-    """`eqn` with the sizes among its arguments made those of this rank; they are global in a program."""
+    """`eqn` with the sizes among its arguments made those of this rank; they are global in a program.
+
+    So are the dims of size 1 that `squeeze` removes: a part may have one row of a dim that has more.
+    """
     out = eqn.outs[0]
     if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
         return eqn
+    if eqn.op.overloadpacket is aten.squeeze:
+        return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
     shape = list(local_shape(out, sizes, at))
     args = list(eqn.args)
     for i, declared in enumerate(eqn.op._schema.arguments[: len(args)]):
         if declared.name in ("size", "shape") and isinstance(args[i], (list, tuple)):
             args[i] = shape
     return eqn.replace(args=tuple(args))
+
+
+def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
+    """The dims that `squeeze(x, dims)` removes.
+
+    >>> _squeezed(Var("x", torch.float32, (1, 3, 1))), _squeezed(Var("x", torch.float32, (1, 3, 1)), [0, 1])
+    ([0, 2], [0])
+    """
+    rank = max(len(x.shape), 1)
+    asked = range(len(x.shape)) if dims is None else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
+    return [d for d in asked if x.shape[d : d + 1] == (1,)]
 
 
 def placements(layout: Layout, mesh: DeviceMesh) -> list:

@@ -1,0 +1,147 @@
+"""Rules held against numbers: an operation on parts, put together, is the operation on whole values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from ztrans.graph import Eqn, Partial, Split, Var, substitute
+from ztrans.layout import localize, part
+from ztrans.rules import NoRule, rule
+
+aten = torch.ops.aten
+RANKS = 3
+SHAPES = [(5,), (3,), (6, 4), (4, 3), (4, 3, 5)]
+
+# By operation: its arguments for a tensor and one of its dims, which may be counted from the end.
+ALONG = {
+    **dict.fromkeys(
+        [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
+         aten.sort.default, aten.argsort.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
+         aten.median.dim, aten.mode.default, aten.any.dim, aten.all.dim, aten.prod.dim_int, aten.unsqueeze.default,
+         aten.squeeze.dim, aten.unbind.int],
+        lambda x, d: (x, d),
+    ),
+    **dict.fromkeys(
+        [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.correction,
+         aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.logsumexp.default,
+         aten.flip.default, aten.nansum.default, aten.count_nonzero.dim_IntList, aten.squeeze.dims],
+        lambda x, d: (x, [d]),
+    ),
+    **dict.fromkeys([aten._softmax.default, aten._log_softmax.default], lambda x, d: (x, d, False)),
+    **dict.fromkeys([aten.topk.default, aten.kthvalue.default], lambda x, d: (x, 2, d)),
+    **dict.fromkeys([aten.cat.default, aten.stack.default], lambda x, d: ([x, x], d)),
+    aten.linalg_vector_norm.default: lambda x, d: (x, 3, [d]),
+    aten.roll.default: lambda x, d: (x, [1], [d]),
+    aten.select.int: lambda x, d: (x, d, 1),
+    aten.slice.Tensor: lambda x, d: (x, d, 1, 3),
+    aten.narrow.default: lambda x, d: (x, d, 1, 2),
+    aten.split.Tensor: lambda x, d: (x, 2, d),
+    aten.diff.default: lambda x, d: (x, 1, d),
+    aten.unfold.default: lambda x, d: (x, d, 2, 1),
+    aten.index_select.default: lambda x, d: (x, d, torch.tensor([1, 0])),
+    aten.index_fill.int_Scalar: lambda x, d: (x, d, torch.tensor([1, 0]), 3.0),
+    aten.index_add.default: lambda x, d: (x, d, torch.tensor([1, 0]), x.narrow(d, 0, 2)),
+    aten.gather.default: lambda x, d: (x, d, torch.ones_like(x, dtype=torch.int64)),
+    aten.select_scatter.default: lambda x, d: (x, x.select(d, 0), d, 1),
+    aten.slice_scatter.default: lambda x, d: (x, x.narrow(d, 0, 2), d, 1, 3),
+}  # fmt: skip
+
+# By operation: its arguments for a tensor.
+WHOLE = {
+    **dict.fromkeys(
+        [aten.squeeze.default, aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.std.default,
+         aten.median.default, aten.argmax.default, aten.linalg_vector_norm.default, aten.exp.default, aten.neg.default],
+        lambda x: (x,),
+    ),
+    aten.view.default: lambda x: (x, [-1]),
+    aten._unsafe_view.default: lambda x: (x, [x.numel(), 1]),
+    aten.expand.default: lambda x: (x, [2, *x.shape]),
+    aten.repeat.default: lambda x: (x, [2] * x.ndim),
+    aten.permute.default: lambda x: (x, list(reversed(range(x.ndim)))),
+    aten.transpose.int: lambda x: (x, 0, -1),
+    aten.add.Tensor: lambda x: (x, x),
+    aten.mul.Tensor: lambda x: (x, x[0]),
+    aten.where.self: lambda x: (x > 0.5, x, x),
+    aten.clamp.default: lambda x: (x, 0.2, 0.8),
+    aten.lerp.Scalar: lambda x: (x, x * 2, 0.3),
+    aten.addcmul.default: lambda x: (x, x, x),
+    aten.dot.default: lambda x: (x, x) if x.ndim == 1 else None,
+    aten.mm.default: lambda x: (x, x.t().contiguous()) if x.ndim == 2 else None,
+    aten.addmm.default: lambda x: (x[0], x.t().contiguous(), x) if x.ndim == 2 else None,
+    aten.mv.default: lambda x: (x, x[0]) if x.ndim == 2 else None,
+    aten.bmm.default: lambda x: (x, x.mT.contiguous()) if x.ndim == 3 else None,
+    aten.tril.default: lambda x: (x,) if x.ndim > 1 else None,
+    aten.diagonal.default: lambda x: (x, 0, -1, -2) if x.ndim > 1 else None,
+}  # fmt: skip
+
+
+def questions(op: Any) -> Iterator[tuple]:
+    """Arguments of an operation, for tensors of several shapes, and along each of their dims."""
+    for shape in SHAPES:
+        x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
+        dims = range(-x.ndim, x.ndim) if op in ALONG else [None]
+        for dim in dims:
+            args = ALONG[op](x, dim) if op in ALONG else WHOLE[op](x)
+            if args is not None:
+                yield args
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def replaced(tree: Any, values: Iterator) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda _: next(values), tree)
+
+
+def cut(x: torch.Tensor, layout: tuple, rank: int) -> torch.Tensor:
+    return x.narrow(layout[0].dim, *part(x.shape[layout[0].dim], RANKS, rank)) if layout else x
+
+
+def on_rank(eqn: Eqn, inputs: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """What an equation gives on the parts of one rank, as it is run there."""
+    local, values = localize(eqn, {"dp": RANKS}, {"dp": rank}), dict(zip(eqn.ins, inputs))
+    return tensors(local.op(*substitute(local.args, values.__getitem__)))
+
+
+def joined(parts: list[torch.Tensor], layout: tuple) -> torch.Tensor:
+    if not layout:
+        assert all(torch.equal(x, parts[0]) for x in parts)
+        return parts[0]
+    (how,) = layout
+    if isinstance(how, Split):
+        return torch.cat(parts, how.dim)
+    terms = torch.stack([x.double() for x in parts])
+    if how.op.startswith("norm"):
+        return torch.linalg.vector_norm(terms, float(how.op.removeprefix("norm")), dim=0)
+    return {"sum": terms.sum, "mean": terms.mean, "max": terms.amax, "min": terms.amin}[how.op](0)
+
+
+@pytest.mark.parametrize("op", [*ALONG, *WHOLE], ids=str)
+def test_parts_put_together_are_the_whole(op):
+    asked = 0
+    for args in questions(op):
+        given = tensors(args)
+        results = tensors(op(*args))
+        for dims in product(*([None, *range(x.ndim)] for x in given)):
+            layouts = [() if dim is None else (Split("dp", dim),) for dim in dims]
+            values = [Var(f"v{k}", x.dtype, tuple(x.shape), at) for k, (x, at) in enumerate(zip(given, layouts))]
+            outs = tuple(Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results))
+            try:
+                wanted, lie = rule(Eqn(op, replaced(args, iter(values)), outs), lambda v: v.layout, "dp", RANKS)
+            except NoRule:
+                continue  # such an update is refused
+            assert not any(isinstance(how, Partial) for layout in wanted for how in layout)
+            eqn = Eqn(op, replaced(args, iter(values)), tuple(replace(v, layout=at) for v, at in zip(outs, lie)))
+            every = [on_rank(eqn, [cut(x, at, rank) for x, at in zip(given, wanted)], rank) for rank in range(RANKS)]
+            for whole, layout, parts in zip(results, lie, zip(*every), strict=True):
+                torch.testing.assert_close(joined(list(parts), layout).to(whole.dtype), whole)
+            asked += any(dim is not None for dim in dims)
+    assert asked, "it has a rule"
