@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import grad_scaler
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .first_state import make
@@ -90,7 +93,7 @@ def lift(
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
-            with _no_scaler(), gradients, stand_ins, stepped:
+            with gradients, stand_ins, stepped, _NoScaler():
                 output = loop_step(*batch)
             stand_ins.check()
             carried = gradients.end()
@@ -251,14 +254,12 @@ def _stepped(
             )
 
 
-@contextlib.contextmanager
-def _no_scaler() -> Iterator[None]:
-    """Refuse a GradScaler where it would first write to itself, so that it is left as it was."""
-    scale = torch.amp.GradScaler.scale
+class _NoScaler(TorchFunctionMode):
+    """Refuse a GradScaler at its first operation, which comes before it writes to itself: it is left as it was."""
 
-    def refused(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        if not scaler.is_enabled():
-            return scale(scaler, outputs)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:
+            return func(*args, **(kwargs or {}))
         raise ValueError(
             f"lift: the loop step uses a GradScaler. Its scale is not part of the state, and it skips steps by a value "
             f"that it reads.\n"
@@ -266,9 +267,3 @@ def _no_scaler() -> Iterator[None]:
             f"Train in bfloat16, which needs no scaler; or write a pure step that keeps the scale in its state, and "
             f"skips by torch.where(finite, new, old)."
         )
-
-    torch.amp.GradScaler.scale = refused  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
