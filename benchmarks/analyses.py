@@ -31,7 +31,7 @@ import torch
 
 import ztrans as zt
 from benchmarks.analysed import MODELS
-from ztrans.units import duration, size
+from ztrans.ir.units import duration, size
 
 RESULTS = Path(__file__).parent / "results"
 NVLINK, NIC, SLOW = ("h100", "nvlink4"), ("h100", "infiniband"), ("cpu", "ethernet-1g")

@@ -14,7 +14,7 @@ from gpu_step import Config, Ours, Task
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ztrans.collectives import is_start
+from ztrans.ir.collectives import is_start
 
 CONFIG = Config(layers=4, width=512, heads=4, vocab=2048, sequence=256, batch=4)
 STEPS = 6

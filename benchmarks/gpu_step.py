@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ztrans as zt
-from ztrans.layout import mesh_axes
+from ztrans.ir.layout import mesh_axes
 
 CONFIG = Config(layers=8, width=2048, heads=16, vocab=8192, sequence=1024, batch=8)  # 436 M parameters
 RATE, EPS = 1e-4, 1e-6

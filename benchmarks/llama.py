@@ -30,10 +30,10 @@ from torch_passes import torch_passes
 import ztrans as zt
 from ztrans.bound import bound
 from ztrans.cluster import Cluster, cluster
-from ztrans.collectives import ALL_GATHER, is_start
 from ztrans.cost import is_matmul, memory
-from ztrans.graph import Eqn, Graph, is_view_or_cast, producers, users
-from ztrans.groups import is_users
+from ztrans.ir.collectives import ALL_GATHER, is_start
+from ztrans.ir.graph import Eqn, Graph, is_view_or_cast, producers, users
+from ztrans.ir.user_collectives import is_users
 from ztrans.planning import SLACK
 from ztrans.pose import pose
 from ztrans.schedule import skeleton

@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from ztrans.cluster import Cluster
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
-from ztrans.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
-from ztrans.groups import by_group
-from ztrans.layout import local_shape, localize, part
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
+from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
+from ztrans.ir.layout import local_shape, localize, part
+from ztrans.ir.user_collectives import by_group
 from ztrans.simulate import messages, seconds
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten

@@ -24,8 +24,8 @@ import ztrans as zt
 from benchmarks.gpu_near import Always, stepped
 from ztrans import near
 from ztrans.arguments import flat
-from ztrans.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.execute import bind, to_fx
+from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.ops.symmetric import Symmetric, over_files
 from ztrans.streams import Streams
 

@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
 from ztrans.cost import is_matmul
-from ztrans.evaluate import coordinates, lockstep, scatter
-from ztrans.graph import Eqn, Graph
-from ztrans.groups import is_users
+from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
+from ztrans.ir.graph import Eqn, Graph
+from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.user_collectives import is_users
 from ztrans.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})

@@ -12,9 +12,9 @@ from programs import CASES
 from worlds import ALL, on_ranks
 
 import ztrans as zt
-from ztrans.check import ProgramError, check_interface
-from ztrans.collectives import WAIT, is_start
-from ztrans.graph import Var
+from ztrans.ir.collectives import WAIT, is_start
+from ztrans.ir.graph import Var
+from ztrans.ir.verifier import ProgramError, check_interface
 
 ROOT = Path(__file__).parents[1]
 SHARD = zt.shard_params(zt.AbstractMesh(dp=4))

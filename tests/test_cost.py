@@ -6,10 +6,10 @@ from torch.func import grad_and_value
 from worlds import sharded
 
 import ztrans as zt
-from ztrans.collectives import WAIT
 from ztrans.cost import cost as cost_of
 from ztrans.cost import memory as memory_of
-from ztrans.liveness import liveness
+from ztrans.ir.collectives import WAIT
+from ztrans.ir.liveness import liveness
 
 
 def step(state, batch):

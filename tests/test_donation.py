@@ -8,7 +8,7 @@ from programs import CASES
 from worlds import on_ranks
 
 import ztrans as zt
-from ztrans.donation import donation, onto
+from ztrans.ir.donation import donation, onto
 
 aten = torch.ops.aten
 

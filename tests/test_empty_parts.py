@@ -9,7 +9,7 @@ from torch.func import grad_and_value
 from worlds import ALL, default_dtype, distance, slices
 
 import ztrans as zt
-from ztrans.collectives import is_start
+from ztrans.ir.collectives import is_start
 
 
 @pytest.fixture(autouse=True)

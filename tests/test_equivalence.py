@@ -8,7 +8,7 @@ from torch.func import functional_call, grad_and_value
 from worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
 
 import ztrans as zt
-from ztrans.collectives import REDUCE_SCATTER
+from ztrans.ir.collectives import REDUCE_SCATTER
 
 WORLDS = (1, 2, 3, 4, 8)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.graph import Eqn, Graph, Var
-from ztrans.source import Source
+from ztrans.ir.graph import Eqn, Graph, Var
+from ztrans.ir.source import Source
 
 own = torch.ops._c10d_functional
 RANKS = [torch.arange(6.0) + 10 * r for r in range(2)]

@@ -4,9 +4,18 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.check import ProgramError
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, REDUCE_SCATTER, SHARD, WAIT, all_gather, reduce, wait
-from ztrans.graph import (
+from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENT,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
+    all_gather,
+    reduce,
+    wait,
+)
+from ztrans.ir.graph import (  # fmt: skip
     Names,
     Partial,
     Provenance,
@@ -20,9 +29,10 @@ from ztrans.graph import (
     substitute,
     users,
     variables,
-)  # fmt: skip
-from ztrans.pretty import equation, op_name
-from ztrans.source import Source, user_source
+)
+from ztrans.ir.printer import equation, op_name
+from ztrans.ir.source import Source, user_source
+from ztrans.ir.verifier import ProgramError
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -106,7 +106,7 @@ def package_of(path: Path) -> str:
 def house_module(name: str, known: dict[str, Path]) -> str | None:
     """The module of ztrans that the dotted `name` is, or is in; None for anything else.
 
-    >>> house_module("ztrans.graph.Eqn", {"graph": ROOT}), house_module("torch.nn", {})
+    >>> house_module("ztrans.ir.graph.Eqn", {"graph": ROOT}), house_module("torch.nn", {})
     ('graph', None)
     """
     top, *parts = name.split(".")

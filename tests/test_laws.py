@@ -10,7 +10,7 @@ from programs import CASES, autocast
 from worlds import ALL, on_ranks, sharded
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, is_start
+from ztrans.ir.collectives import ALL_GATHER, is_start
 
 MESH = zt.AbstractMesh(dp=4)
 SHARD, OVERLAP, PREFETCH, FUSE = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()

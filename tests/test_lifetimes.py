@@ -19,9 +19,9 @@ from worlds import ALL, on_ranks
 
 import ztrans as zt
 from ztrans.cluster import Link
-from ztrans.collectives import reduce, sends_as_it_lies
 from ztrans.communicate import Start
-from ztrans.graph import Split, Var
+from ztrans.ir.collectives import reduce, sends_as_it_lies
+from ztrans.ir.graph import Split, Var
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5
 P, p = W * W * 4, W * W * 4 // RANKS

@@ -11,8 +11,8 @@ from worlds import ALL, batches, on_ranks, slices
 import ztrans as zt
 from ztrans import agreement
 from ztrans.cluster import Link
-from ztrans.collectives import is_start
 from ztrans.fingerprint import fingerprint
+from ztrans.ir.collectives import is_start
 
 CASE = CASES["gpt_adam"]
 

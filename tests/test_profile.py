@@ -18,7 +18,7 @@ from worlds import ALL, batches, on_ranks, slices
 import ztrans as zt
 from ztrans import compiled as bound
 from ztrans.execute import executable, to_fx
-from ztrans.graph import Eqn, Graph, Var, is_view
+from ztrans.ir.graph import Eqn, Graph, Var, is_view
 from ztrans.profile import profile
 from ztrans.replay import Observed
 from ztrans.simulate import seconds, signature

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worlds import slices
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, WAIT, is_start, received_bytes
+from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, received_bytes
 
 pytestmark = [
     # What PyTorch says of itself, when it first takes a derivative forward.
@@ -62,8 +62,8 @@ def test_no_use_before_wait(seed):
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 9))
 def test_cutting_and_joining_are_inverse(shape, ranks):
-    from ztrans.evaluate import join, scatter
-    from ztrans.graph import Split, Var
+    from ztrans.ir.graph import Split, Var
+    from ztrans.ir.interpreter import join, scatter
 
     x = torch.arange(float(torch.Size(shape).numel())).view(shape)
     v = Var("x", x.dtype, tuple(shape), (Split("dp", 0),))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from worlds import ALL, distance, slices
 
 import ztrans as zt
-from ztrans.graph import is_random
+from ztrans.ir.graph import is_random
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from ztrans.graph import Eqn, Partial, Split, Var, substitute
-from ztrans.layout import localize, part
+from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
+from ztrans.ir.layout import localize, part
 from ztrans.rules import NoRule, rule
 
 aten = torch.ops.aten

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ztrans.graph import Eqn, Partial, Split, Var
+from ztrans.ir.graph import Eqn, Partial, Split, Var
 from ztrans.rules import NoRule, rule
 
 aten = torch.ops.aten

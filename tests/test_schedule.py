@@ -9,9 +9,9 @@ from programs import CASES
 from worlds import on_ranks
 
 import ztrans as zt
-from ztrans.coalesce import coalesce, key
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, is_start, reduce, wait
-from ztrans.graph import Eqn, Graph, Order, Provenance, Split, Var
+from ztrans.ir.coalesce import coalesce, key
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, is_start, reduce, wait
+from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
 from ztrans.problem import Bucket, Schedule
 from ztrans.realise import realise
 from ztrans.schedule import hoist, skeleton

@@ -21,10 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from worlds import ALL, batches, slices
 
 import ztrans as zt
-from ztrans import donation, ops
+from ztrans import ops
 from ztrans.arguments import flat
 from ztrans.cluster import Link
-from ztrans.collectives import (
+from ztrans.execute import bind, to_fx
+from ztrans.ir import donation
+from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -34,8 +36,7 @@ from ztrans.collectives import (
     sends_as_it_lies,
     wait,
 )
-from ztrans.execute import bind, to_fx
-from ztrans.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.near import MOST, Near
 from ztrans.ops.symmetric import in_one_process
 from ztrans.process_groups import Channel

@@ -10,7 +10,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.cluster import Device, Link
-from ztrans.graph import Eqn, Provenance, Var
+from ztrans.ir.graph import Eqn, Provenance, Var
 from ztrans.page import page
 from ztrans.timeline import COMPUTE, Event, Timeline
 

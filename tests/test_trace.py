@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import distance
 
 import ztrans as zt
-from ztrans.graph import is_random
+from ztrans.ir.graph import is_random
 from ztrans.trace import Abstract, trace
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])

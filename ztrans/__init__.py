@@ -1,25 +1,25 @@
 """ztrans: composable function transforms for training steps, over PyTorch."""
 
 from .calibrate import calibrate as calibrate
-from .check import check as check
 from .cluster import Cluster as Cluster
 from .cluster import cluster as cluster
 from .compiled import Compiled as Compiled
 from .cost import Cost as Cost
 from .cost import Memory as Memory
-from .evaluate import evaluate as evaluate
-from .evaluate import lockstep as lockstep
-from .graph import Eqn as Eqn
-from .graph import Graph as Graph
-from .graph import Var as Var
-from .layout import AbstractMesh as AbstractMesh
+from .ir.graph import Eqn as Eqn
+from .ir.graph import Graph as Graph
+from .ir.graph import Var as Var
+from .ir.interpreter import evaluate as evaluate
+from .ir.interpreter import lockstep as lockstep
+from .ir.layout import AbstractMesh as AbstractMesh
+from .ir.printer import diff as diff
+from .ir.verifier import check as check
 from .lift import lift as lift
 from .lifted_state import restore as restore
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
 from .plan import Plan as Plan
-from .pretty import diff as diff
 from .profile import Profile as Profile
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import buffer_bytes, is_start, wire_dtype
 from .fingerprint import update_fingerprint
-from .graph import DTYPES, Graph, variables
-from .groups import is_users, is_wait
-from .layout import AbstractMesh
+from .ir.collectives import buffer_bytes, is_start, wire_dtype
+from .ir.graph import DTYPES, Graph, variables
+from .ir.layout import AbstractMesh
+from .ir.printer import op_name
+from .ir.user_collectives import is_users, is_wait
 from .meeting import Call, everywhere, first_difference, meet
 from .plan import Plan
-from .pretty import op_name
 from .transfer import Landmark, landmarks, transfer
 
 if TYPE_CHECKING:

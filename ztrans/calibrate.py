@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, symmetric
+from . import symmetric
 from .cluster import Cluster, Device, Link
 from .communicate import channel
 from .fit import Sample, fit
-from .graph import DTYPES, Partial, Split, Var
+from .ir import collectives
+from .ir.graph import DTYPES, Partial, Split, Var
 from .meeting import Call, everywhere, meet
 from .mesh import check_runs
 from .process_groups import Channel

@@ -25,7 +25,7 @@ import torch
 
 from . import ops
 from .fusion import is_update
-from .graph import Eqn, Graph, Var
+from .ir.graph import Eqn, Graph, Var
 from .trace import no_collection
 
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import ops
-from .collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
-from .graph import Eqn, Split, Var
-from .layout import chunk, local_shape, part
+from .ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
+from .ir.graph import Eqn, Split, Var
+from .ir.layout import chunk, local_shape, part
+from .ir.reshard import on_axis
 from .ops.cast_pack import reference as pack
 from .process_groups import Channel, process_groups
-from .redistribute import on_axis
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:

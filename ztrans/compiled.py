@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from . import inductor
 from .agreement import agree, messages, messages_hash, slowest
-from .ambient import refuse_inside, without_autocast
 from .arguments import check_captured, check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
 from .failure import Writes, alone, check_whole, running, steps_of
+from .ir.ambient import refuse_inside, without_autocast
 from .meeting import Call, everywhere, meet
 from .process_groups import process_groups
 from .profile import Profile, profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .graph import Eqn, Var
+from .ir.graph import Eqn, Var
 from .problem import Gather, Update
 from .schedule import Skeleton
 

@@ -25,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .ambient import without_autocast
-from .collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from .communicate import channel, wait
-from .donation import Donation, donation
 from .fusion import Group
-from .graph import Eqn, Graph, Split, Var, substitute
-from .groups import by_group
-from .layout import cut, localize
+from .ir.ambient import without_autocast
+from .ir.collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
+from .ir.donation import Donation, donation
+from .ir.graph import Eqn, Graph, Split, Var, substitute
+from .ir.layout import cut, localize
+from .ir.user_collectives import by_group
+from .ir.views import called
 from .streams import Streams
 from .symmetric import side_streams, start
 from .versions import check_torch
-from .views import called
 
 
 class _Cut(torch.nn.Module):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .ir.units import duration, size
 from .palette import COLOURS, stands_for
 from .timeline import COMPUTE, Timeline
-from .units import duration, size
 
 ENDINGS = (".png", ".svg", ".pdf")
 _MANY = 150  # bars of a lane beside which gaps would take too much of them

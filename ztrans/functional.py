@@ -18,10 +18,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .aliases import Alias, Builder, Storage, View
-from .collectives import GRADIENT, PMEAN, PSUM
-from .graph import Eqn, Names, Var, shows_argument
+from .ir.collectives import GRADIENT, PMEAN, PSUM
+from .ir.graph import Eqn, Names, Var, shows_argument
+from .ir.source import where
 from .regions import Fact
-from .source import where
 from .twins import functional, is_written, member, outs, with_defaults
 
 aten = torch.ops.aten

@@ -15,15 +15,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import attention, products
-from .donation import Donation, donation
 from .execute import Kernel, bind, fused, to_fx
 from .fusion import Group, fuse
-from .graph import Eqn, Graph, Var, producers, substitute
-from .groups import by_group, is_users
-from .layout import localize
+from .ir.donation import Donation, donation
+from .ir.graph import Eqn, Graph, Var, producers, substitute
+from .ir.layout import localize
+from .ir.user_collectives import by_group, is_users
+from .ir.varying import varying
+from .ir.write_order import first_write
 from .strides import Strided, run, strides, text
-from .varying import varying
-from .write_order import first_write
 
 
 class Fused(torch.nn.Module):

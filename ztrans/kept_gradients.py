@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .ir.source import Source, user_source, where
 from .scalars import tensors_in
-from .source import Source, user_source, where
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _ZEROS = ("zero_", "_foreach_zero_")

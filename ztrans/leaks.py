@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 
 from .captured import constants
 from .generators import Generators
+from .ir.source import Source, user_source, where
 from .reached import ABSENT, Reach, is_internal
 from .refusals import changes_python, draws_in_python, leaks_tensor
-from .source import Source, user_source, where
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 

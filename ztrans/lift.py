@@ -26,10 +26,10 @@ from torch.utils import _pytree as pytree
 
 from .first_state import make
 from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
+from .ir.source import user_source, where
 from .kept_gradients import KeptGradients, kept
 from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
 from .scalars import Numbers
-from .source import user_source, where
 from .stand_ins import StandIns
 
 # Optimizers that choose between two updates by a value, unless they are capturable; and the numbers in their state.

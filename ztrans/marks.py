@@ -17,9 +17,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 
 from . import ops
+from .ir.source import user_source
 from .refusals import refuse_closure
 from .scalars import with_tensor_scalar
-from .source import user_source
 
 
 class Marks(TorchFunctionMode):

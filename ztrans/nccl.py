@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 
 from . import ops
-from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .communicate import Future, Member, Start
-from .graph import Eqn
-from .layout import part
+from .ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .ir.graph import Eqn
+from .ir.layout import part
 from .process_groups import Channel
 from .streams import Done, Streams
 from .transport import Transport

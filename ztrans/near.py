@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from . import ops
-from .collectives import ALL_GATHER
 from .communicate import all_gather
-from .graph import Primitive
+from .ir.collectives import ALL_GATHER
+from .ir.graph import Primitive
 from .streams import in_a_row
 from .transport import Times
 

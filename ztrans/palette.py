@@ -24,7 +24,7 @@ COLOURS = {  # what it stands for: on a light and on a dark ground
 def stands_for(event: Event) -> str:
     """The region of an operation, the role of a message: a key of `COLOURS`.
 
-    >>> from ztrans.graph import Eqn
+    >>> from ztrans.ir.graph import Eqn
     >>> stands_for(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))
     'backward'
     """

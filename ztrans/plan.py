@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .check import ProgramError
 from .cluster import Device
 from .cost import memory
 from .fingerprint import fingerprint
-from .graph import Graph
+from .ir.graph import Graph
+from .ir.units import size
+from .ir.verifier import ProgramError
 from .outcome import keepers
 from .pose import frame
 from .realise import realise
 from .resolve import Members, Named, resolve
 from .schedule import skeleton
-from .units import size
 from .validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .check import ProgramError
 from .cluster import Cluster
 from .cost import Memory, memory
 from .fingerprint import fingerprint
-from .graph import Graph
+from .ir.graph import Graph
+from .ir.units import size
+from .ir.verifier import ProgramError
 from .outcome import keepers
 from .plan import WRITTEN, Plan, as_written, weighed
 from .planner import EFFORT, Infeasible, solve
@@ -20,7 +21,6 @@ from .problem import Problem, Schedule
 from .realise import realise
 from .resolve import named
 from .schedule import Skeleton, skeleton
-from .units import size
 from .validate import ScheduleError, validate
 
 SLACK = 0.05  # what "auto" lets the peak rise above that of the unscheduled program

@@ -10,9 +10,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from . import coalesce
 from .cluster import Cluster
-from .collectives import (
+from .cost import is_matmul
+from .eager import Group, deadline, groups
+from .ir import coalesce
+from .ir.collectives import (
     ALL_GATHER,
     ALONE,
     REDUCE_SCATTER,
@@ -22,9 +24,7 @@ from .collectives import (
     sent_bytes,
     wire_bytes,
 )
-from .cost import is_matmul
-from .eager import Group, deadline, groups
-from .graph import Eqn, Graph, producers
+from .ir.graph import Eqn, Graph, producers
 from .play import Message
 from .problem import Gather, Problem, Reduction, Wire
 from .residency import Value, residency

@@ -12,18 +12,18 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cluster import Cluster, assumed
-from .collectives import WAIT, is_start
 from .cost import memory
 from .execute import bind
 from .fit import sending, unpacking
-from .graph import Eqn, Graph
+from .ir.collectives import WAIT, is_start
+from .ir.graph import Eqn, Graph
+from .ir.units import duration
 from .meeting import everywhere
 from .play import Message
 from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain
 from .simulate import messages, signature
 from .timeline import COMPUTE, Event, Timeline
-from .units import duration
 
 _TIMES = ("issued", "done", "spent", "unpacked")  # of a message
 
@@ -109,7 +109,7 @@ def profile(
     Raises: ValueError for no steps.
 
     >>> from ztrans.execute import to_fx
-    >>> from ztrans.graph import Eqn, Var
+    >>> from ztrans.ir.graph import Eqn, Var
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> graph = Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
     >>> list(profile(graph, to_fx(graph), [torch.ones(4)]).seconds_by_signature)

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from .coalesce import coalesce
-from .graph import Eqn, Graph, Var, rename
+from .ir.coalesce import coalesce
+from .ir.graph import Eqn, Graph, Var, rename
 from .problem import Bucket, Schedule
 from .schedule import Planned, Skeleton
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .collectives import received_bytes
 from .cost import held, local_bytes
-from .donation import Donation, donation
 from .eager import Group
-from .graph import Eqn, Var
+from .ir.collectives import received_bytes
+from .ir.donation import Donation, donation
+from .ir.graph import Eqn, Var
 from .schedule import Skeleton
 
 

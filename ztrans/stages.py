@@ -15,20 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from . import plan as plans
-from .ambient import refuse_inside, without_autocast
 from .arguments import check_captured, local_part, traced_leaves
 from .bound import bound
 from .capture import check_device
 from .cluster import Cluster, assumed
-from .collectives import erase_marks, erase_trivial
 from .compiled import Compiled
 from .cost import Cost, Memory, cost, memory
-from .evaluate import join, lockstep, scatter
 from .execute import check_compiler
 from .fingerprint import fingerprint
-from .graph import Graph, dce
-from .groups import by_axis
-from .layout import AbstractMesh
+from .ir.ambient import refuse_inside, without_autocast
+from .ir.collectives import erase_marks, erase_trivial
+from .ir.graph import Graph, dce
+from .ir.interpreter import join, lockstep, scatter
+from .ir.layout import AbstractMesh
+from .ir.user_collectives import by_axis
+from .ir.write_order import writes_last
 from .mesh import check_runs
 from .plan import Plan
 from .planning import make
@@ -40,7 +41,6 @@ from .timeline import Timeline
 from .trace import Program, no_collection
 from .transfer import landmarks, transfer
 from .transforms.base import Transform, rewritten
-from .write_order import writes_last
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .ir.source import Source, user_source, where
 from .scalars import tensors_in
-from .source import Source, user_source, where
 
 # What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.
 _METADATA = (

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .ambient import refuse_inside
 from .arguments import check_laid_out
 from .captured import Captured
 from .cluster import Cluster
 from .compiled import Compiled
 from .failure import check_whole
-from .graph import Layout
-from .layout import AbstractMesh, copied, relaid, shard_leaf
+from .ir.ambient import refuse_inside
+from .ir.graph import Layout
+from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
 from .plan import OtherProgramError, Plan

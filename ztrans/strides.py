@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .collectives import SHARD, WAIT, is_start
-from .donation import in_place, updated
 from .execute import fake
 from .fusion import is_update
-from .graph import Eqn, Graph, Var, substitute
-from .layout import local_shape, localize
-from .views import called
+from .ir.collectives import SHARD, WAIT, is_start
+from .ir.donation import in_place, updated
+from .ir.graph import Eqn, Graph, Var, substitute
+from .ir.layout import local_shape, localize
+from .ir.views import called
 
 
 class Strided(NamedTuple):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from . import ops
-from .collectives import ALL_GATHER, REDUCE_SCATTER, without
 from .communicate import Start
-from .graph import Eqn
-from .layout import local_shape, part
+from .ir.collectives import ALL_GATHER, REDUCE_SCATTER, without
+from .ir.graph import Eqn
+from .ir.layout import local_shape, part
 from .nccl import Message, StreamedStart, moved_back
 from .near import Near, gather, scatter
 from .ops.kernel import FLOATS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from .graph import Eqn
+from .ir.graph import Eqn
 
 COMPUTE = "compute"
 

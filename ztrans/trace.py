@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from .ambient import refuse_inside, without_autocast
 from .captured import Captured, Key
 from .functional import import_fx
 from .fx_trace import record
-from .graph import Graph, Var, dce
+from .ir.ambient import refuse_inside, without_autocast
+from .ir.graph import Graph, Var, dce
+from .ir.recompute import checkpointed
 from .leaks import settled
-from .recompute import checkpointed
 from .refusals import no_argument, no_state
 from .regions import label_regions
 from .versions import check_torch

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from itertools import accumulate
 from operator import add, ge
 
-from .collectives import is_start
 from .cost import is_matmul
 from .fingerprint import fingerprint
-from .graph import Graph
-from .groups import is_users
+from .ir.collectives import is_start
+from .ir.graph import Graph
+from .ir.user_collectives import is_users
 from .plan import WRITTEN, Plan
 from .pose import frame
 from .resolve import Members

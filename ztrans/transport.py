@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .collectives import ALL_GATHER, REDUCE_SCATTER
-from .graph import Primitive
+from .ir.collectives import ALL_GATHER, REDUCE_SCATTER
+from .ir.graph import Primitive
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -46,7 +46,7 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callabl
 
     `times` is asked where both ways give the same bits: what each takes, or why there is one only.
 
-    >>> from ztrans.collectives import ALL_GATHER
+    >>> from ztrans.ir.collectives import ALL_GATHER
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
     symmetric all_gather (moves bytes; 12 us for 1 MiB, NCCL 21 us)
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import c10d
+from .ir.source import Source, user_source, where
 from .refusals import (
     cannot_be_traced,
     draws,
@@ -37,7 +38,6 @@ from .refusals import (
     refuse_closure,
     seeds,
 )
-from .source import Source, user_source, where
 from .twins import is_written
 
 

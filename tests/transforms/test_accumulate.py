@@ -6,7 +6,7 @@ from torch.func import grad
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.collectives import ALL_REDUCE, REDUCE_SCATTER
+from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 
 MICRO = 3
 

@@ -12,8 +12,8 @@ from worlds import ALL, batches, slices
 
 import ztrans as zt
 from ztrans.cost import is_matmul
-from ztrans.graph import Graph
-from ztrans.groups import is_users, is_wait
+from ztrans.ir.graph import Graph
+from ztrans.ir.user_collectives import is_users, is_wait
 from ztrans.pose import pose
 from ztrans.schedule import skeleton
 

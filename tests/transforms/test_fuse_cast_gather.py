@@ -8,7 +8,7 @@ from torch.func import grad_and_value
 from worlds import ALL, on_ranks
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER
+from ztrans.ir.collectives import ALL_GATHER
 
 
 def test_program(golden):

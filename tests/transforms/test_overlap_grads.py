@@ -12,9 +12,9 @@ from worlds import on_ranks, sharded
 import ztrans as zt
 from ztrans import planning as plans
 from ztrans.cluster import Link
-from ztrans.collectives import REDUCE_SCATTER, WAIT
 from ztrans.cost import is_matmul
-from ztrans.graph import is_view_or_cast
+from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
+from ztrans.ir.graph import is_view_or_cast
 from ztrans.validate import ScheduleError
 
 

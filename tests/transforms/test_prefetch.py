@@ -7,7 +7,7 @@ from worlds import on_ranks
 
 import ztrans as zt
 from ztrans.cluster import Link
-from ztrans.collectives import ALL_GATHER, WAIT
+from ztrans.ir.collectives import ALL_GATHER, WAIT
 
 
 def test_program(golden):

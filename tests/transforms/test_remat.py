@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, sharded, slices
 
 import ztrans as zt
-from ztrans.graph import is_random
-from ztrans.pretty import op_name
+from ztrans.ir.graph import is_random
+from ztrans.ir.printer import op_name
 
 EVERY = zt.remat(at_least=0)
 SHARD = zt.shard_params(zt.AbstractMesh(dp=2))

@@ -7,7 +7,7 @@ from programs import CASES
 from worlds import distance, sharded
 
 import ztrans as zt
-from ztrans.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
 
 
 def starts(graph, op, role=None):

@@ -13,8 +13,8 @@ import dataclasses
 
 import torch
 
-from ..collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
-from ..graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+from ..ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default

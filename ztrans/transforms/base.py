@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..check import ProgramError, check, check_interface
-from ..graph import Graph, Layout
+from ..ir.graph import Graph, Layout
+from ..ir.verifier import ProgramError, check, check_interface
 
 if TYPE_CHECKING:
     from ..step import Step

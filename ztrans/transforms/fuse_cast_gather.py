@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..collectives import ALL_GATHER
-from ..graph import Eqn, Graph, Var, rearranges, rename, users, variables
+from ..ir.collectives import ALL_GATHER
+from ..ir.graph import Eqn, Graph, Var, rearranges, rename, users, variables
 from .base import Transform
 
 _CAST = torch.ops.aten._to_copy.default

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..collectives import ALL_REDUCE, REDUCE_SCATTER
-from ..graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
+from ..ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from ..ir.graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
 from .accumulate import SCALES, SUMS
 from .base import Transform
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..collectives import ALL_GATHER
-from ..graph import Graph, Order
+from ..ir.collectives import ALL_GATHER
+from ..ir.graph import Graph, Order
 from .base import Transform
 
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..graph import Eqn, Graph, Var, is_random, is_view, producers, variables
-from ..liveness import liveness
-from ..recompute import recompute
-from ..varying import varying
+from ..ir.graph import Eqn, Graph, Var, is_random, is_view, producers, variables
+from ..ir.liveness import liveness
+from ..ir.recompute import recompute
+from ..ir.varying import varying
 from .base import Transform
 
 aten = torch.ops.aten

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..graph import Graph, Layout, Split, dce
-from ..layout import AbstractMesh, is_worth_cutting, mesh_axes
+from ..ir.graph import Graph, Layout, Split, dce
+from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .accumulate import accumulate_unsharded
 from .base import Transform
 from .matrix_chains import matrix_chains, note

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ..collectives import GRADIENT, PMEAN, PSUM
-from ..graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
-from ..groups import is_users, on_parts
-from ..layout import is_worth_cutting
-from ..pretty import op_name
-from ..redistribute import on_axis
+from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
+from ..ir.layout import is_worth_cutting
+from ..ir.printer import op_name
+from ..ir.reshard import on_axis
+from ..ir.source import where
+from ..ir.user_collectives import is_users, on_parts
+from ..ir.varying import INVARIANT, varying
 from ..rules import NoRule, rule
-from ..source import where
-from ..varying import INVARIANT, varying
 from .values import Options, Values
 
 

@@ -12,8 +12,20 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..graph import Eqn, Graph, Layout, Names, Partial, Provenance, Split, Var, is_view_or_cast, producers, substitute
-from ..redistribute import Site, redistribute, reduced
+from ..ir.graph import (
+    Eqn,
+    Graph,
+    Layout,
+    Names,
+    Partial,
+    Provenance,
+    Split,
+    Var,
+    is_view_or_cast,
+    producers,
+    substitute,
+)
+from ..ir.reshard import Site, redistribute, reduced
 
 _CAST = torch.ops.aten._to_copy.default
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .collectives import WAIT, is_start
 from .graph import Eqn, Graph, is_random, producers
-from .groups import is_users
+from .user_collectives import is_users
 
 
 def writes_last(graph: Graph) -> Graph:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from . import ops
+from .. import ops
 from .ambient import refuse_inside, without_autocast
-from .collectives import (
+from .collectives import (  # fmt: skip
     ALL_GATHER,
     ALL_REDUCE,
     GRADIENT,
@@ -26,12 +26,12 @@ from .collectives import (
     SHARD,
     WAIT,
     is_start,
-)  # fmt: skip
+)
 from .graph import Eqn, Graph, Split, Var, substitute, variables
-from .groups import is_users
 from .layout import cut, localize
-from .pretty import op_name
+from .printer import op_name
 from .source import where
+from .user_collectives import is_users
 from .views import called
 
 Env = dict[Var, Any]

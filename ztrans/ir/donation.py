@@ -16,8 +16,8 @@ import torch
 
 from .collectives import SHARD, WAIT, is_start
 from .graph import Eqn, Graph, Var, is_view, producers
-from .groups import is_wait
 from .liveness import liveness
+from .user_collectives import is_wait
 from .write_order import first_write
 
 

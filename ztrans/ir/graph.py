@@ -172,7 +172,7 @@ class Graph:
         return dict(self.mesh)
 
     def __str__(self) -> str:
-        from .pretty import program  # a door upwards: printing stands on the graph
+        from .printer import program  # a door upwards: printing stands on the graph
 
         return program(self)
 
@@ -181,7 +181,7 @@ class Graph:
 
     def to_fx(self) -> torch.fx.GraphModule:
         """The program as a `torch.fx.GraphModule`, for FX tools; collectives become calls of `ops`."""
-        from .execute import to_fx  # a door upwards: the way out to FX is part of execution
+        from ..execute import to_fx  # a door upwards: the way out to FX is part of execution
 
         return to_fx(self)
 
@@ -190,7 +190,7 @@ class Graph:
 
         Raises: ProgramError that names the equation.
         """
-        from .check import check  # a door upwards: the checker stands on the graph
+        from .verifier import check  # a door upwards: the checker stands on the graph
 
         check(self)
         return self

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Set
 
+from ..regions import Fact
 from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
 from .liveness import liveness
-from .regions import Fact
 
 
 def recompute(graph: Graph, again: Set[Var]) -> Graph:

@@ -1,0 +1,1 @@
+"""The program: a typed, functional, straight-line graph; how it prints, is checked, and what it means."""
