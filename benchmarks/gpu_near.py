@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.arguments import flat
 from ztrans.execute import bind, to_fx
 from ztrans.near import Near
 from ztrans.streams import Streams
 from ztrans.symmetric import SymmetricStart
+from ztrans.tracing.arguments import flat
 from ztrans.transport import Times
 
 STEPS = 3

@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 from worlds import batches, slices
 
 import ztrans as zt
-from ztrans.versions import check_torch
+from ztrans.tracing.versions import check_torch
 
 HERE = Path(__file__).name
 

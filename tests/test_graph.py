@@ -15,7 +15,7 @@ from ztrans.ir.collectives import (
     reduce,
     wait,
 )
-from ztrans.ir.graph import (  # fmt: skip
+from ztrans.ir.graph import (
     Names,
     Partial,
     Provenance,

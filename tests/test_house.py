@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ztrans import versions
+from ztrans.tracing import versions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ztrans"

@@ -10,7 +10,7 @@ from torch import nn, optim
 from worlds import ALL, clone, distance, slices
 
 import ztrans as zt
-from ztrans.scalars import with_tensor_scalar
+from ztrans.tracing.lifting.scalars import with_tensor_scalar
 
 # RAdam and ASGD choose between two updates by a value. Their capturable forms choose by torch.where instead, and
 # multiply in another order.

@@ -22,7 +22,6 @@ from worlds import ALL, batches, slices
 
 import ztrans as zt
 from ztrans import ops
-from ztrans.arguments import flat
 from ztrans.cluster import Link
 from ztrans.execute import bind, to_fx
 from ztrans.ir import donation
@@ -42,6 +41,7 @@ from ztrans.ops.symmetric import in_one_process
 from ztrans.process_groups import Channel
 from ztrans.recording import Record, recorded
 from ztrans.streams import Done, Streams, in_a_row
+from ztrans.tracing.arguments import flat
 from ztrans.transport import Times, transport
 
 WORLD = 4

@@ -17,7 +17,7 @@ from worlds import distance
 
 import ztrans as zt
 from ztrans.ir.graph import is_random
-from ztrans.trace import Abstract, trace
+from ztrans.tracing.trace import Abstract, trace
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])
 X, Y = torch.linspace(0, 2, 12).view(3, 4).cos(), torch.linspace(0, 1, 6).view(3, 2)

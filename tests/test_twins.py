@@ -5,7 +5,7 @@ import torch
 from test_functional import T, agrees
 
 import ztrans as zt
-from ztrans.twins import functional, member
+from ztrans.tracing.overloads import functional, member
 
 LIST = [T(3, 2), T(4), T(())]
 OTHER, POSITIVE = [T(3, 2), T(4), T(())], [T(3, 2).abs() + 0.1, T(4).abs() + 0.1, T(()).abs() + 0.1]

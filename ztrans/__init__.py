@@ -14,8 +14,6 @@ from .ir.interpreter import lockstep as lockstep
 from .ir.layout import AbstractMesh as AbstractMesh
 from .ir.printer import diff as diff
 from .ir.verifier import check as check
-from .lift import lift as lift
-from .lifted_state import restore as restore
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
@@ -25,6 +23,8 @@ from .stages import Lowered as Lowered
 from .stages import Traced as Traced
 from .step import Step as Step
 from .timeline import Timeline as Timeline
+from .tracing.lifting.lift import lift as lift
+from .tracing.lifting.lifted_state import restore as restore
 from .transforms.base import Transform as Transform
 from .transforms.base import chain as chain
 from .transforms.delay_weight_grads import delay_weight_grads as delay_weight_grads

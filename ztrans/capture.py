@@ -26,7 +26,7 @@ import torch
 from . import ops
 from .fusion import is_update
 from .ir.graph import Eqn, Graph, Var
-from .trace import no_collection
+from .tracing.trace import no_collection
 
 
 def check_device(device: str | None) -> None:

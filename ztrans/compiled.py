@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from . import inductor
 from .agreement import agree, messages, messages_hash, slowest
-from .arguments import check_captured, check_donation, flat
 from .capture import Capture, placed, with_rates
 from .execute import executable
 from .failure import Writes, alone, check_whole, running, steps_of
@@ -24,6 +23,7 @@ from .meeting import Call, everywhere, meet
 from .process_groups import process_groups
 from .profile import Profile, profile
 from .symmetric import check
+from .tracing.arguments import check_captured, check_donation, flat
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced

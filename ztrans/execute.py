@@ -36,7 +36,7 @@ from .ir.user_collectives import by_group
 from .ir.views import called
 from .streams import Streams
 from .symmetric import side_streams, start
-from .versions import check_torch
+from .tracing.versions import check_torch
 
 
 class _Cut(torch.nn.Module):

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from . import plan as plans
-from .arguments import check_captured, local_part, traced_leaves
 from .bound import bound
 from .capture import check_device
 from .cluster import Cluster, assumed
@@ -38,7 +37,8 @@ from .profile import Profile
 from .schedule import skeleton
 from .simulate import simulate
 from .timeline import Timeline
-from .trace import Program, no_collection
+from .tracing.arguments import check_captured, local_part, traced_leaves
+from .tracing.trace import Program, no_collection
 from .transfer import landmarks, transfer
 from .transforms.base import Transform, rewritten
 

@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .arguments import check_laid_out
-from .captured import Captured
 from .cluster import Cluster
 from .compiled import Compiled
 from .failure import check_whole
@@ -31,10 +29,12 @@ from .meeting import Call, meet
 from .mesh import check_runs
 from .plan import OtherProgramError, Plan
 from .profile import Profile
-from .refusals import no_state
 from .replicas import check_same
 from .stages import Lowered, Traced
-from .trace import Abstract, is_number, leaf_names, trace
+from .tracing.arguments import check_laid_out
+from .tracing.captured import Captured
+from .tracing.errors import no_state
+from .tracing.trace import Abstract, is_number, leaf_names, trace
 from .transforms.base import Chain, Transform
 
 _MANY_PROGRAMS = 8

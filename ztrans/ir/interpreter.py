@@ -16,17 +16,7 @@ import torch
 
 from .. import ops
 from .ambient import refuse_inside, without_autocast
-from .collectives import (  # fmt: skip
-    ALL_GATHER,
-    ALL_REDUCE,
-    GRADIENT,
-    PMEAN,
-    PSUM,
-    REDUCE_SCATTER,
-    SHARD,
-    WAIT,
-    is_start,
-)
+from .collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, is_start
 from .graph import Eqn, Graph, Split, Var, substitute, variables
 from .layout import cut, localize
 from .printer import op_name

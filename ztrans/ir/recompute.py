@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Set
 
-from ..regions import Fact
+from ..tracing.regions import Fact
 from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
 from .liveness import liveness
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .ir.graph import Var
+from ..ir.graph import Var
 
 aten = torch.ops.aten
 # What a member of a list operation is called, where it is not the list operation's own name.

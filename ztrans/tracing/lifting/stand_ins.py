@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .ir.source import Source, user_source, where
+from ...ir.source import Source, user_source, where
 from .scalars import tensors_in
 
 # What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .ir.source import Source, is_library
+from ..ir.source import Source, is_library
 
 ABSENT = object()
 LONGEST = 1000  # entries of a container that are followed; a longer one is data rather than settings

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from . import ops
-from .ir.source import user_source
-from .refusals import refuse_closure
-from .scalars import with_tensor_scalar
+from .. import ops
+from ..ir.source import user_source
+from .errors import refuse_closure
+from .lifting.scalars import with_tensor_scalar
 
 
 class Marks(TorchFunctionMode):

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..ir.ambient import refuse_inside, without_autocast
+from ..ir.graph import Graph, Var, dce
+from ..ir.recompute import checkpointed
 from .captured import Captured, Key
-from .functional import import_fx
+from .errors import no_argument, no_state
 from .fx_trace import record
-from .ir.ambient import refuse_inside, without_autocast
-from .ir.graph import Graph, Var, dce
-from .ir.recompute import checkpointed
+from .import_fx import import_fx
 from .leaks import settled
-from .refusals import no_argument, no_state
 from .regions import label_regions
 from .versions import check_torch
 

@@ -24,11 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .first_state import make
+from ...ir.source import user_source, where
 from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
-from .ir.source import user_source, where
 from .kept_gradients import KeptGradients, kept
 from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
+from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
 

@@ -30,11 +30,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ..ir.source import Source, user_source, where
 from .captured import constants
+from .errors import changes_python, draws_in_python, leaks_tensor
 from .generators import Generators
-from .ir.source import Source, user_source, where
 from .reached import ABSENT, Reach, is_internal
-from .refusals import changes_python, draws_in_python, leaks_tensor
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 

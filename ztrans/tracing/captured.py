@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from .ir.ambient import ambient
+from ..ir.ambient import ambient
 from .reached import LONGEST, Reach, is_own, reach
 
 _CONSTANTS = frozenset(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .ir.source import Source, user_source, where
+from ...ir.source import Source, user_source, where
 from .scalars import tensors_in
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)

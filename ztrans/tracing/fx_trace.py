@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .ir.source import Source
-from .marks import Marks
-from .refusals import seeds
+from ..ir.source import Source
+from .errors import seeds
+from .gradient_marks import Marks
 from .watch import Watch
 
 

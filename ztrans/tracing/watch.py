@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.source import Source, user_source, where
 from . import c10d
-from .ir.source import Source, user_source, where
-from .refusals import (
+from .errors import (
     cannot_be_traced,
     draws,
     draws_again,
@@ -38,7 +38,7 @@ from .refusals import (
     refuse_closure,
     seeds,
 )
-from .twins import is_written
+from .overloads import is_written
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from .ir.source import Source, is_users
+from ..ir.source import Source, is_users
 
 
 class Generators:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .ir.collectives import GRADIENT, PMEAN, PSUM
-from .ir.graph import Eqn, Graph, Region, Var, variables
-from .ir.varying import Varying, varying
+from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.graph import Eqn, Graph, Region, Var, variables
+from ..ir.varying import Varying, varying
 
 
 @dataclass(frozen=True)

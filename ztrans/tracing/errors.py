@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .ir.graph import is_random
-from .ir.source import Source, where
+from ..ir.graph import is_random
+from ..ir.source import Source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .ir.graph import Graph, Layout, Var
-from .ir.layout import AbstractMesh, placements
+from ..ir.graph import Graph, Layout, Var
+from ..ir.layout import AbstractMesh, placements
 from .trace import Program
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .ir.graph import Eqn, Names, Var, substitute
-from .ir.printer import op_name
-from .ir.source import Source, where
+from ..ir.graph import Eqn, Names, Var, substitute
+from ..ir.printer import op_name
+from ..ir.source import Source, where
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")

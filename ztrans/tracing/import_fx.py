@@ -17,12 +17,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .aliases import Alias, Builder, Storage, View
-from .ir.collectives import GRADIENT, PMEAN, PSUM
-from .ir.graph import Eqn, Names, Var, shows_argument
-from .ir.source import where
+from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.graph import Eqn, Names, Var, shows_argument
+from ..ir.source import where
+from .functionalize import Alias, Builder, Storage, View
+from .overloads import functional, is_written, member, outs, with_defaults
 from .regions import Fact
-from .twins import functional, is_written, member, outs, with_defaults
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
