@@ -21,8 +21,8 @@ from ..ir.reshard import on_axis
 from ..ir.source import where
 from ..ir.user_collectives import is_users, on_parts
 from ..ir.varying import INVARIANT, varying
-from ..rules import NoRule, rule
-from .values import Options, Values
+from .dtensor_rules import NoRule, rule
+from .value_layouts import Options, Values
 
 
 class Sharding:
