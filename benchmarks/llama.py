@@ -5,7 +5,7 @@
 
 The step (`llama_model.py`) has tensor parallelism over tp=8 written by hand and is sharded over dp=16 by
 `shard_params`; forward, backward, clipping and AdamW are one program. No GPU and no second process: ranks
-are fake, values have shapes only. Times are simulated, for all programs by the same cost model (`ztrans.simulate`,
+are fake, values have shapes only. Times are simulated, for all programs by the same cost model (`ztrans.planning.simulate`,
 H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes benchmarks/results/llama.md and .json.
 """
 
@@ -26,18 +26,18 @@ from llama_model import Config, init, make_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_passes import torch_passes
+from ztrans.planning.make_plan.cluster import Cluster, cluster
+from ztrans.planning.make_plan.cost import is_matmul, memory
+from ztrans.planning.make_plan.formulate import pose
+from ztrans.planning.make_plan.make_plan import SLACK
+from ztrans.planning.make_plan.program_order import skeleton
+from ztrans.planning.make_plan.simulate import simulate
+from ztrans.planning.make_plan.solver.lower_bound import bound
 
 import ztrans as zt
-from ztrans.bound import bound
-from ztrans.cluster import Cluster, cluster
-from ztrans.cost import is_matmul, memory
 from ztrans.ir.collectives import ALL_GATHER, is_start
 from ztrans.ir.graph import Eqn, Graph, is_view_or_cast, producers, users
 from ztrans.ir.user_collectives import is_users
-from ztrans.planning import SLACK
-from ztrans.pose import pose
-from ztrans.schedule import skeleton
-from ztrans.simulate import simulate
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"

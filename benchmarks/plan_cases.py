@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+from ztrans.planning.make_plan.solver.evaluation import Outcome, evaluate
+from ztrans.planning.make_plan.solver.lower_bound import Bound, bound
+from ztrans.planning.make_plan.solver.problem import Problem
+from ztrans.planning.make_plan.solver.solve import solve
+from ztrans.planning.make_plan.solver.validate import validate
+
 from tests.synthetic import Case, by_size, fsdp2, seven
-from ztrans.bound import Bound, bound
-from ztrans.outcome import Outcome, evaluate
-from ztrans.planner import solve
-from ztrans.problem import Problem
-from ztrans.validate import validate
 
 RESULTS = Path(__file__).parent / "results"
 LANES = {

@@ -6,12 +6,12 @@ import pytest
 import torch
 from programs import CASES
 from worlds import on_ranks
+from ztrans.planning.make_plan.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
+from ztrans.planning.make_plan.formulate import pose
+from ztrans.planning.make_plan.program_order import skeleton
+from ztrans.planning.make_plan.simulate import seconds
 
 import ztrans as zt
-from ztrans.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
-from ztrans.pose import pose
-from ztrans.schedule import skeleton
-from ztrans.simulate import seconds
 
 INF = float("inf")
 

@@ -4,10 +4,10 @@ import torch
 from programs import CASES
 from torch.func import grad_and_value
 from worlds import sharded
+from ztrans.planning.make_plan.cost import cost as cost_of
+from ztrans.planning.make_plan.cost import memory as memory_of
 
 import ztrans as zt
-from ztrans.cost import cost as cost_of
-from ztrans.cost import memory as memory_of
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.liveness import liveness
 

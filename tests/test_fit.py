@@ -6,10 +6,10 @@ import dataclasses
 import random
 
 import pytest
+from ztrans.planning.make_plan.cluster import Link
+from ztrans.planning.make_plan.event_simulator import Message, play
 
-from ztrans.cluster import Link
 from ztrans.fit import Sample, fit, sending, solve
-from ztrans.play import Message, play
 from ztrans.replay import Observed, explain
 
 GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, host=3e-10)

@@ -10,11 +10,11 @@ from test_distributed import torchrun
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 from worlds import batches, clone, distance, on_ranks
+from ztrans.planning.make_plan.simulate import signature
 
 import ztrans as zt
 from ztrans import products
 from ztrans.execute import fused
-from ztrans.simulate import signature
 from ztrans.strides import Strided
 
 

@@ -16,9 +16,9 @@ import torch
 from programs import CASES
 from torch.func import grad
 from worlds import ALL, on_ranks
+from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
-from ztrans.cluster import Link
 from ztrans.communicate import Start
 from ztrans.ir.collectives import reduce, sends_as_it_lies
 from ztrans.ir.graph import Split, Var

@@ -7,11 +7,11 @@ import pytest
 import torch
 from programs import CASES, gpt_adam
 from worlds import ALL, batches, on_ranks, slices
+from ztrans.planning.make_plan.cluster import Link
+from ztrans.planning.make_plan.fingerprint import fingerprint
 
 import ztrans as zt
 from ztrans import agreement
-from ztrans.cluster import Link
-from ztrans.fingerprint import fingerprint
 from ztrans.ir.collectives import is_start
 
 CASE = CASES["gpt_adam"]

@@ -10,9 +10,9 @@ import torch
 from programs import CASES
 from torch.utils import _pytree as pytree
 from worlds import batches, on_ranks, slices
+from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
-from ztrans.cluster import Link
 
 SLOW = zt.cluster("cpu", dp=Link("wire", 1e-5, 1e8), host=Link("other", 1e-5, 1e8))
 RANKS = 4

@@ -13,16 +13,15 @@ from exhaustive import problem, rich, schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import by_size, fsdp2, seven
-
-from ztrans.bound import bound
-from ztrans.buckets import consecutive, gather_buckets, reduction_buckets
-from ztrans.loads import Choice, kept
-from ztrans.outcome import evaluate, memory
-from ztrans.placement import Placement
-from ztrans.planner import Infeasible, later, one_ahead, solve
-from ztrans.play import Message
-from ztrans.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
-from ztrans.validate import validate
+from ztrans.planning.make_plan.event_simulator import Message
+from ztrans.planning.make_plan.solver.bucketing import consecutive, gather_buckets, reduction_buckets
+from ztrans.planning.make_plan.solver.evaluation import evaluate, memory
+from ztrans.planning.make_plan.solver.list_scheduler import Placement
+from ztrans.planning.make_plan.solver.loads import Choice, kept
+from ztrans.planning.make_plan.solver.lower_bound import bound
+from ztrans.planning.make_plan.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.make_plan.solver.solve import Infeasible, later, one_ahead, solve
+from ztrans.planning.make_plan.solver.validate import validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)
@@ -339,7 +338,7 @@ def test_where_little_can_be_tried_it_is_only_if_a_first_look_is_promising():
 def test_plans_are_the_same_in_every_process():
     """The wire's keys are strings and tuples, whose hashes differ from process to process."""
     program = (
-        "from dataclasses import replace; from synthetic import *; from ztrans.planner import solve\n"
+        "from dataclasses import replace; from synthetic import *; from ztrans.planning.solver.solve import solve\n"
         "case = seven(('gather', 'reduce'))[3]\n"
         "print(solve(replace(case.problem, memory=evaluate(case.problem, fsdp2(case)).peak), 3000))"
     )

@@ -5,8 +5,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from ztrans.play import Message, Network, play
+from ztrans.planning.make_plan.event_simulator import Message, Network, play
 
 
 @st.composite

@@ -14,6 +14,8 @@ from torch.func import grad_and_value
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from worlds import ALL, batches, on_ranks, slices
+from ztrans.planning.make_plan.simulate import seconds, signature
+from ztrans.planning.make_plan.timeline import COMPUTE
 
 import ztrans as zt
 from ztrans import compiled as bound
@@ -21,8 +23,6 @@ from ztrans.execute import executable, to_fx
 from ztrans.ir.graph import Eqn, Graph, Var, is_view
 from ztrans.profile import profile
 from ztrans.replay import Observed
-from ztrans.simulate import seconds, signature
-from ztrans.timeline import COMPUTE
 
 CASE = CASES["gpt_adam"]
 CHAIN = (zt.overlap_grads(), zt.prefetch())

@@ -7,14 +7,14 @@ import pytest
 import torch
 from programs import CASES
 from worlds import on_ranks
+from ztrans.planning.make_plan.program_order import hoist, skeleton
+from ztrans.planning.make_plan.realise import realise
+from ztrans.planning.make_plan.solver.problem import Bucket, Schedule
 
 import ztrans as zt
 from ztrans.ir.coalesce import coalesce, key
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, is_start, reduce, wait
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
-from ztrans.problem import Bucket, Schedule
-from ztrans.realise import realise
-from ztrans.schedule import hoist, skeleton
 
 aten = torch.ops.aten
 GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")

@@ -19,10 +19,10 @@ from races import Races
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from worlds import ALL, batches, slices
+from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from ztrans import ops
-from ztrans.cluster import Link
 from ztrans.execute import bind, to_fx
 from ztrans.ir import donation
 from ztrans.ir.collectives import (

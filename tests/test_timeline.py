@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 from torch.func import grad_and_value
+from ztrans.planning.make_plan.cluster import Device, Link
+from ztrans.planning.make_plan.timeline import COMPUTE, Event, Timeline
 
 import ztrans as zt
-from ztrans.cluster import Device, Link
 from ztrans.ir.graph import Eqn, Provenance, Var
 from ztrans.page import page
-from ztrans.timeline import COMPUTE, Event, Timeline
 
 MACHINE = zt.cluster(Device("machine", (("f32", 1e9),), 1e9, 1e-5), dp=Link("wire", 1e-3, 1e6))
 

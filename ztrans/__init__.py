@@ -1,11 +1,7 @@
 """ztrans: composable function transforms for training steps, over PyTorch."""
 
 from .calibrate import calibrate as calibrate
-from .cluster import Cluster as Cluster
-from .cluster import cluster as cluster
 from .compiled import Compiled as Compiled
-from .cost import Cost as Cost
-from .cost import Memory as Memory
 from .ir.graph import Eqn as Eqn
 from .ir.graph import Graph as Graph
 from .ir.graph import Var as Var
@@ -17,12 +13,16 @@ from .ir.verifier import check as check
 from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
-from .plan import Plan as Plan
+from .planning.cluster import Cluster as Cluster
+from .planning.cluster import cluster as cluster
+from .planning.cost import Cost as Cost
+from .planning.cost import Memory as Memory
+from .planning.plan import Plan as Plan
+from .planning.timeline import Timeline as Timeline
 from .profile import Profile as Profile
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced
 from .step import Step as Step
-from .timeline import Timeline as Timeline
 from .tracing.lifting.lift import lift as lift
 from .tracing.lifting.lifted_state import restore as restore
 from .transforms.base import Transform as Transform

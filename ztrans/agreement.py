@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .fingerprint import update_fingerprint
 from .ir.collectives import buffer_bytes, is_start, wire_dtype
 from .ir.graph import DTYPES, Graph, variables
 from .ir.layout import AbstractMesh
 from .ir.printer import op_name
 from .ir.user_collectives import is_users, is_wait
 from .meeting import Call, everywhere, first_difference, meet
-from .plan import Plan
-from .transfer import Landmark, landmarks, transfer
+from .planning.fingerprint import update_fingerprint
+from .planning.plan import Plan
+from .planning.plan_transfer import Landmark, landmarks, transfer
 
 if TYPE_CHECKING:
     from .stages import Lowered

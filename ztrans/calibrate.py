@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import symmetric
-from .cluster import Cluster, Device, Link
 from .communicate import channel
 from .fit import Sample, fit
 from .ir import collectives
 from .ir.graph import DTYPES, Partial, Split, Var
 from .meeting import Call, everywhere, meet
 from .mesh import check_runs
+from .planning.cluster import Cluster, Device, Link
 from .process_groups import Channel
 from .streams import in_a_row
 

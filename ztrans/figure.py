@@ -11,7 +11,7 @@ from typing import Any
 
 from .ir.units import duration, size
 from .palette import COLOURS, stands_for
-from .timeline import COMPUTE, Timeline
+from .planning.timeline import COMPUTE, Timeline
 
 ENDINGS = (".png", ".svg", ".pdf")
 _MANY = 150  # bars of a lane beside which gaps would take too much of them

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .palette import COLOURS, stands_for
-from .timeline import COMPUTE, Timeline
+from .planning.timeline import COMPUTE, Timeline
 from .timetable import compared, label, line, table, text, title
 
 _LONGEST = 600  # characters of an equation; that of a large bucket goes on for pages

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .timeline import COMPUTE, Timeline
+from .planning.timeline import COMPUTE, Timeline
 from .timetable import line, text, title
 
 

@@ -14,14 +14,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from . import plan as plans
-from .bound import bound
 from .capture import check_device
-from .cluster import Cluster, assumed
 from .compiled import Compiled
-from .cost import Cost, Memory, cost, memory
 from .execute import check_compiler
-from .fingerprint import fingerprint
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
 from .ir.graph import Graph, dce
@@ -30,16 +25,21 @@ from .ir.layout import AbstractMesh
 from .ir.user_collectives import by_axis
 from .ir.write_order import writes_last
 from .mesh import check_runs
-from .plan import Plan
-from .planning import make
-from .pose import pose
+from .planning import plan as plans
+from .planning.cluster import Cluster, assumed
+from .planning.cost import Cost, Memory, cost, memory
+from .planning.fingerprint import fingerprint
+from .planning.formulate import pose
+from .planning.make_plan import make
+from .planning.plan import Plan
+from .planning.plan_transfer import landmarks, transfer
+from .planning.program_order import skeleton
+from .planning.simulate import simulate
+from .planning.solver.lower_bound import bound
+from .planning.timeline import Timeline
 from .profile import Profile
-from .schedule import skeleton
-from .simulate import simulate
-from .timeline import Timeline
 from .tracing.arguments import check_captured, local_part, traced_leaves
 from .tracing.trace import Program, no_collection
-from .transfer import landmarks, transfer
 from .transforms.base import Transform, rewritten
 
 

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .cluster import Cluster
 from .compiled import Compiled
 from .failure import check_whole
 from .ir.ambient import refuse_inside
@@ -27,7 +26,8 @@ from .ir.graph import Layout
 from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
-from .plan import OtherProgramError, Plan
+from .planning.cluster import Cluster
+from .planning.plan import OtherProgramError, Plan
 from .profile import Profile
 from .replicas import check_same
 from .stages import Lowered, Traced

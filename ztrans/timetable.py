@@ -8,7 +8,7 @@ from __future__ import annotations
 from .ir.graph import Eqn
 from .ir.printer import equation, op_name
 from .ir.units import duration, size
-from .timeline import COMPUTE, Timeline
+from .planning.timeline import COMPUTE, Timeline
 
 _STALLS = 5
 

@@ -9,13 +9,13 @@ from parallel import copied, summed
 from programs import CASES
 from torch.func import grad_and_value
 from worlds import ALL, batches, slices
+from ztrans.planning.make_plan.cost import is_matmul
+from ztrans.planning.make_plan.formulate import pose
+from ztrans.planning.make_plan.program_order import skeleton
 
 import ztrans as zt
-from ztrans.cost import is_matmul
 from ztrans.ir.graph import Graph
 from ztrans.ir.user_collectives import is_users, is_wait
-from ztrans.pose import pose
-from ztrans.schedule import skeleton
 
 MESH = zt.AbstractMesh(dp=2, tp=2)
 SHARD = zt.shard_params(MESH, axis="dp")

@@ -8,14 +8,14 @@ from net import lower
 from programs import CASES
 from torch.func import grad_and_value
 from worlds import on_ranks, sharded
+from ztrans.planning.make_plan.cluster import Link
+from ztrans.planning.make_plan.cost import is_matmul
+from ztrans.planning.make_plan.solver.validate import ScheduleError
 
 import ztrans as zt
-from ztrans import planning as plans
-from ztrans.cluster import Link
-from ztrans.cost import is_matmul
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
 from ztrans.ir.graph import is_view_or_cast
-from ztrans.validate import ScheduleError
+from ztrans.planning.make_plan import make_plan as plans
 
 
 def test_program(golden):

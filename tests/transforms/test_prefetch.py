@@ -4,9 +4,9 @@ import pytest
 from net import lower
 from programs import CASES
 from worlds import on_ranks
+from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
-from ztrans.cluster import Link
 from ztrans.ir.collectives import ALL_GATHER, WAIT
 
 

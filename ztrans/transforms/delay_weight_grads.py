@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..cost import is_matmul
 from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Var, is_random, is_view_or_cast, producers, users
 from ..ir.user_collectives import is_users, is_wait
+from ..planning.cost import is_matmul
 from .base import Transform
 
 

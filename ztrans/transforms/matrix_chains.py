@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..cost import is_matmul
 from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
 from ..ir.user_collectives import is_users
+from ..planning.cost import is_matmul
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ from itertools import product
 
 import numpy as np
 
-from .buckets import by_key, gather_buckets, reduction_buckets
+from .bucketing import by_key, gather_buckets, reduction_buckets
+from .list_scheduler import Placed, Placement
 from .loads import Choice, Members, kept
-from .placement import Placed, Placement
 from .problem import Problem
 
 _LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept

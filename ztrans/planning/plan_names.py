@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .problem import Bucket, Problem, Schedule
-from .schedule import Planned, Skeleton, place_name
-from .validate import ScheduleError, validate
+from .program_order import Planned, Skeleton, place_name
+from .solver.problem import Bucket, Problem, Schedule
+from .solver.validate import ScheduleError, validate
 
 Members = tuple[str, ...]
 Named = tuple[tuple[Members, str], ...]

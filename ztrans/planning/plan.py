@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ir.graph import Graph
+from ..ir.units import size
+from ..ir.verifier import ProgramError
 from .cluster import Device
 from .cost import memory
 from .fingerprint import fingerprint
-from .ir.graph import Graph
-from .ir.units import size
-from .ir.verifier import ProgramError
-from .outcome import keepers
-from .pose import frame
+from .formulate import frame
+from .plan_names import Members, Named, resolve
+from .program_order import skeleton
 from .realise import realise
-from .resolve import Members, Named, resolve
-from .schedule import skeleton
-from .validate import ScheduleError
+from .solver.evaluation import keepers
+from .solver.validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
 _UPDATES = ("eager", "last", WRITTEN)

@@ -11,10 +11,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from .ir.coalesce import coalesce
-from .ir.graph import Eqn, Graph, Var, rename
-from .problem import Bucket, Schedule
-from .schedule import Planned, Skeleton
+from ..ir.coalesce import coalesce
+from ..ir.graph import Eqn, Graph, Var, rename
+from .program_order import Planned, Skeleton
+from .solver.problem import Bucket, Schedule
 
 
 def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int]) -> Graph:

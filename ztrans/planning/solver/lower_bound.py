@@ -45,7 +45,7 @@ class Bound:
 def bound(problem: Problem) -> Bound:
     """The bound of a problem.
 
-    >>> from ztrans.problem import Gather, Wire
+    >>> from ztrans.planning.solver.problem import Gather, Wire
     >>> wires = {"w": Wire(lane="all", link="all", latency=1.0, pace=1.0)}
     >>> bound(Problem((1.0, 1.0), (0, 0), (), (Gather("w", 2, 2, 0, 0), Gather("w", 6, 6, 1, 1)), (), wires))
     Bound(seconds=10.0, compute=8.0, wire=10.0, memory=10.0, binds='wire')

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .ir.collectives import is_start
-from .ir.graph import Eqn, Graph, Var, is_random, variables
-from .ir.printer import equation, header, op_name
+from ..ir.collectives import is_start
+from ..ir.graph import Eqn, Graph, Var, is_random, variables
+from ..ir.printer import equation, header, op_name
 
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 

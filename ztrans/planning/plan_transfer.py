@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from itertools import accumulate
 from operator import add, ge
 
+from ..ir.collectives import is_start
+from ..ir.graph import Graph
+from ..ir.user_collectives import is_users
 from .cost import is_matmul
 from .fingerprint import fingerprint
-from .ir.collectives import is_start
-from .ir.graph import Graph
-from .ir.user_collectives import is_users
+from .formulate import frame
 from .plan import WRITTEN, Plan
-from .pose import frame
-from .resolve import Members
-from .schedule import Skeleton, place_name, skeleton
+from .plan_names import Members
+from .program_order import Skeleton, place_name, skeleton
 
 Landmark = tuple[int, int, int]  # before a place: matrix products, births of gradients, collectives of no plan
 

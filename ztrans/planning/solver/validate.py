@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .outcome import keepers
+from .evaluation import keepers
 from .problem import Bucket, Gather, Problem, Reduction, Schedule
 
 

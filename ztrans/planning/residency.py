@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..ir.collectives import received_bytes
+from ..ir.donation import Donation, donation
+from ..ir.graph import Eqn, Var
 from .cost import held, local_bytes
-from .eager import Group
-from .ir.collectives import received_bytes
-from .ir.donation import Donation, donation
-from .ir.graph import Eqn, Var
-from .schedule import Skeleton
+from .eager_updates import Group
+from .program_order import Skeleton
 
 
 class Value(NamedTuple):

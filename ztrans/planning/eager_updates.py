@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .ir.graph import Eqn, Var
-from .problem import Gather, Update
-from .schedule import Skeleton
+from ..ir.graph import Eqn, Var
+from .program_order import Skeleton
+from .solver.problem import Gather, Update
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
 

@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
-from .bound import bound
+from .evaluation import evaluate, issued, played
 from .loads import Loads, kept
-from .outcome import evaluate, issued, played
+from .local_search import Search
+from .lower_bound import bound
 from .problem import Bucket, Problem, Schedule
-from .search import Search
 from .slots import by_operation
 from .validate import validate
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..event_simulator import Message, Network
 from .loads import Choice, Load, Loads
-from .play import Message, Network
 from .problem import Bucket, Problem, Schedule
 from .updates import Updates
 

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .ir.collectives import WAIT, is_start
-from .ir.graph import Eqn, Graph, Var, is_random, producers, users, variables
-from .ir.layout import local_shape
-from .ir.liveness import Liveness, liveness
-from .ir.user_collectives import is_users
-from .ir.write_order import first_write
+from ..ir.collectives import WAIT, is_start
+from ..ir.graph import Eqn, Graph, Var, is_random, producers, users, variables
+from ..ir.layout import local_shape
+from ..ir.liveness import Liveness, liveness
+from ..ir.user_collectives import is_users
+from ..ir.write_order import first_write
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
 

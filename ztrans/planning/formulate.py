@@ -10,11 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from .cluster import Cluster
-from .cost import is_matmul
-from .eager import Group, deadline, groups
-from .ir import coalesce
-from .ir.collectives import (
+from ..ir import coalesce
+from ..ir.collectives import (
     ALL_GATHER,
     ALONE,
     REDUCE_SCATTER,
@@ -24,12 +21,15 @@ from .ir.collectives import (
     sent_bytes,
     wire_bytes,
 )
-from .ir.graph import Eqn, Graph, producers
-from .play import Message
-from .problem import Gather, Problem, Reduction, Wire
+from ..ir.graph import Eqn, Graph, producers
+from .cluster import Cluster
+from .cost import is_matmul
+from .eager_updates import Group, deadline, groups
+from .event_simulator import Message
+from .program_order import Planned, Skeleton, place_name
 from .residency import Value, residency
-from .schedule import Planned, Skeleton, place_name
 from .simulate import lane, messages, seconds
+from .solver.problem import Gather, Problem, Reduction, Wire
 
 
 def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:

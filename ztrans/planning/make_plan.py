@@ -7,21 +7,21 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..ir.graph import Graph
+from ..ir.units import size
+from ..ir.verifier import ProgramError
 from .cluster import Cluster
 from .cost import Memory, memory
 from .fingerprint import fingerprint
-from .ir.graph import Graph
-from .ir.units import size
-from .ir.verifier import ProgramError
-from .outcome import keepers
+from .formulate import pose
 from .plan import WRITTEN, Plan, as_written, weighed
-from .planner import EFFORT, Infeasible, solve
-from .pose import pose
-from .problem import Problem, Schedule
+from .plan_names import named
+from .program_order import Skeleton, skeleton
 from .realise import realise
-from .resolve import named
-from .schedule import Skeleton, skeleton
-from .validate import ScheduleError, validate
+from .solver.evaluation import keepers
+from .solver.problem import Problem, Schedule
+from .solver.solve import EFFORT, Infeasible, solve
+from .solver.validate import ScheduleError, validate
 
 SLACK = 0.05  # what "auto" lets the peak rise above that of the unscheduled program
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .play import Message, play
+from ..event_simulator import Message, play
 
 
 class Wire(NamedTuple):

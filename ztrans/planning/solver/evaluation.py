@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .play import Message, Played, play
+from ..event_simulator import Message, Played, play
 from .problem import Bucket, Problem, Schedule
 from .sending import sending
 from .slots import by_operation, fixed, gathering, reducing, summed

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .ir.collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
-from .ir.donation import Donation, donation
-from .ir.graph import Eqn, Graph, Var, is_view
-from .ir.layout import local_shape
-from .ir.printer import size_text
+from ..ir.collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
+from ..ir.donation import Donation, donation
+from ..ir.graph import Eqn, Graph, Var, is_view
+from ..ir.layout import local_shape
+from ..ir.printer import size_text
 
 
 @dataclass(frozen=True)
