@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.execute import bind, to_fx
-from ztrans.near import Near
-from ztrans.streams import Streams
-from ztrans.symmetric import SymmetricStart
+from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.cuda.symmetric_memory import Near
+from ztrans.runtime.cuda.symmetric_start import SymmetricStart
+from ztrans.runtime.cuda.transport import Times
 from ztrans.tracing.arguments import flat
-from ztrans.transport import Times
 
 STEPS = 3
 

@@ -28,7 +28,7 @@ from ztrans.ops.all_gather import launch as gather
 from ztrans.ops.barrier import meet
 from ztrans.ops.kernel import kernel
 from ztrans.ops.reduce_scatter import launch as scatter
-from ztrans.streams import Streams
+from ztrans.runtime.cuda.streams import Streams
 
 if TYPE_CHECKING:
     import triton.language as tl

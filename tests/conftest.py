@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 
-from ztrans.execute import check_compiler
+from ztrans.runtime.codegen import check_compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 

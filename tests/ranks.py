@@ -28,7 +28,7 @@ from worlds import ALL, batches, default_dtype, distance, on_ranks, plain, shard
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
-from ztrans.process_groups import Channel
+from ztrans.runtime.process_groups import Channel
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))

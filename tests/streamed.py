@@ -22,11 +22,11 @@ from worlds import ALL, batches, slices
 
 import ztrans as zt
 from benchmarks.gpu_near import Always, stepped
-from ztrans import near
-from ztrans.execute import bind, to_fx
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.ops.symmetric import Symmetric, over_files
-from ztrans.streams import Streams
+from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.cuda import symmetric_memory as near
+from ztrans.runtime.cuda.streams import Streams
 from ztrans.tracing.arguments import flat
 
 RANK = int(os.environ.get("RANK", 0))

@@ -7,8 +7,8 @@ from torch.func import grad_and_value
 from worlds import clone, distance
 
 import ztrans as zt
-from ztrans import attention
-from ztrans.strides import Strided
+from ztrans.runtime.inductor import cpu_attention as attention
+from ztrans.runtime.inductor.fake_layouts import Strided
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -18,11 +18,11 @@ from worlds import batches
 
 import ztrans as zt
 from ztrans import ops
-from ztrans.capture import Capture, check_device, fed, placed, with_rates
 from ztrans.compiled import Bound
-from ztrans.execute import executable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
+from ztrans.runtime.codegen import executable
+from ztrans.runtime.cuda.graph_capture import Capture, check_device, fed, placed, with_rates
 
 
 class Stream:
@@ -295,7 +295,7 @@ def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
         names.index("x"),
     ]
     # Here the state lies where the graph is; the rate is to come with every call all the same, as on a GPU.
-    monkeypatch.setattr("ztrans.capture.fed", lambda *_: [names.index("lr.0"), names.index("x")])
+    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.fed", lambda *_: [names.index("lr.0"), names.index("x")])
     compiled = lowered.compile()
     compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
     found, losses = run(compiled, state)

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, clone, on_ranks, slices
 
 import ztrans as zt
-from ztrans.failure import check_whole
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation
 from ztrans.ir.write_order import first_write
+from ztrans.runtime.failure import check_whole
 
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])
 

@@ -7,10 +7,10 @@ from torch.utils import _pytree as pytree
 from worlds import ALL, batches, clone, on_ranks, slices
 
 import ztrans as zt
-from ztrans.fusion import fuse
 from ztrans.ir.collectives import WAIT, is_start
 from ztrans.ir.graph import Eqn, Graph, Var, is_random, producers
 from ztrans.ir.interpreter import lockstep, scatter
+from ztrans.runtime.inductor.fusion import fuse
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ from worlds import batches, clone, distance, on_ranks
 from ztrans.planning.make_plan.simulate import signature
 
 import ztrans as zt
-from ztrans import products
-from ztrans.execute import fused
-from ztrans.strides import Strided
+from ztrans.runtime.codegen import fused
+from ztrans.runtime.inductor import cpu_matmul as products
+from ztrans.runtime.inductor.fake_layouts import Strided
 
 
 def both(lowered, state, data) -> list:

@@ -19,9 +19,9 @@ from worlds import ALL, on_ranks
 from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
-from ztrans.communicate import Start
 from ztrans.ir.collectives import reduce, sends_as_it_lies
 from ztrans.ir.graph import Split, Var
+from ztrans.runtime.collectives import Start
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5
 P, p = W * W * 4, W * W * 4 // RANKS

@@ -11,8 +11,8 @@ from ztrans.planning.make_plan.cluster import Link
 from ztrans.planning.make_plan.fingerprint import fingerprint
 
 import ztrans as zt
-from ztrans import agreement
 from ztrans.ir.collectives import is_start
+from ztrans.runtime import consensus as agreement
 
 CASE = CASES["gpt_adam"]
 

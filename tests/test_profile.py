@@ -19,10 +19,10 @@ from ztrans.planning.make_plan.timeline import COMPUTE
 
 import ztrans as zt
 from ztrans import compiled as bound
-from ztrans.execute import executable, to_fx
 from ztrans.ir.graph import Eqn, Graph, Var, is_view
 from ztrans.profile import profile
 from ztrans.replay import Observed
+from ztrans.runtime.codegen import executable, to_fx
 
 CASE = CASES["gpt_adam"]
 CHAIN = (zt.overlap_grads(), zt.prefetch())

@@ -23,7 +23,6 @@ from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from ztrans import ops
-from ztrans.execute import bind, to_fx
 from ztrans.ir import donation
 from ztrans.ir.collectives import (
     ALL_GATHER,
@@ -36,13 +35,14 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
-from ztrans.near import MOST, Near
 from ztrans.ops.symmetric import in_one_process
-from ztrans.process_groups import Channel
 from ztrans.recording import Record, recorded
-from ztrans.streams import Done, Streams, in_a_row
+from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.cuda.streams import Done, Streams, in_a_row
+from ztrans.runtime.cuda.symmetric_memory import MOST, Near
+from ztrans.runtime.cuda.transport import Times, transport
+from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import flat
-from ztrans.transport import Times, transport
 
 WORLD = 4
 CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
@@ -230,7 +230,7 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
 
 def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
     monkeypatch.setattr("torch.Event", Reading)
-    monkeypatch.setattr("ztrans.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
+    monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
     monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
     ran = []

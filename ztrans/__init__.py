@@ -10,7 +10,6 @@ from .ir.interpreter import lockstep as lockstep
 from .ir.layout import AbstractMesh as AbstractMesh
 from .ir.printer import diff as diff
 from .ir.verifier import check as check
-from .mesh import make_mesh as make_mesh
 from .ops import pmean as pmean
 from .ops import psum as psum
 from .planning.cluster import Cluster as Cluster
@@ -20,6 +19,7 @@ from .planning.cost import Memory as Memory
 from .planning.plan import Plan as Plan
 from .planning.timeline import Timeline as Timeline
 from .profile import Profile as Profile
+from .runtime.mesh import make_mesh as make_mesh
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced
 from .step import Step as Step

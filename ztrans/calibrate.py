@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import symmetric
-from .communicate import channel
 from .fit import Sample, fit
 from .ir import collectives
 from .ir.graph import DTYPES, Partial, Split, Var
-from .meeting import Call, everywhere, meet
-from .mesh import check_runs
 from .planning.cluster import Cluster, Device, Link
-from .process_groups import Channel
-from .streams import in_a_row
+from .runtime.collectives import channel
+from .runtime.cuda import symmetric_start as symmetric
+from .runtime.cuda.streams import in_a_row
+from .runtime.meeting import Call, everywhere, meet
+from .runtime.mesh import check_runs
+from .runtime.process_groups import Channel
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives: 4 KiB to 256 MiB
@@ -43,7 +43,7 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
 
     Raises: ValueError for a mesh on which nothing runs, or an axis in `links` that it does not have.
 
-    >>> from ztrans.mesh import make_mesh
+    >>> from ztrans.runtime.mesh import make_mesh
     >>> cluster = calibrate(make_mesh("cpu", dp=-1))  # a mesh of one: the device alone
     >>> cluster.device.rate("f32") > 0, cluster.links
     (True, ())

@@ -13,16 +13,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from . import inductor
-from .agreement import agree, messages, messages_hash, slowest
-from .capture import Capture, placed, with_rates
-from .execute import executable
-from .failure import Writes, alone, check_whole, running, steps_of
 from .ir.ambient import refuse_inside, without_autocast
-from .meeting import Call, everywhere, meet
-from .process_groups import process_groups
 from .profile import Profile, profile
-from .symmetric import check
+from .runtime.codegen import executable
+from .runtime.consensus import agree, messages, messages_hash, slowest
+from .runtime.cuda.graph_capture import Capture, placed, with_rates
+from .runtime.cuda.symmetric_start import check
+from .runtime.failure import Writes, alone, check_whole, running, steps_of
+from .runtime.inductor import backend as inductor
+from .runtime.meeting import Call, everywhere, meet
+from .runtime.process_groups import process_groups
 from .tracing.arguments import check_captured, check_donation, flat
 
 if TYPE_CHECKING:

@@ -11,12 +11,10 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .execute import bind
 from .fit import sending, unpacking
 from .ir.collectives import WAIT, is_start
 from .ir.graph import Eqn, Graph
 from .ir.units import duration
-from .meeting import everywhere
 from .planning.cluster import Cluster, assumed
 from .planning.cost import memory
 from .planning.event_simulator import Message
@@ -24,6 +22,8 @@ from .planning.simulate import messages, signature
 from .planning.timeline import COMPUTE, Event, Timeline
 from .recording import Record, Times, mark, recorded, watching
 from .replay import Observed, explain
+from .runtime.codegen import bind
+from .runtime.meeting import everywhere
 
 _TIMES = ("issued", "done", "spent", "unpacked")  # of a message
 
@@ -108,7 +108,7 @@ def profile(
 
     Raises: ValueError for no steps.
 
-    >>> from ztrans.execute import to_fx
+    >>> from ztrans.runtime.codegen import to_fx
     >>> from ztrans.ir.graph import Eqn, Var
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> graph = Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)

@@ -14,9 +14,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from .capture import check_device
 from .compiled import Compiled
-from .execute import check_compiler
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
 from .ir.graph import Graph, dce
@@ -24,7 +22,6 @@ from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
 from .ir.user_collectives import by_axis
 from .ir.write_order import writes_last
-from .mesh import check_runs
 from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
 from .planning.cost import Cost, Memory, cost, memory
@@ -38,6 +35,9 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profile import Profile
+from .runtime.codegen import check_compiler
+from .runtime.cuda.graph_capture import check_device
+from .runtime.mesh import check_runs
 from .tracing.arguments import check_captured, local_part, traced_leaves
 from .tracing.trace import Program, no_collection
 from .transforms.base import Transform, rewritten

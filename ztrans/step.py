@@ -20,16 +20,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .compiled import Compiled
-from .failure import check_whole
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
-from .meeting import Call, meet
-from .mesh import check_runs
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profile import Profile
-from .replicas import check_same
+from .runtime.failure import check_whole
+from .runtime.meeting import Call, meet
+from .runtime.mesh import check_runs
+from .runtime.replicas import check_same
 from .stages import Lowered, Traced
 from .tracing.arguments import check_laid_out
 from .tracing.captured import Captured

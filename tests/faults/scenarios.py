@@ -23,7 +23,7 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.process_groups import Channel
+from ztrans.runtime.process_groups import Channel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 TIMEOUT = datetime.timedelta(seconds=6)  # of the user's group

@@ -136,9 +136,9 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     import gpu_nccl
     import gpu_step
 
-    import ztrans.communicate
+    import ztrans.runtime.collectives
 
-    monkeypatch.setattr(ztrans.process_groups.Channel, "is_direct", False)  # as NCCL's is not
+    monkeypatch.setattr(ztrans.runtime.process_groups.Channel, "is_direct", False)  # as NCCL's is not
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
     sharded, line = gpu_nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"

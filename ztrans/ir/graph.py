@@ -181,7 +181,7 @@ class Graph:
 
     def to_fx(self) -> torch.fx.GraphModule:
         """The program as a `torch.fx.GraphModule`, for FX tools; collectives become calls of `ops`."""
-        from ..execute import to_fx  # a door upwards: the way out to FX is part of execution
+        from ..runtime.codegen import to_fx  # a door upwards: the way out to FX is part of execution
 
         return to_fx(self)
 

@@ -25,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .communicate import channel, wait
-from .fusion import Group
-from .ir.ambient import without_autocast
-from .ir.collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
-from .ir.donation import Donation, donation
-from .ir.graph import Eqn, Graph, Split, Var, substitute
-from .ir.layout import cut, localize
-from .ir.user_collectives import by_group
-from .ir.views import called
-from .streams import Streams
-from .symmetric import side_streams, start
-from .tracing.versions import check_torch
+from ..ir.ambient import without_autocast
+from ..ir.collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
+from ..ir.donation import Donation, donation
+from ..ir.graph import Eqn, Graph, Split, Var, substitute
+from ..ir.layout import cut, localize
+from ..ir.user_collectives import by_group
+from ..ir.views import called
+from ..tracing.versions import check_torch
+from .collectives import channel, wait
+from .cuda.streams import Streams
+from .cuda.symmetric_start import side_streams, start
+from .inductor.fusion import Group
 
 
 class _Cut(torch.nn.Module):

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 
-from . import ops
-from .communicate import Future, Member, Start
-from .ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from .ir.graph import Eqn
-from .ir.layout import part
-from .process_groups import Channel
+from ... import ops
+from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ...ir.graph import Eqn
+from ...ir.layout import part
+from ..collectives import Future, Member, Start
+from ..process_groups import Channel
 from .streams import Done, Streams
 from .transport import Transport
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .ir.collectives import ALL_GATHER, REDUCE_SCATTER
-from .ir.graph import Primitive
+from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER
+from ...ir.graph import Primitive
 
 HALF = (torch.bfloat16, torch.float16)
 

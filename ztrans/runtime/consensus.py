@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .ir.collectives import buffer_bytes, is_start, wire_dtype
-from .ir.graph import DTYPES, Graph, variables
-from .ir.layout import AbstractMesh
-from .ir.printer import op_name
-from .ir.user_collectives import is_users, is_wait
+from ..ir.collectives import buffer_bytes, is_start, wire_dtype
+from ..ir.graph import DTYPES, Graph, variables
+from ..ir.layout import AbstractMesh
+from ..ir.printer import op_name
+from ..ir.user_collectives import is_users, is_wait
+from ..planning.fingerprint import update_fingerprint
+from ..planning.plan import Plan
+from ..planning.plan_transfer import Landmark, landmarks, transfer
 from .meeting import Call, everywhere, first_difference, meet
-from .planning.fingerprint import update_fingerprint
-from .planning.plan import Plan
-from .planning.plan_transfer import Landmark, landmarks, transfer
 
 if TYPE_CHECKING:
-    from .stages import Lowered
+    from ..stages import Lowered
 
 
 def messages(graph: Graph) -> list[str]:

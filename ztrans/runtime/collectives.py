@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import ops
-from .ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
-from .ir.graph import Eqn, Split, Var
-from .ir.layout import chunk, local_shape, part
-from .ir.reshard import on_axis
-from .ops.cast_pack import reference as pack
+from .. import ops
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
+from ..ir.graph import Eqn, Split, Var
+from ..ir.layout import chunk, local_shape, part
+from ..ir.reshard import on_axis
+from ..ops.cast_pack import reference as pack
 from .process_groups import Channel, process_groups
 
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import attention, products
-from .execute import Kernel, bind, fused, to_fx
+from ...ir.donation import Donation, donation
+from ...ir.graph import Eqn, Graph, Var, producers, substitute
+from ...ir.layout import localize
+from ...ir.user_collectives import by_group, is_users
+from ...ir.varying import varying
+from ...ir.write_order import first_write
+from ..codegen import Kernel, bind, fused, to_fx
+from . import cpu_attention as attention
+from . import cpu_matmul as products
+from .fake_layouts import Strided, run, strides, text
 from .fusion import Group, fuse
-from .ir.donation import Donation, donation
-from .ir.graph import Eqn, Graph, Var, producers, substitute
-from .ir.layout import localize
-from .ir.user_collectives import by_group, is_users
-from .ir.varying import varying
-from .ir.write_order import first_write
-from .strides import Strided, run, strides, text
 
 
 class Fused(torch.nn.Module):

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import ops
-from .communicate import all_gather
-from .ir.collectives import ALL_GATHER
-from .ir.graph import Primitive
+from ... import ops
+from ...ir.collectives import ALL_GATHER
+from ...ir.graph import Primitive
+from ..collectives import all_gather
 from .streams import in_a_row
 from .transport import Times
 

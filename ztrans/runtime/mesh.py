@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .ir.layout import AbstractMesh
+from ..ir.layout import AbstractMesh
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .communicate import Start
-from .ir.collectives import ALL_GATHER, REDUCE_SCATTER, without
-from .ir.graph import Eqn
-from .ir.layout import local_shape, part
+from ... import ops
+from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, without
+from ...ir.graph import Eqn
+from ...ir.layout import local_shape, part
+from ...ops.kernel import FLOATS
+from ..collectives import Start
+from ..process_groups import Channel
 from .nccl import Message, StreamedStart, moved_back
-from .near import Near, gather, scatter
-from .ops.kernel import FLOATS
-from .process_groups import Channel
 from .streams import Streams
+from .symmetric_memory import Near, gather, scatter
 from .transport import transport
 
 

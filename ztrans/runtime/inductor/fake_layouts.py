@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .execute import fake
+from ...ir.collectives import SHARD, WAIT, is_start
+from ...ir.donation import in_place, updated
+from ...ir.graph import Eqn, Graph, Var, substitute
+from ...ir.layout import local_shape, localize
+from ...ir.views import called
+from ..codegen import fake
 from .fusion import is_update
-from .ir.collectives import SHARD, WAIT, is_start
-from .ir.donation import in_place, updated
-from .ir.graph import Eqn, Graph, Var, substitute
-from .ir.layout import local_shape, localize
-from .ir.views import called
 
 
 class Strided(NamedTuple):

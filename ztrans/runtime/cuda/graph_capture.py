@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .fusion import is_update
-from .ir.graph import Eqn, Graph, Var
-from .tracing.trace import no_collection
+from ... import ops
+from ...ir.graph import Eqn, Graph, Var
+from ...tracing.trace import no_collection
+from ..inductor.fusion import is_update
 
 
 def check_device(device: str | None) -> None:

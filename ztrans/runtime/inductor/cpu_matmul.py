@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .strides import Strided
+from .fake_layouts import Strided
 
 aten = torch.ops.aten
 GAIN = 0.97  # of the time: what must be won for another library's rounding
