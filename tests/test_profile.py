@@ -20,8 +20,8 @@ from ztrans.planning.make_plan.timeline import COMPUTE
 import ztrans as zt
 from ztrans import compiled as bound
 from ztrans.ir.graph import Eqn, Graph, Var, is_view
-from ztrans.profile import profile
-from ztrans.replay import Observed
+from ztrans.profiling.profile import profile
+from ztrans.profiling.trace_fit import Observed
 from ztrans.runtime.codegen import executable, to_fx
 
 CASE = CASES["gpt_adam"]
@@ -80,7 +80,7 @@ def test_what_meets_another_equation_in_each_step_is_not_forgotten(monkeypatch):
     per_step = len(eqns) + 2  # before the first, after each, and the end
     late = lambda k: 12.0 if k < 3 * per_step and k % per_step == k // per_step + 1 else 0.0
     clock = itertools.accumulate(1.0 + late(k) for k in itertools.count())
-    monkeypatch.setattr("ztrans.recording.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("ztrans.profiling.instrument.time.perf_counter", lambda: next(clock))
     found = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
     assert found.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
 
@@ -159,7 +159,7 @@ def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
         here.append(message._replace(issued=first, done=max(first, second + moving)))
         there.append(message._replace(issued=second, done=max(second, first + moving)))
     timeline = zt.Timeline("f", 1.0, (), ())
-    monkeypatch.setattr("ztrans.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
+    monkeypatch.setattr("ztrans.profiling.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
     agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
     assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "of the rank that computes longest"
     assert [m.done - m.issued for m in agreed.messages[0]] == pytest.approx(took, abs=1e-9)

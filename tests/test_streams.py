@@ -36,7 +36,7 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ops.symmetric import in_one_process
-from ztrans.recording import Record, recorded
+from ztrans.profiling.instrument import Record, recorded
 from ztrans.runtime.codegen import bind, to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, in_a_row
 from ztrans.runtime.cuda.symmetric_memory import MOST, Near

@@ -1,6 +1,5 @@
 """ztrans: composable function transforms for training steps, over PyTorch."""
 
-from .calibrate import calibrate as calibrate
 from .compiled import Compiled as Compiled
 from .ir.graph import Eqn as Eqn
 from .ir.graph import Graph as Graph
@@ -18,7 +17,8 @@ from .planning.cost import Cost as Cost
 from .planning.cost import Memory as Memory
 from .planning.plan import Plan as Plan
 from .planning.timeline import Timeline as Timeline
-from .profile import Profile as Profile
+from .profiling.calibrate import calibrate as calibrate
+from .profiling.profile import Profile as Profile
 from .runtime.mesh import make_mesh as make_mesh
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced

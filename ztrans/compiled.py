@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .ir.ambient import refuse_inside, without_autocast
-from .profile import Profile, profile
+from .profiling.profile import Profile, profile
 from .runtime.codegen import executable
 from .runtime.consensus import agree, messages, messages_hash, slowest
 from .runtime.cuda.graph_capture import Capture, placed, with_rates

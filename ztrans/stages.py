@@ -34,7 +34,7 @@ from .planning.program_order import skeleton
 from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
-from .profile import Profile
+from .profiling.profile import Profile
 from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
 from .runtime.mesh import check_runs

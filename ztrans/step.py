@@ -25,7 +25,7 @@ from .ir.graph import Layout
 from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
-from .profile import Profile
+from .profiling.profile import Profile
 from .runtime.failure import check_whole
 from .runtime.meeting import Call, meet
 from .runtime.mesh import check_runs

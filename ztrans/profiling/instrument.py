@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .ir.collectives import ALL_GATHER, WAIT, is_start
-from .runtime.collectives import Member
+from ..ir.collectives import ALL_GATHER, WAIT, is_start
+from ..runtime.collectives import Member
 
 
 class Times(NamedTuple):

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .fit import Sample, fit
-from .ir import collectives
-from .ir.graph import DTYPES, Partial, Split, Var
-from .planning.cluster import Cluster, Device, Link
-from .runtime.collectives import channel
-from .runtime.cuda import symmetric_start as symmetric
-from .runtime.cuda.streams import in_a_row
-from .runtime.meeting import Call, everywhere, meet
-from .runtime.mesh import check_runs
-from .runtime.process_groups import Channel
+from ..ir import collectives
+from ..ir.graph import DTYPES, Partial, Split, Var
+from ..planning.cluster import Cluster, Device, Link
+from ..runtime.collectives import channel
+from ..runtime.cuda import symmetric_start as symmetric
+from ..runtime.cuda.streams import in_a_row
+from ..runtime.meeting import Call, everywhere, meet
+from ..runtime.mesh import check_runs
+from ..runtime.process_groups import Channel
+from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives: 4 KiB to 256 MiB

@@ -11,19 +11,19 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .fit import sending, unpacking
-from .ir.collectives import WAIT, is_start
-from .ir.graph import Eqn, Graph
-from .ir.units import duration
-from .planning.cluster import Cluster, assumed
-from .planning.cost import memory
-from .planning.event_simulator import Message
-from .planning.simulate import messages, signature
-from .planning.timeline import COMPUTE, Event, Timeline
-from .recording import Record, Times, mark, recorded, watching
-from .replay import Observed, explain
-from .runtime.codegen import bind
-from .runtime.meeting import everywhere
+from ..ir.collectives import WAIT, is_start
+from ..ir.graph import Eqn, Graph
+from ..ir.units import duration
+from ..planning.cluster import Cluster, assumed
+from ..planning.cost import memory
+from ..planning.event_simulator import Message
+from ..planning.simulate import messages, signature
+from ..planning.timeline import COMPUTE, Event, Timeline
+from ..runtime.codegen import bind
+from ..runtime.meeting import everywhere
+from .instrument import Record, Times, mark, recorded, watching
+from .link_fit import sending, unpacking
+from .trace_fit import Observed, explain
 
 _TIMES = ("issued", "done", "spent", "unpacked")  # of a message
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .planning.cluster import Link
+from ..planning.cluster import Link
 
 _PRIOR = 0.02  # how many messages each of the figures to start from counts for
 _NOISE = 0.25  # errors below this are squared

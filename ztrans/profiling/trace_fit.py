@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from .fit import Figures, solve
-from .planning.cluster import Link
-from .planning.event_simulator import Message, play
+from ..planning.cluster import Link
+from ..planning.event_simulator import Message, play
+from .link_fit import Figures, solve
 
 _MOST = 300  # messages played: the first of a step tell enough
 _PRIOR = 0.3  # messages that each figure from before counts for: equal ones do not tell latency from bandwidth
