@@ -12,7 +12,7 @@ from ztrans.planning.make_plan.timeline import COMPUTE, Event, Timeline
 
 import ztrans as zt
 from ztrans.ir.graph import Eqn, Provenance, Var
-from ztrans.page import page
+from ztrans.report.page import page
 
 MACHINE = zt.cluster(Device("machine", (("f32", 1e9),), 1e9, 1e-5), dp=Link("wire", 1e-3, 1e6))
 

@@ -44,7 +44,7 @@ class _Shown:
 
         Raises: ValueError for another ending; ImportError for a picture without matplotlib.
         """
-        from .. import figure, page  # doors upwards: the pictures of a timeline
+        from ..report import figure, page  # doors upwards: the pictures of a timeline
 
         draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(Path(path).suffix)
         if draw is None:
@@ -53,7 +53,7 @@ class _Shown:
 
     def to_perfetto(self, path: str | PathLike) -> None:
         """Write it as a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
-        from ..perfetto import save  # a door upwards
+        from ..report.perfetto import save  # a door upwards
 
         save(self._timelines, path)
 
@@ -112,7 +112,7 @@ class Timeline(_Shown):
         return (self,)
 
     def __str__(self) -> str:
-        from ..timetable import table  # a door upwards: a timeline as text
+        from ..report.table import table  # a door upwards: a timeline as text
 
         return table(self)
 
@@ -132,7 +132,7 @@ class Beside(_Shown):
         return (self.first, self.second)
 
     def __str__(self) -> str:
-        from ..timetable import compared  # a door upwards
+        from ..report.table import compared  # a door upwards
 
         return compared(self.first, self.second)
 

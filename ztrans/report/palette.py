@@ -5,7 +5,7 @@ Compute is cool, by region; communication is warm, by the role of the collective
 
 from __future__ import annotations
 
-from .planning.timeline import COMPUTE, Event
+from ..planning.timeline import COMPUTE, Event
 
 COLOURS = {  # what it stands for: on a light and on a dark ground
     "forward": ("#86afd9", "#8db4de"),

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
-from .planning.timeline import COMPUTE, Timeline
-from .timetable import compared, label, line, table, text, title
+from .table import compared, label, line, table, text, title
 
 _LONGEST = 600  # characters of an equation; that of a large bucket goes on for pages
 _DATA = '"data goes here"'

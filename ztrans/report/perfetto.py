@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .planning.timeline import COMPUTE, Timeline
-from .timetable import line, text, title
+from ..planning.timeline import COMPUTE, Timeline
+from .table import line, text, title
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .ir.units import duration, size
+from ..ir.units import duration, size
+from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
-from .planning.timeline import COMPUTE, Timeline
 
 ENDINGS = (".png", ".svg", ".pdf")
 _MANY = 150  # bars of a lane beside which gaps would take too much of them

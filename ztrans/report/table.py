@@ -5,10 +5,10 @@ What a step takes, what keeps each lane busy, what communication exposes and whe
 
 from __future__ import annotations
 
-from .ir.graph import Eqn
-from .ir.printer import equation, op_name
-from .ir.units import duration, size
-from .planning.timeline import COMPUTE, Timeline
+from ..ir.graph import Eqn
+from ..ir.printer import equation, op_name
+from ..ir.units import duration, size
+from ..planning.timeline import COMPUTE, Timeline
 
 _STALLS = 5
 

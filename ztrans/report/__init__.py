@@ -1,0 +1,1 @@
+"""Timelines for people: as text, as a picture, as a page, as a trace."""
