@@ -31,7 +31,7 @@ import torch
 
 import ztrans as zt
 from benchmarks.analysed import MODELS
-from ztrans.ir.units import duration, size
+from ztrans.ir.printer import format_bytes, format_seconds
 
 RESULTS = Path(__file__).parent / "results"
 NVLINK, NIC, SLOW = ("h100", "nvlink4"), ("h100", "infiniband"), ("cpu", "ethernet-1g")
@@ -95,7 +95,7 @@ class Row:
         return self.reshard == "auto" and self.update == "eager"
 
     def __str__(self) -> str:
-        budget = "auto" if self.budget is None else size(self.budget)
+        budget = "auto" if self.budget is None else format_bytes(self.budget)
         return f"{self.model}, {self.ranks} ranks, {self.cluster}, stage {self.stage}, memory {budget}"
 
 
@@ -136,15 +136,15 @@ def broken(every: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """What does not hold, with which of `SAID` it is."""
     for r in every:
         if r.bound > r.seconds * (1 + 1e-9):
-            yield "bound", f"{r}: {duration(r.seconds)}, and a bound of {duration(r.bound)} ({r.binds})"
+            yield "bound", f"{r}: {format_seconds(r.seconds)}, and a bound of {format_seconds(r.bound)} ({r.binds})"
         if r.budget is not None and r.peak > r.budget:
-            yield "budget", f"{r}: a peak of {size(r.peak)}"
+            yield "budget", f"{r}: a peak of {format_bytes(r.peak)}"
     for a, b in _pairs(every):
         if b.seconds > 1.01 * a.seconds:
-            yield "more", f"{b}: {duration(b.seconds)}, and {duration(a.seconds)} in {size(a.budget)}"
+            yield "more", f"{b}: {format_seconds(b.seconds)}, {format_seconds(a.seconds)} in {format_bytes(a.budget)}"
     for a, b in _stages(every):
         if b.peak > a.peak:
-            yield "stages", f"{b}: a peak of {size(b.peak)}, and {size(a.peak)} at stage {a.stage}"
+            yield "stages", f"{b}: a peak of {format_bytes(b.peak)}, and {format_bytes(a.peak)} at stage {a.stage}"
 
 
 def _pairs(every: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
@@ -180,9 +180,10 @@ def _table(every: Sequence[Row]) -> Iterator[str]:
         here = [r for r in every if r.place == place]
         auto = {r.stage: r for r in here if r.usual and r.budget is None}
         model, ranks, cluster = place
-        peaks = ", ".join(size(auto[stage].peak) for stage in sorted(auto))
+        peaks = ", ".join(format_bytes(auto[stage].peak) for stage in sorted(auto))
         ratio, took = auto[3].seconds / auto[3].bound, max(r.took for r in here)
-        yield f"| {model} | {ranks} | {cluster} | {duration(auto[3].seconds)} | {ratio:.3f} | {peaks} | {took:.1f} |"
+        seconds = format_seconds(auto[3].seconds)
+        yield f"| {model} | {ranks} | {cluster} | {seconds} | {ratio:.3f} | {peaks} | {took:.1f} |"
 
 
 def main(models: list[str], write: bool) -> None:
@@ -190,7 +191,8 @@ def main(models: list[str], write: bool) -> None:
     every = []
     for row in rows(models):
         every.append(row)
-        print(f"{row}: {duration(row.seconds)}, bound {duration(row.bound)}, peak {size(row.peak)}", flush=True)
+        step, bound = format_seconds(row.seconds), format_seconds(row.bound)
+        print(f"{row}: {step}, bound {bound}, peak {format_bytes(row.peak)}", flush=True)
     text = report(every)
     print(text)
     if write:

@@ -5,8 +5,9 @@
 
 The step (`llama_model.py`) has tensor parallelism over tp=8 written by hand and is sharded over dp=16 by
 `shard_params`; forward, backward, clipping and AdamW are one program. No GPU and no second process: ranks
-are fake, values have shapes only. Times are simulated, for all programs by the same cost model (`ztrans.planning.simulate`,
-H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes benchmarks/results/llama.md and .json.
+are fake, values have shapes only. Times are simulated, for all programs by the same cost model
+(`ztrans.planning.simulate`, H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes
+benchmarks/results/llama.md and .json.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ztrans.planning.make_plan.solver.lower_bound import bound
 
 import ztrans as zt
 from ztrans.ir.collectives import ALL_GATHER, is_start
-from ztrans.ir.graph import Eqn, Graph, is_view_or_cast, producers, users
+from ztrans.ir.graph import Eqn, Graph, producers, users
+from ztrans.ir.operations import is_view_or_cast
 from ztrans.ir.user_collectives import is_users
 from ztrans.stages import Lowered, Traced
 

@@ -11,7 +11,7 @@ how they are used. `error`, int32[1], is zero until a barrier has waited in vain
 without synchronising.
 
 One memory serves one stream of collectives: two that run at once need a memory each. `rendezvous`
-stands on a private torch API, `_symmetric_memory`, as it is in torch 2.13.
+stands on a private torch API, `_symmetric_memory`; checked on torch 2.13.
 """
 
 from __future__ import annotations

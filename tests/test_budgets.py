@@ -54,7 +54,7 @@ def test_a_budget_below_what_is_needed_says_how_much_where_and_for_what():
 def test_what_it_says_is_enough_and_a_byte_less_is_not(stage, rows):
     needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
     fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
-    assert fits.memory_analysis().peak <= needs and fits.graph.check()
+    assert fits.memory_analysis().peak <= needs and zt.check(fits.graph)
     assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(needs)
 
 

@@ -114,7 +114,7 @@ assert False, "python -O drops this"
 x, y = zt.Var("x", torch.float32, (2,)), zt.Var("y", torch.float32, (2,))
 add = zt.Eqn(torch.ops.aten.add.Tensor, (x, y), (zt.Var("z", torch.float32, (2,)),))
 try:
-    zt.Graph("f", (x,), (add,), add.outs, 0).check()
+    zt.check(zt.Graph("f", (x,), (add,), add.outs, 0))
 except ValueError as error:
     print("refused:", error)
 """

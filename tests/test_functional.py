@@ -32,9 +32,9 @@ def agrees(change, *inputs) -> zt.Graph:
     torch.manual_seed(3)
     want = step(*clone(inputs))
     lowered = zt.Step.of(step).lower(*clone(inputs))
-    graph = lowered.graph.check()
+    graph = zt.check(lowered.graph)
     assert not any(e.op._schema.is_mutable for e in graph.eqns)
-    for run in (zt.evaluate, lambda graph, *flat: graph.to_fx()(*flat)):
+    for run in (zt.evaluate, lambda graph, *flat: zt.to_fx(graph)(*flat)):
         flat = pytree.tree_leaves(clone(inputs))
         torch.manual_seed(3)
         assert alike(want, run(graph, *flat)), graph

@@ -1,4 +1,4 @@
-"""The house: floors, rooms for private APIs, names, sizes, and what a wheel holds."""
+"""The house: packages and arrows, rooms for private APIs, names, sizes, and what a wheel holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,46 +22,37 @@ from ztrans.tracing import versions
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ztrans"
 
-# A module imports only from floors below its own.
-FLOORS = {
-    **dict.fromkeys(["ops", "transforms"], -1),
-    **dict.fromkeys(["source", "scalars", "play", "cluster", "units", "streams", "versions", "process_groups", "c10d", "ambient", "views"], 0),
-    **dict.fromkeys(["graph", "problem", "fit", "reached", "generators"], 1),
-    **dict.fromkeys(["pretty", "collectives", "layout", "twins", "refusals", "timeline", "slots", "updates", "replay", "captured"], 2),
-    **dict.fromkeys(["check", "marks", "varying", "liveness", "redistribute", "rules", "groups", "meeting", "sending", "coalesce", "fusion", "aliases", "transport", "mesh", "watch", "leaks"], 3),
-    **dict.fromkeys(["timetable", "palette"], 3),
-    **dict.fromkeys(["failure", "write_order", "fingerprint", "replicas"], 3.5),
-    **dict.fromkeys(["regions", "donation", "evaluate", "communicate", "schedule", "outcome", "bound", "loads", "figure", "page", "perfetto", "transforms.values", "fx_trace"], 4),
-    **dict.fromkeys(["functional", "recompute", "cost", "near", "nccl", "recording", "validate", "buckets", "placement", "eager", "realise"], 5),
-    **dict.fromkeys(["trace", "simulate", "symmetric", "search", "residency", "resolve"], 6),
-    **dict.fromkeys(["transforms.base", "transforms.accumulate", "transforms.matrix_chains", "transforms.sharding", "planner", "pose", "execute", "capture", "arguments"], 7),
-    **dict.fromkeys(["transfer"], 8.5),
-    **dict.fromkeys(["plan", "profile", "strides"], 8),
-    **dict.fromkeys(["planning", "calibrate", "agreement", "products"], 9),
-    **dict.fromkeys(["attention"], 10),
-    **dict.fromkeys(["inductor"], 11),
-    **dict.fromkeys(["compiled"], 12),
-    **dict.fromkeys(["stages"], 13),
-    **dict.fromkeys(["step", "lift"], 14),
-    **dict.fromkeys(["first_state", "hyperparameters"], 0),
-    **dict.fromkeys(["lifted_state", "kept_gradients", "stand_ins"], 1),
-    **dict.fromkeys(["__init__"], 15),
+# What the modules of each package may import, beside their own package and ops.
+ARROWS = {
+    "ir": set(),
+    "tracing": {"ir"},
+    "transforms": {"ir"},
+    "planning": {"ir"},
+    "runtime": {"ir"},
+    "profiling": {"ir", "planning", "runtime"},
+    "report": {"ir", "planning"},
 }
-TRANSFORM = 8  # every other module of transforms/
+# The modules on top of all packages: each may import all packages, and those before it.
+TOP = ("compiled", "stages", "step", "__init__")
 
-# The imports that go up: from a method, to give a value its face; or for the name of a type alone.
+# The imports that go up, from inside of a method.
 DOORS = {
-    "graph": {"check", "pretty", "execute"},
-    "timeline": {"timetable", "figure", "page", "perfetto"},
-    "transforms.base": {"step"},
-    "agreement": {"stages"},
-    "compiled": {"stages"},
+    ("transforms.base", "step"): "a transform that is applied to a function is a step",
+    ("planning.timeline", "report"): "a timeline prints, and saves itself as a picture",
+    ("compiled", "stages"): "a compiled program names the types of the stages before it",
 }
+FILES = 16  # in a package
 
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
-ROOMS = {"fx_trace", "watch", "leaks", "c10d", "ambient", "marks", "lift", "execute", "rules", "process_groups"}
-# No room needed: pytrees, and the type of an operator, which has no public name.
+ROOMS = {
+    *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.c10d", "tracing.gradient_marks"),
+    *("tracing.lifting.lift", "ir.ambient", "transforms.dtensor_rules", "runtime.codegen", "runtime.process_groups"),
+    *("runtime.inductor.cpu_matmul", "ops.symmetric"),
+}
+# No room needed: pytrees, the type of an operator, which has no public name, PyTorch's documented set of operations,
+# ours, and functional collectives, which are what torch.distributed._functional_collectives traces to.
 OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
+OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional")
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 400
@@ -71,7 +64,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def modules() -> dict[str, Path]:
     """The modules of ztrans by name, without the symlinked ops."""
-    files = [*PACKAGE.glob("*.py"), *(PACKAGE / "transforms").rglob("*.py")]
+    files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "ops" not in path.parents]
     names = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(files)}
     return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
@@ -106,8 +99,8 @@ def package_of(path: Path) -> str:
 def house_module(name: str, known: dict[str, Path]) -> str | None:
     """The module of ztrans that the dotted `name` is, or is in; None for anything else.
 
-    >>> house_module("ztrans.ir.graph.Eqn", {"graph": ROOT}), house_module("torch.nn", {})
-    ('graph', None)
+    >>> house_module("ztrans.ir.graph.Eqn", {"ir.graph": ROOT}), house_module("torch.nn", {})
+    ('ir.graph', None)
     """
     top, *parts = name.split(".")
     if top != "ztrans":
@@ -118,22 +111,57 @@ def house_module(name: str, known: dict[str, Path]) -> str | None:
     return next((module for module in inner if module in known), "__init__")
 
 
-def test_floors():
-    known, wrong = modules(), []
-    floors = {name: FLOORS.get(name, TRANSFORM if name.startswith("transforms.") else None) for name in known}
-    floors["ops"] = FLOORS["ops"]
-    homeless = [name for name, floor in floors.items() if floor is None]
-    assert not homeless, f"{homeless}: no floor; give each one in FLOORS, above all that it imports"
+def package(module: str) -> str:
+    return module.split(".")[0]
+
+
+def may_import(module: str, target: str) -> bool:
+    """Whether the arrows let a module of ztrans import another."""
+    here, there = package(module), package(target)
+    if here == there or there == "ops":
+        return True
+    if here in TOP:
+        return there not in TOP or TOP.index(there) < TOP.index(here)
+    return there in ARROWS[here]
+
+
+def edges() -> Iterator[tuple[str, str, bool, str]]:
+    """Every import between modules of ztrans: from where, of what, whether it is inside a method, and its line."""
+    known = modules()
     for name, path in known.items():
         for node, inside in imports(parse(path)):
-            for target in {house_module(x, known) for x in imported(node, package_of(path))} - {None}:
-                door = inside and target in DOORS.get(name, ())
-                if floors[target] >= floors[name] and not door:
-                    wrong.append(
-                        f"{path.relative_to(ROOT)}:{node.lineno} {name} (floor {floors[name]}) "
-                        f"imports {target} (floor {floors[target]})"
-                    )
+            for target in {house_module(x, known) for x in imported(node, package_of(path))} - {None, name}:
+                yield name, target, inside, f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
+
+
+def test_every_module_is_in_a_package():
+    homeless = [name for name in modules() if package(name) not in (*ARROWS, *TOP)]
+    assert not homeless, f"{homeless}: move each to the package of its concept"
+
+
+def test_arrows():
+    door = lambda name, target: (name, target) in DOORS or (name, package(target)) in DOORS
+    wrong = [
+        line
+        for name, target, inside, line in edges()
+        if not may_import(name, target) and not (inside and door(name, target))
+    ]
     assert not wrong, "\n".join(wrong)
+    assert len(DOORS) <= 3
+
+
+def test_no_circle_of_imports():
+    graph: dict[str, set[str]] = {}
+    for name, target, inside, _ in edges():
+        if not inside:
+            graph.setdefault(name, set()).add(target)
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_packages_are_small():
+    counts = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
+    wrong = {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > FILES}
+    assert not wrong, f"{wrong}: more than {FILES} files"
 
 
 def test_ops_know_nothing_of_graphs():
@@ -178,14 +206,15 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if node not in inner and head in torch:
             names.append((node.lineno, ".".join([torch[head], *rest])))
     for line, name in names:
-        open_ = name.startswith("torch.ops.") or any(f"{name}.".startswith(f"{x}.") for x in OPEN)
-        if not open_ and re.search(r"\._(?!_)", name):
+        is_open = any(f"{name}.".startswith(f"{x}.") for x in (*OPEN, *OPERATIONS))
+        if not is_open and (re.search(r"\._(?!_)", name) or name.startswith("torch.ops.")):
             yield line, name
 
 
 def test_private_torch_has_rooms():
     outside, unsaid = [], []
-    for name, path in modules().items():
+    ops = {f"ops.{path.stem}": path for path in python_files("ops")}
+    for name, path in (modules() | ops).items():
         tree = parse(path)
         private = [f"{path.relative_to(ROOT)}:{line} {x}" for line, x in private_names(tree)]
         if name not in ROOMS:
@@ -266,7 +295,7 @@ def test_wheel_holds_ztrans_alone(tmp_path):
         sizes = {name: held.getinfo(name).file_size for name in kernels & set(names)}
     assert {name.split("/")[0] for name in names} == {"ztrans"}
     assert sizes == {name: (ROOT / name).stat().st_size for name in kernels}
-    data = {"ztrans/py.typed", "ztrans/page.html"}
+    data = {"ztrans/py.typed", "ztrans/report/page.html"}
     wanted = {f"ztrans/{path.relative_to(PACKAGE)}" for path in modules().values()} | kernels | data
     assert set(names) == wanted
     with tarfile.open(sdist) as held:

@@ -131,7 +131,7 @@ def test_history_holds_every_stage_and_diff_shows_what_changed():
         "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
     ]  # fmt: skip
     for _, graph in lowered.history:
-        graph.check()
+        zt.check(graph)
     stages = dict(lowered.history)
     changed = zt.diff(stages["prefetch"], stages["fuse_cast_gather"])
     assert re.search(r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M)

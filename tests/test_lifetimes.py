@@ -120,7 +120,7 @@ def at_once(spans: dict[str, tuple[int, int]], at: range) -> int:
 def lower(step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how) -> zt.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage, outputs="local")
     lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster)
-    lowered.graph.check()
+    zt.check(lowered.graph)
     return lowered
 
 

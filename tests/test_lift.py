@@ -61,7 +61,7 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
     run = zt.chain(*transforms)(step) if transforms else zt.Step(step)
     if ranks > 1:
         lowered = run.lower(state, *slices(data()[0], ranks)[0])
-        lowered.graph.check()
+        zt.check(lowered.graph)
     state = run.shard(state) if ranks == 1 else clone(state)
     for i, (x, y) in enumerate(data()):
         if rates:

@@ -88,7 +88,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
     if ranks > 1:
         run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
         lowered = run.lower(state, *slices(data()[0], ranks)[0])
-        lowered.graph.check()
+        zt.check(lowered.graph)
     state, worst = run.shard(state) if ranks == 1 else clone(state), 0.0
     for x, y in data():
         want = plain(x, y).detach()

@@ -51,7 +51,7 @@ def test_a_plan_holds_for_a_batch_of_another_size():
     planned, small = step.planned(lower().plan), slices(CASE.batch(4), 4)[0]
     followed = planned.lower(CASE.state(), *small)
     assert followed.plan == lower().plan and messages_of(followed) == messages_of(lower())
-    followed.graph.check()
+    zt.check(followed.graph)
 
 
 def test_a_plan_knows_a_program_by_what_it_does():
@@ -109,7 +109,7 @@ def test_replan_says_what_it_expects():
     again = lowered.replan(zt.cluster("cpu", dp="ethernet-1g"))
     assert again.plan.program == lowered.plan.program and again.cluster.device.name == "one CPU core"
     assert again.plan.notes[-1].startswith("expected ") and "the plan before has" in str(again.plan)
-    again.graph.check()
+    zt.check(again.graph)
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "lora", "sam"])

@@ -19,7 +19,8 @@ from ztrans.planning.make_plan.timeline import COMPUTE
 
 import ztrans as zt
 from ztrans import compiled as bound
-from ztrans.ir.graph import Eqn, Graph, Var, is_view
+from ztrans.ir.graph import Eqn, Graph, Var
+from ztrans.ir.operations import is_view
 from ztrans.profiling.profile import profile
 from ztrans.profiling.trace_fit import Observed
 from ztrans.runtime.codegen import executable, to_fx

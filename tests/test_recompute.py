@@ -78,7 +78,7 @@ def test_the_same_bits_as_without(kind, stage):
     for each in ("none", kind):
         step, state = make(each)
         lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(state, *slices((X, Y), 2)[0])
-        lowered.graph.check()
+        zt.check(lowered.graph)
         results.append(lowered.lockstep(state, slices((X, Y), 2)))
     assert distance(*results) == 0
     assert distance(results[0][0], make("none")[0](state, X, Y)[0]) < 1e-6

@@ -12,8 +12,18 @@ from ztrans.planning.make_plan.realise import realise
 from ztrans.planning.make_plan.solver.problem import Bucket, Schedule
 
 import ztrans as zt
-from ztrans.ir.coalesce import coalesce, key
-from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, all_gather, is_start, reduce, wait
+from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    bucket_key,
+    coalesce,
+    is_start,
+    reduce,
+    wait,
+)
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
 
 aten = torch.ops.aten
@@ -29,7 +39,7 @@ def var(name: str, n: int = 8, **how) -> Var:
 
 
 def names(graph: Graph) -> list[str]:
-    return [e.outs[0].name for e in graph.check().eqns]
+    return [e.outs[0].name for e in zt.check(graph).eqns]
 
 
 def forward(layers: int = 3, twice: bool = False) -> Graph:
@@ -139,7 +149,7 @@ def test_a_second_reduction_follows_the_first_in_the_same_bucket():
 def test_members_of_a_bucket_have_one_key():
     a, b = (all_gather([var(n, layout=(Split("dp"),))], [f"{n}.full"], "dp", provenance=why("param")) for n in "ab")
     wide = dataclasses.replace(b, kwargs={**b.kwargs, "dtype": torch.bfloat16})
-    assert key(a) == key(b) != key(wide)
+    assert bucket_key(a) == bucket_key(b) != bucket_key(wide)
     both = coalesce([a, b])
     assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
     with pytest.raises(ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket, but not one key"):

@@ -60,7 +60,7 @@ def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> z
     """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
     traced = _traced(case, ranks, torch.get_default_dtype())
     lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**how)
-    lowered.graph.check()
+    zt.check(lowered.graph)
     return lowered
 
 

@@ -19,6 +19,7 @@ from .planning.plan import Plan as Plan
 from .planning.timeline import Timeline as Timeline
 from .profiling.calibrate import calibrate as calibrate
 from .profiling.profile import Profile as Profile
+from .runtime.codegen import to_fx as to_fx
 from .runtime.mesh import make_mesh as make_mesh
 from .stages import Lowered as Lowered
 from .stages import Traced as Traced

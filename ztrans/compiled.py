@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .ir.ambient import refuse_inside, without_autocast
+from .planning.fingerprint import update_fingerprint
+from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .runtime.codegen import executable
-from .runtime.consensus import agree, messages, messages_hash, slowest
+from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, placed, with_rates
 from .runtime.cuda.symmetric_start import check
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
@@ -165,7 +167,7 @@ class Compiled:
 
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         if not self._bound:
-            lowered = self.lowered if self.agreed else agree(self.lowered)
+            lowered = self.lowered if self.agreed else _agreed(self.lowered)
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
             if self.cuda_graph:
@@ -179,3 +181,26 @@ class Compiled:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
+
+
+def _agreed(lowered: Lowered) -> Lowered:
+    """The program in the order of the plan of the mesh's first rank, which may have measured otherwise.
+
+    Raises: RuntimeError on every rank where ranks lowered different programs, or where that plan does not fit one.
+    """
+    mesh, name = lowered.mesh, lowered.graph.name
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
+        return lowered
+    plan, hinted = lowered.plan, lowered.hinted
+    mine = Proposal(plan.program, update_fingerprint(hinted), messages(hinted), (plan, landmarks(hinted, plan)))
+    everyone = proposals(name, mesh, mine)
+    (first, marks), problem = everyone[0].plan, ""
+    try:
+        if plan.program != everyone[0].program:
+            lowered = lowered.following(transfer(first, marks, hinted))
+        elif plan.digest != first.digest:
+            lowered = lowered.following(first)
+    except ValueError as error:
+        problem = str(error)
+    check_adopted(name, mesh, everyone, problem)
+    return lowered

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .compiled import Compiled
-from .ir.ambient import refuse_inside, without_autocast
+from .ir.ambient import no_collection, refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
@@ -39,7 +39,7 @@ from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
 from .runtime.mesh import check_runs
 from .tracing.arguments import check_captured, local_part, traced_leaves
-from .tracing.trace import Program, no_collection
+from .tracing.trace import Program
 from .transforms.base import Transform, rewritten
 
 

@@ -77,7 +77,7 @@ def check(case: Case) -> None:
     plain = zt.chain(options.sharding)(step).lower(state, *batches[0][0])
     lowered = _lowered(options, step, state, batches[0][0], plain)
     for each in (plain, lowered):
-        each.graph.check()
+        zt.check(each.graph)
     sharded, outputs = _steps(plain, program.state(), batches)
     far = max(distance(sharded, true_state), distance(_means(outputs), true_outputs))
     if not far <= NEAR:

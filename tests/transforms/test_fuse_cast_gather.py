@@ -131,7 +131,7 @@ def test_a_cast_crosses_only_views_that_keep_elements_and_dtype(name):
 
     state, x = {"w": leaf, "b": torch.ones(())}, torch.randn(4, 8)
     lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x)
-    dtypes = {e.outs[0].dtype for e in lowered.graph.check().eqns if e.op is ALL_GATHER and "w" in e.provenance.paths}
+    dtypes = {e.outs[0].dtype for e in zt.check(lowered.graph).eqns if e.op is ALL_GATHER and "w" in e.provenance.paths}
     assert dtypes == {PAIRS if crosses else leaf.dtype}
     new, outputs = lowered.lockstep(state, [(x,), (x,)])
     want, value = step(state, x)

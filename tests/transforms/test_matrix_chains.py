@@ -53,7 +53,7 @@ def trained(ranks, stage, **how):
     step, state = zt.lift(*muon(**how))
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
     lowered, state = sharded.lower(state, *slices(batches()[0], ranks)[0]), clone(state)
-    lowered.graph.check()
+    zt.check(lowered.graph)
     for batch in batches():
         state, _ = lowered.lockstep(state, slices(batch, ranks))
     return state["params"], lowered
@@ -132,7 +132,7 @@ def test_chains_by_hand(update, chained, shape, ranks):
         torch.manual_seed(0)
         state, x = {"w": torch.randn(shape)}, torch.rand(2 * ranks, 3)
         lowered = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=2)(step).lower(state, x[:2])
-        lowered.graph.check()
+        zt.check(lowered.graph)
         wanted, _ = step(state, x)
         got, _ = lowered.lockstep(state, slices((x,), ranks))
     assert distance(got, wanted) <= 1e-12

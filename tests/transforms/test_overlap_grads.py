@@ -14,7 +14,7 @@ from ztrans.planning.make_plan.solver.validate import ScheduleError
 
 import ztrans as zt
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
-from ztrans.ir.graph import is_view_or_cast
+from ztrans.ir.operations import is_view_or_cast
 from ztrans.planning.make_plan import make_plan as plans
 
 
@@ -90,7 +90,7 @@ SLOW_TO_START = zt.cluster("cpu", dp=Link("wire", 1.0, 1e15))  # every message c
 def gaps(lowered) -> list[int]:
     """Matmuls between the first gradient's birth, and the starts of its and the following reductions."""
     passed, births, starts = 0, {}, []
-    for e in lowered.graph.check().eqns:
+    for e in zt.check(lowered.graph).eqns:
         passed += is_matmul(e)
         births.update(dict.fromkeys(e.outs, passed))
         if e.op is REDUCE_SCATTER and e.provenance.role == "grad":
@@ -147,7 +147,7 @@ def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkey
     else:
         monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")))
     lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
-    assert [str(e.outs) for e in lowered.graph.check().eqns] == [str(e.outs) for e in plain.graph.eqns]
+    assert [str(e.outs) for e in zt.check(lowered.graph).eqns] == [str(e.outs) for e in plain.graph.eqns]
     (note,) = lowered.plan.notes
     said = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]
     assert note.startswith("an order was given up for the last valid one: ") and said in note and note in str(lowered.plan)

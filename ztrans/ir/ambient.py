@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,18 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 off.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def refuse_inside(name: str, arguments: Any) -> None:

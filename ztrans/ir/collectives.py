@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .graph import Eqn, Graph, Layout, Primitive, Split, Var, dce, rename
+from .graph import Eqn, Graph, Layout, Partial, Primitive, Split, Var, dce, rename
 
 ALL_GATHER = Primitive("all_gather")
 REDUCE_SCATTER = Primitive("reduce_scatter")
@@ -190,3 +190,34 @@ def _through(member: Var, future: Var, e: Eqn, eqns: list[Eqn]) -> Var:
             eqns.append(Eqn(torch.ops.aten._to_copy.default, (member,), (out,), {"dtype": dtype}, e.region, e.source))
             member = out
     return member
+
+
+def bucket_key(start: Eqn) -> tuple:
+    """What the members of one bucket have in common.
+
+    >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))
+    >>> bucket_key(all_gather([w], ["f"], "dp", provenance=Provenance("param", ("w",), "dp")))[:3]
+    (all_gather, 'dp', 'param')
+    """
+    member, future = start.ins[0], start.outs[0]
+    axis = start.kwargs["axis"]
+    dims = tuple(p.dim for v in (member, future) for p in v.layout if isinstance(p, Split) and p.axis == axis)
+    terms = tuple(p.op for p in member.layout if isinstance(p, Partial) and p.axis == axis)
+    wire = wire_dtype(start, member)
+    role = start.provenance.role
+    return start.op, axis, role, wire, member.dtype, future.dtype, start.kwargs.get("op"), dims, terms
+
+
+def coalesce(starts: Sequence[Eqn]) -> Eqn:
+    """One equation that starts all of `starts`, which have one key; their futures stay what they are."""
+    first, *rest = starts
+    if not rest:
+        return first.replace(order=None)
+    other = next((e for e in rest if bucket_key(e) != bucket_key(first)), None)
+    if other is not None:
+        raise ValueError(f"coalesce: {first.outs[0].name} and {other.outs[0].name} share a bucket, but not one key.")
+    members = [v for e in starts for v in e.ins]
+    paths = tuple(dict.fromkeys(p for e in starts for p in e.provenance.paths))
+    provenance = first.provenance.__class__(first.provenance.role, paths, first.provenance.axis)
+    outs: tuple[Var, ...] = tuple(out for e in starts for out in e.outs)
+    return first.replace(args=(members,), outs=outs, provenance=provenance, order=None)

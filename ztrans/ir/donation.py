@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .collectives import SHARD, WAIT, is_start
-from .graph import Eqn, Graph, Var, is_view, producers
+from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness
+from .operations import is_view
 from .user_collectives import is_wait
 from .write_order import first_write
 

@@ -172,28 +172,12 @@ class Graph:
         return dict(self.mesh)
 
     def __str__(self) -> str:
-        from .printer import program  # a door upwards: printing stands on the graph
+        from .printer import program  # it prints graphs, so it imports this module
 
         return program(self)
 
     def __repr__(self) -> str:
         return f"Graph({self.name}, {len(self.inputs)} inputs, {len(self.eqns)} equations)"
-
-    def to_fx(self) -> torch.fx.GraphModule:
-        """The program as a `torch.fx.GraphModule`, for FX tools; collectives become calls of `ops`."""
-        from ..runtime.codegen import to_fx  # a door upwards: the way out to FX is part of execution
-
-        return to_fx(self)
-
-    def check(self) -> Graph:
-        """Verify the program (see `check.check`) and return it.
-
-        Raises: ProgramError that names the equation.
-        """
-        from .verifier import check  # a door upwards: the checker stands on the graph
-
-        check(self)
-        return self
 
 
 class Names:
@@ -249,37 +233,10 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
     return found
 
 
-_LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-
-
 @functools.cache
 def is_random(op: Any) -> bool:
     """Whether `op` draws random numbers: an effect, kept in order and never duplicated."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
-def is_view(eqn: Eqn) -> bool:
-    """Whether the results share memory with the first argument."""
-    return shows_argument(eqn.op)
-
-
-@functools.cache
-def shows_argument(op: Any) -> bool:
-    """Whether what `op` returns shares memory with what it is given, and is not that itself."""
-    returns = getattr(getattr(op, "_schema", None), "returns", ())
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def rearranges(eqn: Eqn) -> bool:
-    """Whether a view shows elements of its argument as they are, so that it commutes with what works on each alone:
-    one that reads the same bytes as another dtype does not, nor one that negates or conjugates when it is read."""
-    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
-    return is_view(eqn) and same_dtype and eqn.op not in _LAZY
-
-
-def is_view_or_cast(eqn: Eqn) -> bool:
-    """A view or a cast of one value: cheap to do again, and to do elsewhere."""
-    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is torch.ops.aten._to_copy.default)
 
 
 def dce(graph: Graph) -> Graph:

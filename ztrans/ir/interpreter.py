@@ -19,10 +19,10 @@ from .ambient import refuse_inside, without_autocast
 from .collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, is_start
 from .graph import Eqn, Graph, Split, Var, substitute, variables
 from .layout import cut, localize
+from .operations import called
 from .printer import op_name
 from .source import where
 from .user_collectives import is_users
-from .views import called
 
 Env = dict[Var, Any]
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default

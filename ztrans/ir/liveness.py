@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .collectives import REDUCE_SCATTER, SHARD, WAIT, sends_as_it_lies, wire_dtype
-from .graph import Graph, Var, is_view, producers, variables
+from .graph import Graph, Var, producers, variables
+from .operations import is_view
 
 
 @dataclass(frozen=True)

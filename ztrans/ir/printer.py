@@ -97,14 +97,26 @@ def diff(before: Any, after: Any, context: int = 1) -> str:
     return "\n".join(list(difflib.unified_diff(one, two, lineterm="", n=context))[2:])
 
 
-def size_text(n: float) -> str:
-    """A number of bytes as text.
+def format_seconds(seconds: float) -> str:
+    """Seconds as text.
 
-    >>> size_text(3 << 19)
-    '1.50 MiB'
+    >>> format_seconds(0.0042), format_seconds(3.5e-6), format_seconds(0)
+    ('4.20 ms', '3.50 us', '0.00 us')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    raise AssertionError
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
+        if abs(seconds) < 999.995 * scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as text.
+
+    >>> format_bytes(512), format_bytes(3 << 20)
+    ('512 B', '3.00 MiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Set
 
-from ..tracing.regions import Fact
 from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
 from .liveness import liveness
 
@@ -56,20 +55,21 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
     return graph.replace(eqns=tuple(eqns))
 
 
-def checkpointed(graph: Graph, facts: Mapping[Var | None, Fact]) -> Graph:
-    """Recompute what selective checkpoints drop, matrix products included; `facts` are those of what made each value.
+def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
+    """Recompute the values that selective checkpoints drop, matrix products included.
+
+    `checkpoint` has the number of the checkpoint that computes a value, `drops` the values that are not to be stored.
 
     Kept are random draws, what the update or an output of the step reads anyway, and what leaves its checkpoint:
     that is what the next one begins with.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
-    at = lambda v: facts[v].checkpoint if v in facts else None
-    dropped = {v for v in makers if root[v] is v and facts[v].dropped and not is_random(makers[v].op)}
+    dropped = {v for v in makers if root[v] is v and v in drops and not is_random(makers[v].op)}
     if not dropped:
         return graph
     kept = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
-        here = next((at(v) for v in e.outs if v is not None), None)
+        here = next((checkpoint.get(v) for v in e.outs if v is not None), None)
         if e.region != "backward":
-            kept.update(root[v] for v in e.ins if e.region == "update" or at(root[v]) != here)
+            kept.update(root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != here)
     return recompute(graph, dropped - kept)

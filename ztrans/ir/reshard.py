@@ -1,4 +1,4 @@
-"""redistribute: the equations that bring a value from one layout over an axis to another.
+"""reshard: the equations that bring a value from one layout over an axis to another.
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # ztrans; ops, a link in it, lies beside it
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
     for path in (
         os.path.dirname(torch.__file__),
         sysconfig.get_path("stdlib"),
-        os.path.dirname(os.path.realpath(__file__)),
-        os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "ops"),
+        _PACKAGE,
+        os.path.join(os.path.dirname(_PACKAGE), "ops"),
     )
 )
 

@@ -1,4 +1,4 @@
-"""check: whether a program is well formed. Every program that a transform or a plan makes is checked."""
+"""verifier: whether a program is well formed. Every program that a transform or a plan makes is checked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class ProgramError(ValueError):
     """A program is not well formed. What made it is wrong: a transform, or a plan."""
 
 
-def check(graph: Graph) -> None:
-    """Verify that a program is well formed.
+def check(graph: Graph) -> Graph:
+    """Verify that a program is well formed, and return it.
 
     Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else
     reads it. Every collective has a provenance, over an axis of the mesh. Members and results of a collective
@@ -38,6 +38,7 @@ def check(graph: Graph) -> None:
         if not done:
             raise ProgramError(f"{var} is never waited for")
     _check_state(graph)
+    return graph
 
 
 def _wrong(what: str, at: Eqn | None) -> ProgramError:

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Var, is_view
+from ..ir.graph import Eqn, Graph, Var
 from ..ir.layout import local_shape
-from ..ir.printer import size_text
+from ..ir.operations import is_view
+from ..ir.printer import format_bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Cost:
         return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
 
     def __str__(self) -> str:
-        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{size_text(self.bytes)}"]
-        lines += [f"{f'wire {axis} {role}':<24}{size_text(n)}" for (axis, role), n in self.wire]
+        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{format_bytes(self.bytes)}"]
+        lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
 
 
@@ -58,8 +59,8 @@ class Memory:
         name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
-        lines = [f"peak {size_text(self.peak)}{where}", f"state {size_text(self.state)}"]
-        lines += [f"  {size_text(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
+        lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
+        lines += [f"  {format_bytes(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
         return "\n".join(lines)
 
 
@@ -113,11 +114,6 @@ def flops(e: Eqn, graph: Graph) -> int:
     # A gradient that is not asked for is None, and has the shape of what it would be the gradient of.
     outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
-
-
-def is_matmul(eqn: Eqn) -> bool:
-    """Whether an equation is of the matmul class: products, convolutions, attention."""
-    return getattr(eqn.op, "overloadpacket", None) in flop_registry
 
 
 class Held(NamedTuple):

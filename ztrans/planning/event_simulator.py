@@ -1,4 +1,4 @@
-"""play: what happens when, for one rank: a queue of compute and one FIFO for each communicator.
+"""event_simulator: what happens when, for one rank: a queue of compute and one FIFO for each communicator.
 
 Operations run one after the other. A message is issued just before an operation, joins its lane,
 and another operation waits for it. Lanes are independent; messages of different lanes that cross

@@ -1,4 +1,4 @@
-"""pose: the scheduling problem that a program poses on a cluster.
+"""formulate: the scheduling problem that a program poses on a cluster.
 
 Durations come from the cluster, lifetimes from the program: the problem counts the same bytes as the memory
 analysis, so that a schedule which fits makes a program which fits.
@@ -10,11 +10,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from ..ir import coalesce
 from ..ir.collectives import (
     ALL_GATHER,
     ALONE,
     REDUCE_SCATTER,
+    bucket_key,
     buffer_bytes,
     received_bytes,
     sends_as_it_lies,
@@ -22,8 +22,8 @@ from ..ir.collectives import (
     wire_bytes,
 )
 from ..ir.graph import Eqn, Graph, producers
+from ..ir.operations import is_matmul
 from .cluster import Cluster
-from .cost import is_matmul
 from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
@@ -94,7 +94,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         # What is gathered may be made by an operation, or be what another planned collective yields.
         sources = [made[v] for v in start.ins if v in made]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
-        what = (start.ins[0], p.value.dtype, coalesce.key(start))
+        what = (start.ins[0], p.value.dtype, bucket_key(start))
         again = seen.get(what) if start.provenance.again == "auto" else None
         if again is not None:
             release = max(release, found[again].last + 1)
@@ -103,7 +103,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         seen[what] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         wire, name = wire_bytes(start, graph.axes), start.outs[0].name
-        key, small = coalesce.key(start), _is_small(start, graph)
+        key, small = bucket_key(start), _is_small(start, graph)
         found.append(Gather(key, wire, size, use, last, min(release, use), again, small, name))
     return tuple(found)
 
@@ -121,7 +121,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     found = []
     for i, p in enumerate(s.reductions):
         start, held, cap = p.start, s.held[i], p.start.order.bucket
-        key = (*coalesce.key(start), p.then is not None)
+        key = (*bucket_key(start), p.then is not None)
         if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
             group, filled = open_.get(key, (0, 0))
             if filled and filled + held > cap:

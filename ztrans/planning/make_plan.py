@@ -1,4 +1,4 @@
-"""planning: a plan for a program, made for a cluster within a memory budget."""
+"""make_plan: a plan for a program, made for a cluster within a memory budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..ir.graph import Graph
-from ..ir.units import size
-from ..ir.verifier import ProgramError
+from ..ir.printer import format_bytes
+from ..ir.verifier import ProgramError, check
 from .cluster import Cluster
 from .cost import Memory, memory
 from .fingerprint import fingerprint
@@ -48,7 +48,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if not s.gathers and not s.reductions:
         if graph.budget is not None and unscheduled.peak > budget:
             raise _too_little(budget, unscheduled)
-        return weighed(Plan(program), unscheduled.peak, graph.budget, cluster.device), s.graph.check()
+        return weighed(Plan(program), unscheduled.peak, graph.budget, cluster.device), check(s.graph)
     update = s.reductions[0].start.order.update if s.reductions else "last"
     orders, notes = [], list[str]()
     try:
@@ -60,13 +60,13 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if best is not None and graph.budget is not None and best.peak > budget:
         if budget < unscheduled.peak:
             raise _too_little(budget, memory(best.graph) if best.peak < unscheduled.peak else unscheduled)
-        notes.append(f"the order is as written: any other needs {size(best.peak)}")
+        notes.append(f"the order is as written: any other needs {format_bytes(best.peak)}")
         best = None
     if best is None:
         plan = Plan(program, update=WRITTEN, notes=tuple(notes))
-        return weighed(plan, unscheduled.peak, graph.budget, cluster.device), as_written(graph).check()
+        return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
     if best.peak > budget:
-        notes.append(f"the peak is {size(best.peak)}, {size(best.peak - budget)} above the budget")
+        notes.append(f"the peak is {format_bytes(best.peak)}, {format_bytes(best.peak - budget)} above the budget")
     if best.update != update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
     plan = Plan(program, *named(s, best.schedule), best.update, tuple(notes))
@@ -103,15 +103,17 @@ def _order(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> Or
     Raises: ScheduleError or ProgramError when it is none.
     """
     validate(problem, schedule)
-    graph = realise(s, schedule, update, keepers(problem, schedule)).check()
+    graph = check(realise(s, schedule, update, keepers(problem, schedule)))
     return Order(schedule, update, graph, memory(graph).peak)
 
 
 def _too_little(budget: int, least: Memory) -> ValueError:
-    lines = "".join(f"  {size(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in least.holders[:5])
+    lines = "".join(
+        f"  {format_bytes(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in least.holders[:5]
+    )
     where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
     return ValueError(
-        f"prefetch: memory={budget} ({size(budget)}) is less than the step needs in any order: "
-        f"{least.peak} bytes ({size(least.peak)}){where}.\n{lines}"
+        f"prefetch: memory={budget} ({format_bytes(budget)}) is less than the step needs in any order: "
+        f"{least.peak} bytes ({format_bytes(least.peak)}){where}.\n{lines}"
         f"Give it that much, a smaller batch, or more ranks."
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Graph
-from ..ir.units import size
-from ..ir.verifier import ProgramError
+from ..ir.printer import format_bytes
+from ..ir.verifier import ProgramError, check
 from .cluster import Device
 from .cost import memory
 from .fingerprint import fingerprint
@@ -175,8 +175,8 @@ def apply(graph: Graph, plan: Plan) -> Graph:
     program = ordered(graph, plan)
     if graph.budget is not None and (peak := memory(program).peak) > graph.budget:
         raise ValueError(
-            f"{plan.title}: the program that it makes has {peak} bytes live ({size(peak)}), and prefetch was given "
-            f"memory={graph.budget} ({size(graph.budget)}).\nLower without the plan, and save it again."
+            f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
+            f"given memory={graph.budget} ({format_bytes(graph.budget)}).\nLower without the plan, and save it again."
         )
     return program
 
@@ -192,7 +192,7 @@ def ordered(graph: Graph, plan: Plan) -> Graph:
         if graph.writes_last and plan.update == "eager":
             raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
         program = as_written(graph) if plan.update == WRITTEN else _scheduled(graph, plan)
-        return program.check()
+        return check(program)
     except (ScheduleError, ProgramError) as error:
         raise ValueError(f"{plan.title}: {error}.\nLower without the plan, and save it again.") from None
 
@@ -212,9 +212,9 @@ def as_written(graph: Graph) -> Graph:
 
 def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
     """The plan, with notes where the peak of its program is above the memory of a device, or above the budget."""
-    notes = []
+    notes, has = [], f"the peak is {format_bytes(peak)}"
     if budget is not None and peak > budget:
-        notes.append(f"the peak is {size(peak)}, and prefetch was given {size(budget)}: ranks have one order")
+        notes.append(f"{has}, and prefetch was given {format_bytes(budget)}: ranks have one order")
     if peak > device.memory:
-        notes.append(f"the peak is {size(peak)}, and the device ({device.name}) has {size(device.memory)}")
+        notes.append(f"{has}, and the device ({device.name}) has {format_bytes(device.memory)}")
     return dataclasses.replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))

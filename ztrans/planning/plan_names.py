@@ -1,4 +1,4 @@
-"""resolve: the names of a plan, and the schedule of a program that they stand for.
+"""plan_names: the names of a plan, and the schedule of a program that they stand for.
 
 A plan knows gathers and reductions by their futures, and places by the first result of the operation that comes
 next. Names that a program does not have, or that stand in the wrong place, are errors that say which.

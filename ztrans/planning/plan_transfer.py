@@ -1,4 +1,4 @@
-"""transfer: a plan for a program of the same step whose equations differ a little, as with a batch of one sample.
+"""plan_transfer: a plan for a program of the same step whose equations differ a little, as with a batch of one sample.
 
 A batch of another size may need a copy or a view more, so equations have other names there. Its collectives and its
 matrix products are the same, and so is their order. So a place in the program is known by how many of them come
@@ -15,8 +15,8 @@ from operator import add, ge
 
 from ..ir.collectives import is_start
 from ..ir.graph import Graph
+from ..ir.operations import is_matmul
 from ..ir.user_collectives import is_users
-from .cost import is_matmul
 from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan

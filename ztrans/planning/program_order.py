@@ -1,4 +1,4 @@
-"""schedule: a program without its planned collectives.
+"""program_order: a program without its planned collectives.
 
 Transforms that schedule only write hints on equations; this solves them all at once, so the order
 in which they were applied cannot matter. `hoist` moves what is marked `birth` to where its inputs

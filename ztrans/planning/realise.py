@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ..ir.coalesce import coalesce
+from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, Var, rename
 from .program_order import Planned, Skeleton
 from .solver.problem import Bucket, Schedule

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ..ir.collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_alone, is_start, sends_as_it_lies, wire_bytes
-from ..ir.graph import DTYPES, Eqn, Graph, Var, is_view, variables
+from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.layout import local_shape
+from ..ir.operations import is_matmul, is_view
 from ..ir.printer import op_name
 from ..ir.user_collectives import is_users
 from .cluster import Cluster
-from .cost import flops, is_matmul, local_bytes, memory
+from .cost import flops, local_bytes, memory
 from .event_simulator import Message, play
 from .timeline import COMPUTE, Event, Timeline
 

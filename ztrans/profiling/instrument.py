@@ -1,4 +1,4 @@
-"""recording: the generated code of a program, with the clock read after every equation.
+"""instrument: the generated code of a program, with the clock read after every equation.
 
 It is read too when a collective is started, when its bytes have come, and when the first wait for it
 no longer blocks. Values live and die as in the code that nobody watches.

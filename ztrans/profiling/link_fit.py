@@ -1,4 +1,4 @@
-"""fit: figures of a link from how long messages took, and what they took of compute.
+"""link_fit: figures of a link from how long messages took, and what they took of compute.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all
 kinds. What is made small is the error in the logarithm, so small and large messages count alike:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import WAIT, is_start
 from ..ir.graph import Eqn, Graph
-from ..ir.units import duration
+from ..ir.printer import format_seconds
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
 from ..planning.event_simulator import Message
@@ -43,7 +43,7 @@ class Profile:
     overhead: float
 
     def __str__(self) -> str:
-        return f"{self.timeline}\nrecording took {duration(self.overhead)}"
+        return f"{self.timeline}\nrecording took {format_seconds(self.overhead)}"
 
     def __repr__(self) -> str:
         return f"Profile({self.timeline!r})"

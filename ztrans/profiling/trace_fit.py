@@ -1,4 +1,4 @@
-"""replay: the links that explain when the messages of a step came.
+"""trace_fit: the links that explain when the messages of a step came.
 
 Messages queue behind each other and share wires, so how long one of them took says little of the
 link. All of them are played as they were issued, and the links are changed until they come when

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..ir.units import duration, size
+from ..ir.printer import format_bytes, format_seconds
 from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
 
@@ -57,7 +57,7 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     ax.set_yticks(list(rows.values()), list(rows), color=_INK)
     ax.set_ylim(-len(rows) + 0.45, 0.55)
     ax.set_title(timeline.name, loc="left", color=_INK, fontsize=10, fontweight="bold")
-    said = f"{duration(timeline.seconds)} a step, {duration(timeline.stalled)} exposed"
+    said = f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
     ax.set_title(said, loc="right", color=_FAINT, fontsize=9)
     _calm(ax)
 
@@ -74,8 +74,8 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
         late = at > 0.8 * timeline.seconds
         offset, side = ((-6, 2), "right") if late else ((6, 2), "left")
         ax.annotate(
-            f"peak {size(timeline.peak)}", (at * scale, timeline.peak), offset, textcoords="offset points", ha=side,
-            color=_INK,
+            f"peak {format_bytes(timeline.peak)}", (at * scale, timeline.peak), offset,
+            textcoords="offset points", ha=side, color=_INK,
         )  # fmt: skip
     ax.set_ylim(0, 1.25 * (timeline.peak or 1))
     ax.set_yticks([0.5 * (timeline.peak or 1)], ["memory"], color=_INK)

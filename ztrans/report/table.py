@@ -1,4 +1,4 @@
-"""timetable: a timeline as text, and two of them side by side.
+"""table: a timeline as text, and two of them side by side.
 
 What a step takes, what keeps each lane busy, what communication exposes and where, and what memory peaks at.
 """
@@ -6,8 +6,7 @@ What a step takes, what keeps each lane busy, what communication exposes and whe
 from __future__ import annotations
 
 from ..ir.graph import Eqn
-from ..ir.printer import equation, op_name
-from ..ir.units import duration, size
+from ..ir.printer import equation, format_bytes, format_seconds, op_name
 from ..planning.timeline import COMPUTE, Timeline
 
 _STALLS = 5
@@ -19,19 +18,19 @@ def table(timeline: Timeline) -> str:
     for lane in timeline.lanes:
         bars = [e for e in timeline.events if e.lane == lane]
         busy, moved = timeline.busy(lane), sum(e.bytes for e in bars)
-        what = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {size(moved)}"
-        rows.append([lane, duration(busy), _share(busy, step), what])
-    rows.append(["exposed", duration(timeline.stalled), _share(timeline.stalled, step), ""])
+        what = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {format_bytes(moved)}"
+        rows.append([lane, format_seconds(busy), _share(busy, step), what])
+    rows.append(["exposed", format_seconds(timeline.stalled), _share(timeline.stalled, step), ""])
     for (axis, role), seconds in timeline.exposed.items():
-        rows.append([f"  {axis} {role}", duration(seconds), _share(seconds, step), ""])
+        rows.append([f"  {axis} {role}", format_seconds(seconds), _share(seconds, step), ""])
     if timeline.bound is not None:
         least, what = timeline.bound
-        rows.append(["bound", duration(least), _share(least, step), f"{what} binds: {step / least:.2f}x"])
+        rows.append(["bound", format_seconds(least), _share(least, step), f"{what} binds: {step / least:.2f}x"])
     at = next((t for t, b in timeline.memory if b == timeline.peak), 0.0)
-    rows.append(["peak memory", size(timeline.peak), "", f"at {duration(at)}"])
-    text = f"{timeline.name}: {duration(step)}\n" + _columns(rows)
+    rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(at)}"])
+    text = f"{timeline.name}: {format_seconds(step)}\n" + _columns(rows)
     worst = sorted((e for e in timeline.events if e.stall > 0), key=lambda e: -e.stall)[:_STALLS]
-    stalls = [[f"  {title(e.eqn)}", duration(e.stall), _share(e.stall, step), line(e.eqn)] for e in worst]
+    stalls = [[f"  {title(e.eqn)}", format_seconds(e.stall), _share(e.stall, step), line(e.eqn)] for e in worst]
     return f"{text}\nworst stalls\n{_columns(stalls)}" if worst else text
 
 
@@ -39,7 +38,7 @@ def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
     rows = [["", *map(label, (first, second)), "ratio"]]
     for name, (a, b) in rows_of(first, second).items():
-        show = size if name == "peak memory" else duration
+        show = format_bytes if name == "peak memory" else format_seconds
         rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
     return _columns(rows, words=(0,))
 

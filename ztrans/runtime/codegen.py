@@ -30,9 +30,8 @@ from ..ir.collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Split, Var, substitute
 from ..ir.layout import cut, localize
+from ..ir.operations import called
 from ..ir.user_collectives import by_group
-from ..ir.views import called
-from ..tracing.versions import check_torch
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams, start
@@ -258,7 +257,6 @@ def fused(
 
 def check_compiler() -> None:
     """Raises: ValueError where Inductor has no C++ compiler; RuntimeError for a torch that ztrans does not know."""
-    check_torch()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,10 +1,10 @@
-"""Agreement of ranks: on the program and the plan before they run, and on how long a step took."""
+"""Consensus: the ranks of a mesh agree on the program and the plan before they run, and on how long a step took."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,13 +14,7 @@ from ..ir.graph import DTYPES, Graph, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
 from ..ir.user_collectives import is_users, is_wait
-from ..planning.fingerprint import update_fingerprint
-from ..planning.plan import Plan
-from ..planning.plan_transfer import Landmark, landmarks, transfer
 from .meeting import Call, everywhere, first_difference, meet
-
-if TYPE_CHECKING:
-    from ..stages import Lowered
 
 
 def messages(graph: Graph) -> list[str]:
@@ -45,53 +39,27 @@ def messages_hash(graph: Graph) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(messages(graph)).encode()).digest()[:8], "big", signed=True)
 
 
-class Brought(NamedTuple):
-    """What a rank brings to an agreement."""
+class Proposal(NamedTuple):
+    """What a rank proposes to run: hashes of its program and of its update, the messages, and a plan."""
 
     program: str
     update: str
     messages: list[str]
-    plan: Plan
-    marks: dict[str, Landmark]
+    plan: Any
 
 
-def agree(lowered: Lowered) -> Lowered:
-    """Compare the programs of all ranks of the mesh when a program first runs, so that a disagreement is an error.
-
-    Batches may differ in size. All ranks take the plan of the mesh's first rank, which may have measured otherwise.
+def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
+    """The proposals of all ranks of a mesh, which must be for one step; its batch may differ in size.
 
     Raises: RuntimeError on every rank, naming the ranks that differ and the first message where they do.
     """
-    mesh, plan = lowered.mesh, lowered.plan
-    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
-        return lowered
-    name, hinted, ranks = lowered.graph.name, lowered.hinted, mesh.mesh.flatten().tolist()
     meet(mesh, Call(f"a step of {name}, with a program that is new here"))
-    mine = Brought(plan.program, update_fingerprint(hinted), messages(hinted), plan, landmarks(hinted, plan))
-    brought: list[Brought] = everywhere(mine, mesh)
-    _check_alike(name, ranks, brought)
-    first, problem = brought[0], ""
-    try:
-        if plan.program != first.program:
-            lowered = lowered.following(transfer(first.plan, first.marks, hinted))
-        elif plan.digest != first.plan.digest:
-            lowered = lowered.following(first.plan)
-    except ValueError as error:
-        problem = f"rank {dist.get_rank()}: {error}"
-    problems = everywhere(problem, mesh) if len({b.program for b in brought}) > 1 else [problem]
-    if any(problems):
-        raise RuntimeError(
-            f"{name}: the plan of rank {ranks[0]} does not fit the program of another rank.\n"
-            f"  {next(filter(None, problems))}\nPad the batches to one size on all ranks."
-        )
-    return lowered
-
-
-def _check_alike(name: str, ranks: Sequence[int], brought: Sequence[Brought]) -> None:
-    differ = [r for r, b in zip(ranks, brought) if (b.update, b.messages) != (brought[0].update, brought[0].messages)]
+    everyone: list[Proposal] = everywhere(mine, mesh)
+    first, ranks = everyone[0], mesh.mesh.flatten().tolist()
+    differ = [r for r, p in zip(ranks, everyone) if (p.update, p.messages) != (first.update, first.messages)]
     if not differ:
-        return
-    lists = [b.messages for b in brought]
+        return everyone
+    lists = [p.messages for p in everyone]
     alike = all(each == lists[0] for each in lists)
     what = "  They send the same messages, and update the state otherwise.\n" if alike else ""
     raise RuntimeError(
@@ -100,6 +68,20 @@ def _check_alike(name: str, ranks: Sequence[int], brought: Sequence[Brought]) ->
         f"Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
         f"transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
     )
+
+
+def check_adopted(name: str, mesh: DeviceMesh, everyone: Sequence[Proposal], problem: str) -> None:
+    """Raises: RuntimeError on every rank where the plan of the first does not fit the program of one of them.
+
+    `problem` says why it does not fit the program of this rank, if so.
+    """
+    mine = f"rank {dist.get_rank()}: {problem}" if problem else ""
+    problems = everywhere(mine, mesh) if len({p.program for p in everyone}) > 1 else [mine]
+    if any(problems):
+        raise RuntimeError(
+            f"{name}: the plan of rank {mesh.mesh.flatten()[0]} does not fit the program of another rank.\n"
+            f"  {next(filter(None, problems))}\nPad the batches to one size on all ranks."
+        )
 
 
 def slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:

@@ -1,4 +1,4 @@
-"""Aliases: the tensors of a traced program as names of storages, which changes in place write to.
+"""Functionalize: the tensors of a traced program as names of storages, which changes in place write to.
 
 A storage holds its base tensor as a value; a tensor is a storage and the views that lead to it from
 the base. To read a tensor whose storage has changed is to take its views again; to write it is to

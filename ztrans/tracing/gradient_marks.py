@@ -1,4 +1,4 @@
-"""Marks: while a step is traced, gradients are marked as what they are.
+"""Gradient marks: while a step is traced, gradients are marked as what they are.
 
 A torch-function mode sees every `torch.autograd.grad`, which `torch.func.grad` calls, and marks
 what it returns (see `ops.gradient`). `.backward()` is expressed by it, and scalars that are tensors

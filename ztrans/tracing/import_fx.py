@@ -18,7 +18,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var, shows_argument
+from ..ir.graph import Eqn, Names, Var
+from ..ir.operations import shows_argument
 from ..ir.source import where
 from .functionalize import Alias, Builder, Storage, View
 from .overloads import functional, is_written, member, outs, with_defaults

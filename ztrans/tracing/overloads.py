@@ -1,4 +1,4 @@
-"""Twins: the functional form of an operation that changes its arguments, and the form of an operation
+"""Overloads: the functional form of an operation that changes its arguments, and the form of an operation
 over lists for one tensor at a time. Overloads are matched by the names and types of their arguments,
 for their own names follow no rule (`pow_.Scalar` is `pow.Tensor_Scalar`).
 """

@@ -7,10 +7,8 @@ step did to Python meanwhile is undone, or refused (see `leaks`).
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.ambient import refuse_inside, without_autocast
+from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
@@ -82,18 +80,6 @@ def _device(leaf: torch.Tensor) -> str:
     return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 @no_collection()
 def trace(
     fn: Callable, state: Any, *batch: Any, device: str | None = None, captured: Captured | None = None
@@ -144,7 +130,10 @@ def trace(
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        graph = checkpointed(dce(label_regions(graph, facts)), {v: f for e, f in facts.items() for v in e.outs})
+        graph = dce(label_regions(graph, facts))
+        checkpoint = {v: fact.checkpoint for e, fact in facts.items() for v in e.outs if v is not None}
+        drops = {v for e, fact in facts.items() for v in e.outs if v is not None and fact.dropped}
+        graph = checkpointed(graph, checkpoint, drops)
         return _Traced(graph, recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)

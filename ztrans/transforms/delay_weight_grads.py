@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..ir.collectives import GRADIENT
-from ..ir.graph import Eqn, Graph, Var, is_random, is_view_or_cast, producers, users
+from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
+from ..ir.operations import is_matmul, is_view_or_cast
 from ..ir.user_collectives import is_users, is_wait
-from ..planning.cost import is_matmul
 from .base import Transform
 
 

@@ -21,8 +21,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, shows_argument, variables
+from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, variables
 from ..ir.layout import part
+from ..ir.operations import shows_argument
 
 aten = torch.ops.aten
 # Operations that DTensor knows in another form, which is laid out in the same way.

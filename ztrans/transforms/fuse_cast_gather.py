@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.collectives import ALL_GATHER
-from ..ir.graph import Eqn, Graph, Var, rearranges, rename, users, variables
+from ..ir.graph import Eqn, Graph, Var, rename, users, variables
+from ..ir.operations import rearranges
 from .base import Transform
 
 _CAST = torch.ops.aten._to_copy.default

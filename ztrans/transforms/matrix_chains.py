@@ -16,8 +16,8 @@ import torch
 
 from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
+from ..ir.operations import is_matmul
 from ..ir.user_collectives import is_users
-from ..planning.cost import is_matmul
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import ALL_REDUCE, REDUCE_SCATTER
-from ..ir.graph import Eqn, Graph, Order, Var, is_view_or_cast, producers, users, variables
+from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
+from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
 from .base import Transform
 

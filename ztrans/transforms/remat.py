@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Var, is_random, is_view, producers, variables
+from ..ir.graph import Eqn, Graph, Var, is_random, producers, variables
 from ..ir.liveness import liveness
+from ..ir.operations import is_view
 from ..ir.recompute import recompute
 from ..ir.varying import varying
 from .base import Transform

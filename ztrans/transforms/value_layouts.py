@@ -1,4 +1,4 @@
-"""Values: where each value of a plain program is in the program of one rank, and how it gets elsewhere.
+"""Value layouts: where each value of a plain program is in the program of one rank, and how it gets elsewhere.
 
 A value lies on the mesh in one layout. Where an equation wants another it is moved there once: whole
 for forward and backward (at stage 3 once for each, with its views and casts), in parts for the update.
@@ -12,19 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..ir.graph import (
-    Eqn,
-    Graph,
-    Layout,
-    Names,
-    Partial,
-    Provenance,
-    Split,
-    Var,
-    is_view_or_cast,
-    producers,
-    substitute,
-)
+from ..ir.graph import Eqn, Graph, Layout, Names, Partial, Provenance, Split, Var, producers, substitute
+from ..ir.operations import is_view_or_cast
 from ..ir.reshard import Site, redistribute, reduced
 
 _CAST = torch.ops.aten._to_copy.default

@@ -1,4 +1,4 @@
-"""buckets: which consecutive messages of a key to send as one.
+"""bucketing: which consecutive messages of a key to send as one.
 
 For a lane with nothing else on its link they are found exactly. Reductions: message j may go once
 its gradient is born. With f(j) the earliest time at which the first j have been sent,

@@ -1,4 +1,4 @@
-"""outcome: what a schedule of collectives comes to: its seconds and its peak of memory."""
+"""evaluation: what a schedule of collectives comes to: its seconds and its peak of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""placement: where given buckets start and are waited for, so that they fit and as little as possible waits.
+"""list_scheduler: where given buckets start and are waited for, so that they fit and as little as possible waits.
 
 The program is played, and what happens decides. What is live in every schedule with these buckets is
 taken from the budget first: gathers from their use on, gradients until they are sent. Two things

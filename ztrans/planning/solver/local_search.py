@@ -1,4 +1,4 @@
-"""search: choices of buckets, better and better.
+"""local_search: choices of buckets, better and better.
 
 A choice is as good as the time that its placement takes; below `enough` times do not count, and
 fewer bytes live are better, then fewer buckets. Seeds cut exact buckets for a link of their own

@@ -1,4 +1,4 @@
-"""bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
+"""lower_bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
 
 One recursion over places finds the earliest time at which each operation can start: what is before
 it has run, and what it needs has come. The latter takes a link at least as long as

@@ -1,4 +1,4 @@
-"""planner: a schedule of collectives for a problem, as near to its bound as the effort brings it.
+"""solve: a schedule of collectives for a problem, as near to its bound as the effort brings it.
 
 Memory is a constraint: no schedule is returned that needs more than there is.
 """

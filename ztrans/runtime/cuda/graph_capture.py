@@ -1,4 +1,4 @@
-"""Capture: a whole step, update included, as one CUDA graph that each call replays.
+"""Graph capture: a whole step, update included, as one CUDA graph that each call replays.
 
 The first call runs the step as it is, on a stream of its own: communicators come up, kernels are
 compiled, libraries take their workspaces. The second is captured, and replayed as every call after it.
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ... import ops
+from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
-from ...tracing.trace import no_collection
 from ..inductor.fusion import is_update
 
 

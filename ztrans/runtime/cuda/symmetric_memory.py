@@ -1,4 +1,4 @@
-"""near: ranks that can read each other's memory, and whether their messages go that way.
+"""symmetric_memory: ranks that can read each other's memory, and whether their messages go that way.
 
 Both ways are timed when a program is bound, once for each kind of message and power of two of its
 bytes. Every rank takes the slowest rank's seconds, so all choose alike.

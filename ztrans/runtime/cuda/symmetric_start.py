@@ -1,4 +1,4 @@
-"""symmetric: the collectives of one rank on a GPU whose messages the other ranks read where they lie.
+"""symmetric_start: the collectives of one rank on a GPU whose messages the other ranks read where they lie.
 
 A message is packed as for NCCL, and copied on its communicator's lane to the symmetric memory of that
 communicator; a kernel then reads what all ranks have put there, straight to where the values will lie,

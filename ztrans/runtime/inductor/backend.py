@@ -1,4 +1,4 @@
-"""Inductor: the groups of a program as compiled kernels; equal groups share one.
+"""Backend: the groups of a program as compiled kernels; equal groups share one.
 
 Groups are compared as text, with their values numbered, so the layers of a model compile a handful of
 kernels. Nothing is sent while a program is being compiled. Results are those of the eager backend but

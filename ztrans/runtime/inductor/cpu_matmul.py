@@ -1,7 +1,9 @@
-"""Products: which library multiplies two matrices on a CPU, found by trying both.
+"""Cpu matmul: which library multiplies two matrices on a CPU, found by trying both.
 
 PyTorch gives products of fp32 matrices to MKL, which is behind oneDNN by a tenth on processors that are
 not Intel's, and ahead where a transposed matrix must first be copied.
+
+A private operation of torch, `mkldnn._linear_pointwise`, lives here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strides: how every value of a program lies in memory on one rank, found without computing anything.
+"""Fake layouts: how every value of a program lies in memory on one rank, found without computing anything.
 
 Each kind of equation is run once, on fake tensors.
 """
@@ -14,7 +14,7 @@ from ...ir.collectives import SHARD, WAIT, is_start
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var, substitute
 from ...ir.layout import local_shape, localize
-from ...ir.views import called
+from ...ir.operations import called
 from ..codegen import fake
 from .fusion import is_update
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ...ir.collectives import WAIT, is_start
-from ...ir.graph import Eqn, Graph, Var, is_random, is_view, producers, variables
+from ...ir.graph import Eqn, Graph, Var, is_random, producers, variables
+from ...ir.operations import is_view
 
 MOST = 64  # equations of a group: beyond that compiling takes longer than the fusion is worth
 

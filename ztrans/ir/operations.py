@@ -1,0 +1,93 @@
+"""What is known of PyTorch's operations: which are views, which are matrix products.
+
+A view of a program may lie in memory in another way than it did in the trace: PyTorch's operations without values
+do not always say how the real ones lay out their results. Batch norm of a transposed input is contiguous, and was
+transposed in the trace. A view that was possible there may then need a copy (see `called`). A program is functional,
+so whether a view shares memory with its argument changes no value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .graph import Eqn
+
+aten = torch.ops.aten
+_LAZY = (aten._conj.default, aten._neg_view.default)
+
+
+def is_view(eqn: Eqn) -> bool:
+    """Whether the results share memory with the first argument."""
+    return shows_argument(eqn.op)
+
+
+@functools.cache
+def shows_argument(op: Any) -> bool:
+    """Whether what `op` returns shares memory with what it is given, and is not that itself."""
+    returns = getattr(getattr(op, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def rearranges(eqn: Eqn) -> bool:
+    """Whether a view shows elements of its argument as they are, so that it commutes with what works on each alone:
+    one that reads the same bytes as another dtype does not, nor one that negates or conjugates when it is read."""
+    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
+    return is_view(eqn) and same_dtype and eqn.op not in _LAZY
+
+
+def is_view_or_cast(eqn: Eqn) -> bool:
+    """A view or a cast of one value: cheap to do again, and to do elsewhere."""
+    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is aten._to_copy.default)
+
+
+def is_matmul(eqn: Eqn) -> bool:
+    """Whether an equation is of the matmul class: products, convolutions, attention."""
+    return getattr(eqn.op, "overloadpacket", None) in flop_registry
+
+
+def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.view(dtype)`, of a copy where the elements of a row do not lie side by side.
+
+    >>> bits(torch.ones(2, 4).t(), torch.float64).shape
+    torch.Size([4, 1])
+    """
+    try:
+        return aten.view.dtype(x, dtype)
+    except RuntimeError:
+        return aten.view.dtype(x.contiguous(), dtype)
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """`torch.view_as_complex(pairs)`, of a copy where a pair does not lie side by side.
+
+    >>> as_complex(torch.ones(2, 3).t())
+    tensor([1.+1.j, 1.+1.j, 1.+1.j])
+    """
+    try:
+        return aten.view_as_complex.default(pairs)
+    except RuntimeError:
+        return aten.view_as_complex.default(pairs.contiguous())
+
+
+def reshape(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    """A value in another shape, with strides of its own."""
+    return aten.reshape.default(x, size)
+
+
+_CALLED: dict[Any, Callable] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten._reshape_alias.default: reshape,
+    aten.view.dtype: bits,
+    aten.view_as_complex.default: as_complex,
+}
+
+
+def called(op: Any) -> Callable:
+    """What computes `op` however its argument lies."""
+    return _CALLED.get(op, op)
