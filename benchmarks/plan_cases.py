@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cases        # from the project's root; half a minute
 
 The steps are chains of layers with the shapes of Llama-3-8B on H100s, and a small model over slow Ethernet
-(tests/synthetic.py says how each is made); nothing is measured but the planner's own time. Every schedule is
+(tests/support/synthetic.py says how each is made); nothing is measured but the planner's own time. Every schedule is
 played by the same simulation. Prints and writes benchmarks/results/plan_cases.md, and fails when a plan is
 above 1.05 of its bound, above the peak it was given, or takes more than two seconds to find.
 """
@@ -24,7 +24,7 @@ from ztrans.planning.make_plan.solver.problem import Problem
 from ztrans.planning.make_plan.solver.solve import solve
 from ztrans.planning.make_plan.solver.validate import validate
 
-from tests.synthetic import Case, by_size, fsdp2, seven
+from tests.support.synthetic import Case, by_size, fsdp2, seven
 
 RESULTS = Path(__file__).parent / "results"
 LANES = {

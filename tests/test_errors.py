@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import CASES, sgd
 from torch.func import grad_and_value, vmap
-from worlds import batches, slices
 
 import ztrans as zt
+from tests.support.programs import CASES, sgd
+from tests.support.worlds import batches, slices
 from ztrans.tracing.versions import check_torch
 
 HERE = Path(__file__).name

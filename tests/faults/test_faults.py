@@ -4,8 +4,9 @@ longer than the time-out of its process group."""
 from __future__ import annotations
 
 import pytest
-from launch import Rank, launch
-from strangers import Strangers
+
+from tests.faults.launch import Rank, launch
+from tests.faults.strangers import Strangers
 
 pytestmark = pytest.mark.distributed
 TIMEOUT = 6.0  # seconds, of the user's process group in scenarios.py

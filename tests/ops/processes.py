@@ -14,8 +14,8 @@ SHARED = Path("/dev/shm")
 def run_ranks(*worlds: int, **environment: str) -> None:
     """Run `rank.py` on as many processes as the largest world has, one world after the other, over fresh shared memory."""
     with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder:
-        command = [sys.executable, str(Path(__file__).parent / "rank.py"), folder]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        command = [sys.executable, "-m", "tests.ops.rank", folder]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **environment}
         started = [
             subprocess.Popen([*command, *map(str, (r, *worlds))], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for r in range(max(worlds))

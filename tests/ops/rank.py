@@ -94,8 +94,7 @@ if __name__ == "__main__":
     folder, rank, *worlds = Path(sys.argv[1]), *map(int, sys.argv[2:])
     kernels = os.environ.get("TRITON_INTERPRET") == "1"
     if kernels:
-        sys.path.insert(0, str(Path(__file__).parent / "interpreted"))
-        from casts import exact_casts
+        from tests.ops.interpreted.casts import exact_casts
 
         exact_casts()
     for ranks in (n for n in worlds if rank < n):

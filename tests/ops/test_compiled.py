@@ -7,7 +7,8 @@ import os
 
 import pytest
 import torch
-from compiled import compiled
+
+from tests.ops.compiled import compiled
 
 pytest.importorskip("triton", reason="kernels need Triton")
 if os.environ.get("TRITON_INTERPRET") == "1":

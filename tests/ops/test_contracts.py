@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.ops.processes import run_ranks
 from ztrans import ops
 from ztrans.ops import symmetric
 

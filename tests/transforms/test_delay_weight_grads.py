@@ -5,15 +5,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel import copied, summed
-from programs import CASES
 from torch.func import grad_and_value
-from worlds import ALL, batches, slices
 from ztrans.planning.make_plan.cost import is_matmul
 from ztrans.planning.make_plan.formulate import pose
 from ztrans.planning.make_plan.program_order import skeleton
 
 import ztrans as zt
+from tests.support.parallel import copied, summed
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.graph import Graph
 from ztrans.ir.user_collectives import is_users, is_wait
 

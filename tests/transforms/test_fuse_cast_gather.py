@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from net import lower
-from programs import CASES
 from torch.func import grad_and_value
-from worlds import ALL, on_ranks
 
 import ztrans as zt
+from tests.support.net import lower
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import ALL_GATHER
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.func import grad_and_value
-from worlds import ALL, clone, default_dtype, distance, slices
 
 import ztrans as zt
+from tests.support.worlds import ALL, clone, default_dtype, distance, slices
 
 SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (12, 12), "uneven": (7, 5)}
 

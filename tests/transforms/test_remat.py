@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import CASES
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
-from worlds import ALL, batches, sharded, slices
 
 import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, batches, sharded, slices
 from ztrans.ir.graph import is_random
 from ztrans.ir.printer import op_name
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from net import accumulate, lower
-from programs import CASES
-from worlds import distance, sharded
 
 import ztrans as zt
+from tests.support.net import accumulate, lower
+from tests.support.programs import CASES
+from tests.support.worlds import distance, sharded
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
 
 

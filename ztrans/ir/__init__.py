@@ -1,1 +1,48 @@
-"""The program: a typed, functional, straight-line graph; how it prints, is checked, and what it means."""
+"""The program of a train step: a typed, functional, straight-line graph, and what a transform of it needs.
+
+The names below are the public toolkit for transforms of one's own: the data (`Graph`, `Eqn`, `Var`), the layouts
+(`Split`, `Partial`), the collectives (`all_gather`, `reduce`, `wait`), and functions that read and rewrite a program.
+"""
+
+from .collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENT,
+    PMEAN,
+    PSUM,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
+    all_gather,
+    is_start,
+    reduce,
+    wait,
+)
+from .graph import (
+    Eqn,
+    Graph,
+    Layout,
+    Names,
+    Order,
+    Partial,
+    Primitive,
+    Provenance,
+    Split,
+    Var,
+    dce,
+    producers,
+    rename,
+    substitute,
+    users,
+    variables,
+)
+from .operations import is_matmul, is_view
+from .printer import diff
+from .verifier import ProgramError, check
+
+__all__ = [
+    "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
+    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Split", "Var",
+    "all_gather", "check", "dce", "diff", "is_matmul", "is_start", "is_view", "producers", "reduce", "rename",
+    "substitute", "users", "variables", "wait",
+]  # fmt: skip

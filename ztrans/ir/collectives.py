@@ -195,6 +195,7 @@ def _through(member: Var, future: Var, e: Eqn, eqns: list[Eqn]) -> Var:
 def bucket_key(start: Eqn) -> tuple:
     """What the members of one bucket have in common.
 
+    >>> from ztrans.ir.graph import Provenance
     >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))
     >>> bucket_key(all_gather([w], ["f"], "dp", provenance=Provenance("param", ("w",), "dp")))[:3]
     (all_gather, 'dp', 'param')

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from casts import exact_casts
+
+from tests.ops.interpreted.casts import exact_casts
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]

@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from patterns import room, same
+
+from tests.ops.interpreted.patterns import room, same
 
 adamw_pack = importlib.import_module("ztrans.ops.adamw_pack")
 stochastic_round = importlib.import_module("ztrans.ops.stochastic_round")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patterns import bits, same
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from processes import run_ranks
+from tests.ops.interpreted.patterns import bits, same
+from tests.ops.processes import run_ranks
 
 all_gather = importlib.import_module("ztrans.ops.all_gather")
 barrier = importlib.import_module("ztrans.ops.barrier")

@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from patterns import as_bytes, bits, room, same
+
+from tests.ops.interpreted.patterns import as_bytes, bits, room, same
 
 cast_pack = importlib.import_module("ztrans.ops.cast_pack")
 unpack = importlib.import_module("ztrans.ops.unpack")

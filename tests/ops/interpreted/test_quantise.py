@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from patterns import bits, room, same
+
+from tests.ops.interpreted.patterns import bits, room, same
 
 quantise = importlib.import_module("ztrans.ops.quantise")
 dequantise = importlib.import_module("ztrans.ops.dequantise")

@@ -1,0 +1,199 @@
+"""Selective checkpoints: what they drop is computed again in backward, to the bit, and is not kept."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ztrans as zt
+from tests.support.worlds import ALL, distance, slices
+from ztrans.ir.graph import is_random
+
+aten = torch.ops.aten
+PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]
+
+
+WIDTH, LAYERS = 16, 4
+
+
+def block(x, scale, up, down, dropout):
+    h = F.layer_norm(x, (WIDTH,), scale)
+    return x + F.dropout(F.gelu(h @ up) @ down, dropout)
+
+
+def selective(policy):
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
+def by_policy(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.MUST_RECOMPUTE
+
+
+KINDS = {
+    "none": lambda f, *args: f(*args),
+    "whole": partial(checkpoint, use_reentrant=False),
+    "products": selective(PRODUCTS),
+    "by policy": selective(by_policy),
+    "nothing saved": selective([]),
+    "all saved": selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_SAVE),
+}
+MOVED = selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else True)
+
+
+def make(kind, dropout=0.0):
+    """A step of some blocks, each within a checkpoint of that kind, and its state."""
+    torch.manual_seed(0)
+    shapes = {"scale": (WIDTH,), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    state = {f"{k}.{name}": torch.randn(shape) / 4 for k in range(LAYERS) for name, shape in shapes.items()}
+
+    def step(state, x, y):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        for k in range(LAYERS):
+            x = KINDS.get(kind, MOVED)(block, x, *(params[f"{k}.{name}"] for name in shapes), dropout)
+        loss = F.mse_loss(x, y)
+        grads = torch.autograd.grad(loss, list(params.values()))
+        return {k: p.detach() - 0.1 * g for (k, p), g in zip(params.items(), grads)}, loss.detach()
+
+    return step, state
+
+
+X, Y = torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).sin(), torch.linspace(0, 1, 64 * WIDTH).view(64, WIDTH)
+
+
+def products(lowered, region):
+    return sum(e.op in PRODUCTS and e.region == region for e in lowered.graph.eqns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_same_bits_as_without(kind, stage):
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
+    results = []
+    for each in ("none", kind):
+        step, state = make(each)
+        lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(state, *slices((X, Y), 2)[0])
+        zt.check(lowered.graph)
+        results.append(lowered.lockstep(state, slices((X, Y), 2)))
+    assert distance(*results) == 0
+    assert distance(results[0][0], make("none")[0](state, X, Y)[0]) < 1e-6
+
+
+def test_what_is_dropped_is_not_kept():
+    """Of each block two products are repeated where none is saved, but for the last, whose result nothing reads."""
+    lowered = {kind: zt.Step.of(make(kind)[0]).lower(make(kind)[1], X, Y) for kind in KINDS}
+    again = {kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()}
+    assert again == {"none": 0, "whole": 4, "products": 0, "by policy": 0, "nothing saved": 4, "all saved": 0}
+    # Bytes beside the state: activations, and what backward makes on its way.
+    peaks = {kind: low.memory_analysis().peak - low.memory_analysis().state for kind, low in lowered.items()}
+    assert peaks["nothing saved"] <= peaks["whole"] < 0.8 * peaks["products"]
+    assert peaks["products"] == peaks["by policy"] < 0.8 * peaks["none"] and peaks["all saved"] == peaks["none"]
+
+
+def test_each_block_begins_with_what_the_one_before_gave():
+    """The result of a checkpoint is kept, so that backward computes one block at a time."""
+    lowered = zt.Step.of(make("nothing saved")[0]).lower(make("nothing saved")[1], X, Y)
+    computed = [e for e in lowered.graph.eqns if any(v and ".again" in v.name for v in e.outs)]
+    made = {v for e in computed for v in e.outs}
+    additions = [e for e in computed if e.op is aten.add.Tensor]
+    norms = [e for e in computed if e.op is aten.native_layer_norm.default]
+    assert not additions and len(norms) == 4 and not any(e.args[0] in made for e in norms)
+
+
+def test_random_draws_are_kept():
+    (plain, _), (step, state) = make("none", dropout=0.5), make("nothing saved", dropout=0.5)
+    lowered = zt.Step.of(step).lower(state, X, Y)
+    assert [e.region for e in lowered.graph.eqns if is_random(e.op)] == ["forward"] * 4
+    torch.manual_seed(3)
+    new, loss = lowered.compile()({k: p.clone() for k, p in state.items()}, X, Y)
+    torch.manual_seed(3)
+    want, value = plain(state, X, Y)
+    assert torch.equal(loss, value) and distance(new, want) == 0
+
+
+class Blocks(nn.Module):
+    """As people write it: checkpoints around layers, and a head."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.head = kind, nn.Linear(WIDTH, WIDTH)
+        layer = lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + KINDS[self.kind](layer, x)
+        return self.head(x)
+
+
+def lifted(kind):
+    model = Blocks(kind)
+    adam = optim.AdamW(model.parameters(), lr=0.01)
+
+    def loop_step(x, y):
+        adam.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        adam.step()
+        return loss
+
+    return zt.lift(loop_step, model, adam)
+
+
+def test_in_a_lifted_loop():
+    states, peaks = [], []
+    for kind in ("none", "products"):
+        step, state = lifted(kind)
+        run = zt.Step.of(step)
+        state = run.shard(state)
+        for _ in range(3):
+            state, _ = run(state, X, Y)
+        states.append(state["params"])
+        peaks.append(run.lower(state, X, Y).memory_analysis().peak)
+    assert distance(*states) == 0 and peaks[1] < peaks[0]
+
+
+def test_a_checkpoint_may_be_long():
+    def step(state, x):
+        w = state.detach().requires_grad_()
+
+        def deep(x):
+            for _ in range(1000):
+                x = torch.sin(x * w)
+            return x
+
+        y = checkpoint(deep, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
+        return state - torch.autograd.grad(y.square().mean(), [w])[0], y.detach().mean()
+
+    lowered = zt.Step.of(step).lower(torch.ones(1), X)
+    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "all but the last, whose derivative reads its argument"
+    assert distance(lowered.lockstep(torch.ones(1), [(X,)])[0], step(torch.ones(1), X)[0]) == 0
+
+
+def test_what_follows_a_checkpoint_is_not_dropped():
+    """PyTorch lets the mark of the last operation stand."""
+
+    def step(state, x):
+        w = state.detach().requires_grad_()
+        y = checkpoint(torch.tanh, x @ w, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
+        z = torch.sigmoid(torch.exp(y))
+        (g,) = torch.autograd.grad(z.square().mean(), [w])
+        return state - g, z.detach().mean()
+
+    graph = zt.Step.of(step).lower(torch.eye(16), X).graph
+    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), "nothing but tanh was dropped, and exp reads it"
+
+
+@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="younger than this torch")
+def test_values_are_not_moved_to_the_cpu():
+    step, state = make("moved")
+    with pytest.warns(UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it") as told:
+        lowered = zt.Step.of(step).lower(state, X, Y)
+    assert f"{Path(__file__).name}:" in str(told[0].message)
+    assert lowered.memory_analysis().peak == zt.Step.of(make("none")[0]).lower(state, X, Y).memory_analysis().peak

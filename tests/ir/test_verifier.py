@@ -1,0 +1,127 @@
+"""Programs are verified: after every transform, a user's own included, and under `python -O` too."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, on_ranks
+from ztrans.ir.collectives import WAIT, is_start
+from ztrans.ir.graph import Var
+from ztrans.ir.verifier import ProgramError, check_interface
+
+ROOT = Path(__file__).parents[2]
+SHARD = zt.shard_params(zt.AbstractMesh(dp=4))
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, repr=False)
+class Rewrite(zt.Transform):
+    """A user's own transform, which does what its function does."""
+
+    how: str = "nothing"
+
+    @property
+    def name(self) -> str:
+        return "mine"
+
+    def rewrite(self, graph: zt.Graph) -> zt.Graph:
+        return HOW[self.how](graph)
+
+
+def without_waits(graph):
+    return graph.replace(eqns=tuple(e for e in graph.eqns if e.op is not WAIT))
+
+
+def twice(graph):
+    last = next(e for e in reversed(graph.eqns) if not is_start(e) and e.op is not WAIT)
+    return graph.replace(eqns=(*graph.eqns, last))
+
+
+def backwards(graph):
+    return graph.replace(eqns=graph.eqns[::-1])
+
+
+def narrower(graph):
+    """The state comes back in half precision."""
+    new = graph.outputs[0]
+    half = Var("half", torch.float16, new.shape, new.layout)
+    cast = zt.Eqn(aten._to_copy.default, (new,), (half,), {"dtype": torch.float16}, "update")
+    return graph.replace(eqns=(*graph.eqns, cast), outputs=(half, *graph.outputs[1:]))
+
+
+HOW = {
+    "nothing": lambda graph: graph,
+    "without_waits": without_waits,
+    "twice": twice,
+    "backwards": backwards,
+    "narrower": narrower,
+    "fewer outputs": lambda graph: graph.replace(outputs=graph.outputs[:-1]),
+    "fewer inputs": lambda graph: graph.replace(inputs=graph.inputs[:-1]),
+    "other state": lambda graph: graph.replace(num_state=graph.num_state - 1),
+    "none": lambda graph: None,
+}
+
+
+@pytest.mark.parametrize("how, message", [
+    ("without_waits", r"params.0.weight.full: .* is read before it is bound, at t.*: .* = aten.t.default \[programs.py:\d+"),
+    ("twice", r"is bound twice, at .* = aten"),
+    ("backwards", r"is read before it is bound, at .* = wait"),
+    ("narrower", r"state params.0.weight: f32\[16@dp,6\] comes back as half: f16\[16@dp,6\]"),
+    ("fewer outputs", r"there are \d+ outputs, and there were \d+"),
+    ("fewer inputs", r"is read before it is bound|there are \d+ inputs, and there were"),
+    ("other state", r"\d+ inputs are state, and \d+ were"),
+])  # fmt: skip
+def test_a_transform_that_breaks_the_program_is_named(how, message):
+    with pytest.raises(ProgramError) as error:
+        on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite(how), *ALL)
+    first, advice = str(error.value).splitlines()
+    assert first.startswith(f"mine(how={how!r}) made a program that is not well formed: ")
+    assert re.search(message, first), first
+    assert advice == "Correct its rewrite: the program that it returns must pass zt.check(graph)."
+
+
+def test_a_transform_that_returns_no_program_is_named():
+    with pytest.raises(TypeError, match=r"mine\(how='none'\): rewrite returned a NoneType; it returns the new Graph"):
+        on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite("none"))
+
+
+def test_a_transform_of_ones_own_is_in_the_history():
+    lowered = on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite(), *ALL)
+    assert [name for name, _ in lowered.history].count("mine") == 1
+    assert "mine()" in lowered.graph.history
+
+
+def test_the_interface_of_a_program():
+    graph = on_ranks(CASES["mlp_momentum"], 4, SHARD).graph
+    x, *rest = graph.inputs
+    other = graph.replace(inputs=(Var("other", x.dtype, x.shape, x.layout), *rest))
+    with pytest.raises(ProgramError, match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]"):
+        check_interface(graph, other)
+    with pytest.raises(ProgramError, match=r"stranger: .* of the batch is no input"):
+        check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
+
+
+OPTIMISED = """
+import torch, ztrans as zt
+assert False, "python -O drops this"
+x, y = zt.Var("x", torch.float32, (2,)), zt.Var("y", torch.float32, (2,))
+add = zt.Eqn(torch.ops.aten.add.Tensor, (x, y), (zt.Var("z", torch.float32, (2,)),))
+try:
+    zt.check(zt.Graph("f", (x,), (add,), add.outs, 0))
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def test_programs_are_verified_under_optimised_python():
+    run = [sys.executable, "-O", "-c", OPTIMISED]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused: y: f32[2] is read before it is bound, at z: f32[2] = aten.add.Tensor")

@@ -1,0 +1,110 @@
+"""Leaves without elements, and parts without elements: an update of them ends, and all ranks compute the same."""
+
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad_and_value
+
+import ztrans as zt
+from tests.support.worlds import ALL, default_dtype, distance, slices
+from ztrans.ir.collectives import is_start
+
+
+@pytest.fixture(autouse=True)
+def _in_time():
+    """DTensor's rule for a view of nothing runs for ever."""
+
+    def give_up(*_):
+        raise TimeoutError("more than 20 seconds for a few equations")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def stepped(update, shape, ranks, stage=3):
+    """A leaf of `shape` after one step, sharded and plain: their distance, and the program."""
+
+    def step(state, x):
+        loss = lambda p: (p["w"].square().sum() + p["w"].sum() + p["v"].sum()) * x.mean()
+        grads, value = grad_and_value(loss)(state)
+        return {"w": update(state["w"], grads["w"]), "v": state["v"] - grads["v"]}, value
+
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        state, x = {"w": torch.randn(shape), "v": torch.randn(5)}, torch.rand(2 * ranks, 3)
+        wanted, _ = step(state, x)
+        lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step).lower(state, x[:2])
+        zt.check(lowered.graph)
+        got, _ = lowered.lockstep(state, slices((x,), ranks))
+    return distance(got, wanted), lowered.graph
+
+
+EMPTY = {
+    "flatten": lambda p, g: p - 0.1 * g.flatten().view(p.shape),
+    "view": lambda p, g: (p.view(-1) - 0.1 * g.reshape(-1)).view(p.shape),
+    "split": lambda p, g: torch.cat([a - 0.1 * b for a, b in zip(p.split(2), g.split(2))]),
+    "chunk": lambda p, g: torch.cat([a - 0.1 * b for a, b in zip(p.chunk(2), g.chunk(2))]),
+    "norm": lambda p, g: p - g / (1 + g.norm()),
+    "transpose": lambda p, g: p - g.transpose(0, 1).contiguous().transpose(0, 1),
+    "product": lambda p, g: p - (p @ p.mT) @ g,
+    "elementwise": lambda p, g: p - 0.1 * g,
+}
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (3, 0, 2)], ids=str)
+@pytest.mark.parametrize("update", EMPTY.values(), ids=EMPTY)
+def test_leaves_without_elements(update, shape):
+    if update is EMPTY["transpose"] or update is EMPTY["product"]:
+        shape = shape if len(shape) > 1 else (0, 4)
+    far, graph = stepped(update, shape, 3)
+    assert far == 0
+    assert not any(is_start(e) and e.region == "update" and all(v.numel == 0 for v in e.ins) for e in graph.eqns)
+
+
+FAIL_ON_NOTHING = {
+    "norm of negative order": lambda p, g: p - g / torch.linalg.vector_norm(g, -1),
+    "norm of negative order by rows": lambda p, g: p - g / torch.linalg.vector_norm(g, -2, dim=1, keepdim=True),
+    "least": lambda p, g: p - g / (3 + torch.linalg.vector_norm(g, -float("inf"))),
+    "rfft": lambda p, g: p - torch.fft.irfft(torch.fft.rfft(g, dim=-1), n=p.shape[-1], dim=-1),
+    "fft": lambda p, g: p - torch.fft.fft(g, dim=-1).real,
+    "instance_norm": lambda p, g: p - F.instance_norm(g[None, :, :, None] if g.ndim == 2 else g[None])[0].reshape(p.shape),
+    "greatest": lambda p, g: p - g / (3 + g.amax().abs()),
+    "argmax": lambda p, g: p - g / (1 + g.argmax(1, keepdim=True)),
+    "median": lambda p, g: p - g.median(),
+    "mean": lambda p, g: p - g.mean(),
+    "std": lambda p, g: p - g.std(),
+    "logsumexp": lambda p, g: p - g.logsumexp(0),
+    "softmax": lambda p, g: p - g.softmax(1),
+    "layer_norm": lambda p, g: p - F.layer_norm(g, g.shape[1:]),
+    "all": lambda p, g: torch.where((g > -9).all(), p - g, p),
+}
+
+
+@pytest.mark.parametrize("rows, ranks", [(1, 2), (2, 3), (3, 5), (4, 3)])
+@pytest.mark.parametrize("update", FAIL_ON_NOTHING.values(), ids=FAIL_ON_NOTHING)
+def test_parts_without_elements(update, rows, ranks):
+    """What fails on nothing would fail on the last rank alone, when the program runs."""
+    far, _ = stepped(update, (rows, 6), ranks)
+    assert far <= 1e-12
+
+
+SUMS = {
+    "elementwise": lambda p, g: torch.where(p > 0, p - 0.1 * g, p.lerp(g, 0.1)).to(p.dtype),
+    "sum": lambda p, g: p - 0.1 * g / (1 + g.square().sum()),
+    "norm": lambda p, g: p - g / (1 + torch.linalg.vector_norm(g, 3)),
+    "product": lambda p, g: p - g @ g.T @ g,
+    "views": lambda p, g: p - g.view(-1, 3, 2).transpose(1, 2).reshape(p.shape).clone(),
+}
+
+
+@pytest.mark.parametrize("update", SUMS.values(), ids=SUMS)
+def test_what_runs_on_nothing_stays_on_parts(update):
+    far, graph = stepped(update, (2, 6), 3, stage=2)
+    assert far <= 1e-12
+    gathers = [e for e in graph.eqns if is_start(e) and e.op.name == "all_gather" and e.region == "update"]
+    assert not gathers or update in (SUMS["product"], SUMS["views"]), gathers

@@ -1,0 +1,154 @@
+"""Every row of SPEC.md's table of laws."""
+
+import itertools
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+import ztrans as zt
+from tests.support.programs import CASES, autocast
+from tests.support.worlds import ALL, on_ranks, sharded
+from ztrans.ir.collectives import ALL_GATHER, is_start
+
+MESH = zt.AbstractMesh(dp=4)
+SHARD, OVERLAP, PREFETCH, FUSE = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+
+
+def step(state, batch):
+    return state, batch
+
+
+def test_monoid():
+    assert (
+        zt.chain(SHARD, zt.chain(OVERLAP, PREFETCH))
+        == zt.chain(zt.chain(SHARD, OVERLAP), PREFETCH)
+        == zt.chain(SHARD, OVERLAP, PREFETCH)
+    )
+    assert zt.chain()(step) == zt.Step(step)
+    assert zt.chain(zt.chain(), SHARD, zt.chain()) == zt.chain(SHARD)
+    assert zt.chain(SHARD, OVERLAP)(step).transforms == (SHARD, OVERLAP)
+
+
+def test_stack_is_chain():
+    @FUSE
+    @PREFETCH
+    @OVERLAP
+    @SHARD
+    def decorated(state, batch):
+        return state, batch
+
+    assert decorated == zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(decorated.fn)
+    assert zt.chain(SHARD, OVERLAP)(step) == OVERLAP(SHARD(step))
+    assert hash(zt.chain(SHARD, OVERLAP)) == hash(zt.chain(SHARD, OVERLAP))
+
+
+def test_repr():
+    assert repr(zt.chain(SHARD, OVERLAP, PREFETCH, FUSE)(step)) == (
+        "Step(step, shard_params(axis='dp', stage=3), overlap_grads(), prefetch(), fuse_cast_gather())"
+    )
+    assert repr(zt.prefetch(max_in_flight=1)) == "prefetch(max_in_flight=1)"
+
+
+@pytest.mark.parametrize("name", ["autocast", "clipped", "sam"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rewrites_and_schedules_commute(name, stage):
+    """All six orders: the same text, header included, and the same bits."""
+    texts, states = set(), []
+    for order in itertools.permutations((OVERLAP, PREFETCH, FUSE)):
+        state, _, lowered = sharded(CASES[name], 4, stage, steps=2, transforms=order)
+        texts.add(str(lowered))
+        states.append(state)
+    assert len(texts) == 1
+    for state in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state))))
+
+
+@pytest.mark.parametrize("name", ["autocast", "cast_outside", "gpt_adam"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fuse_cast_gather_is_bitwise(name, stage):
+    a, _, _ = sharded(CASES[name], 4, stage, transforms=(OVERLAP, PREFETCH))
+    b, _, _ = sharded(CASES[name], 4, stage, transforms=(OVERLAP, PREFETCH, FUSE))
+    assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
+
+
+@pytest.mark.parametrize("schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"])
+@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_schedules_permute(name, stage, schedules):
+    """Every equation is there once, before and after: collectives member by member, and but those that a plan drops."""
+    shard = zt.shard_params(MESH, stage=stage)
+    before, after = on_ranks(CASES[name], 4, shard), on_ranks(CASES[name], 4, shard, *schedules)
+    gone = members(before.graph) - members(after.graph)
+    assert not members(after.graph) - members(before.graph)
+    assert sum(gone.values()) == 2 * len(after.plan.dropped)  # a gather and its wait
+
+
+def members(graph):
+    found = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
+    found.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
+    return found
+
+
+def test_schedules_change_no_bit():
+    a, _, _ = sharded(CASES["gpt_adam"], 4, transforms=())
+    b, _, _ = sharded(CASES["gpt_adam"], 4, transforms=(OVERLAP, PREFETCH))
+    assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
+
+
+def test_idempotent():
+    assert OVERLAP(OVERLAP(SHARD(step))) == OVERLAP(SHARD(step))
+    assert zt.chain(SHARD, PREFETCH, PREFETCH, SHARD)(step) == zt.chain(SHARD, PREFETCH)(step)
+    with pytest.raises(ValueError, match=re.escape("prefetch: applied twice with different options")):
+        zt.chain(SHARD, zt.prefetch(), zt.prefetch(max_in_flight=1))(step)
+
+
+def test_shard_params_precedes():
+    with pytest.raises(ValueError, match="Apply it first: as the innermost decorator"):
+        zt.chain(OVERLAP, SHARD)(step)
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "per_sample", "autocast"])
+def test_on_one_rank_the_collectives_vanish(name):
+    lowered = on_ranks(CASES[name], 1, zt.shard_params(zt.AbstractMesh(dp=1)), *ALL)
+    assert not any(is_start(e) for e in lowered.graph.eqns)
+    assert "@dp" not in str(lowered).split("):")[0]
+
+
+def test_printing_is_deterministic_and_names_are_stable():
+    a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two cases: each is traced
+    assert str(a) == str(b)
+    scheduled = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH)
+    names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}
+    kept = {n for n in names(a) if ".full_1" in n}  # what is kept is not gathered again
+    assert names(a) - kept <= names(scheduled) <= names(a)
+
+
+def test_history_holds_every_stage_and_diff_shows_what_changed():
+    lowered = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH, FUSE)
+    assert [name for name, _ in lowered.history] == [
+        "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
+    ]  # fmt: skip
+    for _, graph in lowered.history:
+        zt.check(graph)
+    stages = dict(lowered.history)
+    changed = zt.diff(stages["prefetch"], stages["fuse_cast_gather"])
+    assert re.search(r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M)
+    assert re.search(r"^\+.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], bf16, axis=dp\)", changed, re.M)
+
+
+def test_every_transform_is_hashable_and_equal_by_options():
+    assert zt.shard_params(MESH, stage=2) == zt.shard_params(zt.AbstractMesh(dp=4), stage=2)
+    assert zt.shard_params(MESH, stage=2) != zt.shard_params(MESH, stage=3)
+    assert len({OVERLAP, zt.overlap_grads(), PREFETCH, zt.prefetch()}) == 2
+    assert len(set(ALL)) == 3
+
+
+def test_gathers_are_params_and_carry_their_path():
+    lowered = on_ranks(CASES["gpt_adam"], 4, SHARD, *ALL)
+    gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
+    assert gathers and all(e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers)
+    paths = {path for e in gathers for path in e.provenance.paths}
+    assert paths >= {"params.tokens.weight", "params.blocks.0.qkv.weight"}
+    assert all(len(e.provenance.paths) == len(e.outs) for e in gathers)

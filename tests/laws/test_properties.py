@@ -1,0 +1,76 @@
+"""Properties of transforms on random programs (see `fuzz`), and of the cutting of leaves on random shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fuzz.check import Case
+from fuzz.steps import step_of
+from fuzz.truth import doubles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ztrans as zt
+from tests.support.worlds import slices
+from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, received_bytes
+
+pytestmark = [
+    # What PyTorch says of itself, when it first takes a derivative forward.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    # A program does not check whether a matrix is singular.
+    pytest.mark.filterwarnings("ignore:trace. .*_linalg_check_errors"),
+]
+
+
+def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
+    """The program of a random step on four ranks at stage 3."""
+    program = Case.of(seed).program
+    with doubles():
+        state, batch = program.state(), slices(program.batch(4, 0), 4)[0]
+        step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *transforms)(step_of(program))
+        return step.lower(state, *batch).graph
+
+
+@pytest.mark.parametrize("seed, bound", [(seed, bound) for seed in range(1, 5) for bound in (0, 256, 4096)])
+def test_prefetch_stays_within_its_bytes(seed, bound):
+    graph, under_way = lowered(seed, zt.prefetch(max_in_flight=bound)), {}
+    parameters = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
+    received = {e: [received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
+    largest = max((n for sizes in received.values() for n in sizes), default=0)
+    for e in graph.eqns:
+        if e in received:
+            under_way[e] = sum(received[e])
+        elif e.op is WAIT:  # all of a bucket has come when its first member is waited for
+            under_way = {bucket: n for bucket, n in under_way.items() if e.args[0] not in bucket.outs}
+        elif not is_start(e):
+            assert sum(under_way.values()) <= max(bound, largest), "while an operation runs"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_use_before_wait(seed):
+    """Every future is waited for once before its value is read, and every wait follows its start."""
+    started, waited = set(), set()
+    for e in lowered(seed, zt.overlap_grads(), zt.prefetch()).eqns:
+        if is_start(e):
+            started.update(e.outs)
+        elif e.op is WAIT:
+            assert e.args[0] in started - waited
+            waited.add(e.args[0])
+    assert started == waited
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 9))
+def test_cutting_and_joining_are_inverse(shape, ranks):
+    from ztrans.ir.graph import Split, Var
+    from ztrans.ir.interpreter import join, scatter
+
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    v = Var("x", x.dtype, tuple(shape), (Split("dp", 0),))
+    graph = zt.Graph("f", (v,), (), (v,), 1, mesh=(("dp", ranks),))
+    parts = scatter(graph, [x])
+    chunks = torch.chunk(x, ranks)
+    for r, (part,) in enumerate(parts):
+        assert part.shape[0] == (chunks[r].shape[0] if r < len(chunks) else 0)  # as torch.chunk and DTensor cut
+    assert torch.equal(join(graph, parts)[0], x)
+    assert [s[0].shape for s in slices((x,), 1)] == [x.shape]

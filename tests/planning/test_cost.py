@@ -1,0 +1,152 @@
+"""Costs and memory that can be counted by hand."""
+
+import torch
+from torch.func import grad_and_value
+from ztrans.planning.make_plan.cost import cost as cost_of
+from ztrans.planning.make_plan.cost import memory as memory_of
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import sharded
+from ztrans.ir.collectives import WAIT
+from ztrans.ir.liveness import liveness
+
+
+def step(state, batch):
+    def loss(params):
+        h = torch.relu(batch[0] @ params["a"])
+        return ((h @ params["b"]) - batch[1]).square().mean()
+
+    grads, value = grad_and_value(loss)(state)
+    return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+
+def lowered(mesh=zt.AbstractMesh(dp=4), **options) -> zt.Lowered:  # noqa: B008
+    state = {"a": torch.zeros(64, 128), "b": torch.zeros(128, 32)}
+    batch = (torch.zeros(16, 64), torch.zeros(16, 32))
+    return zt.chain(zt.shard_params(mesh, **options), zt.overlap_grads())(step).lower(state, batch)
+
+
+def test_flops_of_matmuls():
+    """Forward a and b, backward b twice and a once: no gradient for the batch is needed."""
+    a, b = 2 * 16 * 64 * 128, 2 * 16 * 128 * 32
+    flops = lowered().cost_analysis().flops
+    pointwise = flops - (2 * a + 3 * b)
+    assert 0 < pointwise < 0.2 * flops
+
+
+def test_wire_bytes_by_role():
+    a, b = 64 * 128 * 4, 128 * 32 * 4
+    for stage, gathers in ((0, 0), (1, a + b), (2, a + b), (3, a + 2 * b)):
+        wire = lowered(stage=stage).cost_analysis()
+        assert wire.over("dp", "param") == gathers * 3 // 4
+        assert wire.over("dp", "grad") == (a + b) * 3 // 4 * (2 if stage == 0 else 1)
+        assert wire.over("dp", "output") == 4 * 2 * 3 // 4
+        assert wire.over() == wire.wire_bytes == sum(n for _, n in wire.wire)
+
+
+def test_state_and_peak_by_stage():
+    whole = (64 * 128 + 128 * 32) * 4
+    peaks = []
+    for stage in (0, 1, 2, 3):
+        memory = lowered(stage=stage).memory_analysis()
+        assert memory.state == (whole if stage == 0 else whole // 4)
+        assert memory.peak == max(memory.live) and memory.peak >= memory.state
+        assert sum(n for _, n, _ in memory.holders) == memory.peak
+        peaks.append(memory.peak)
+    assert peaks[0] > peaks[1] >= peaks[2]
+    assert peaks[3] <= 1.05 * peaks[2]  # a plan may take that much more
+
+
+def test_the_peak_names_its_holders_and_lines():
+    memory = lowered(stage=2).memory_analysis()
+    assert "test_cost.py" in str(memory.at.source)
+    assert memory.holders[0][1] >= memory.holders[-1][1]
+    assert "peak" in str(memory) and "state" in str(memory) and "test_cost.py" in str(memory)
+
+
+def test_live_memory_by_hand():
+    """x: 16 KiB in, two temporaries of 16 KiB: relu in place of neg, a sum beside it."""
+
+    def plain(state, x):
+        return state, (torch.relu(-x) + 1).sum()
+
+    memory = zt.Step(plain).lower({"s": torch.zeros(1)}, torch.zeros(64, 64)).memory_analysis()
+    assert memory.peak == 4 + 2 * 64 * 64 * 4 + 4  # state, x, one temporary changed in place, the sum
+
+
+def test_costs_print():
+    text = str(lowered().cost_analysis())
+    assert "wire dp param" in text and "FLOP" in text and "KiB" in text
+
+
+def test_padding_crosses_the_wire():
+    """Of 7 rows over 4 ranks every rank sends and receives 2."""
+
+    def scales(state, batch):
+        grads, value = grad_and_value(lambda w: (batch * w).sum())(state)
+        return state - 0.1 * grads, value
+
+    for reduce_dtype, size in ((None, 4), (torch.bfloat16, 2)):
+        step = zt.shard_params(zt.AbstractMesh(dp=4), reduce_dtype=reduce_dtype)(scales)
+        cost, memory = (f(step.lower(torch.zeros(7, 5), torch.zeros(7, 5)).graph) for f in (cost_of, memory_of))
+        part, whole = 2 * 5 * 4, 7 * 5 * 4
+        assert dict(cost.wire) == {
+            ("dp", "param"): 3 * part,
+            ("dp", "grad"): 3 * 2 * 5 * size,
+            ("dp", "output"): 4 * 2 * 3 // 4,
+        }
+        # Forward and backward work on 35 elements (two products, a sum, a one), the update on 10 (scale, subtract).
+        assert cost.flops == 2 * 35 + 2 + 2 * 10
+        assert memory.state == part
+        # While the gather is under way: state, batch, and what is received, in which rank 0's part lies, padded.
+        assert memory.live[0] == part + whole + 4 * part
+        scatter = memory.live[7]  # beside it gradient and loss, four padded parts to send and three to receive
+        assert scatter == part + whole + whole + 4 + (4 + 3) * 2 * 5 * size
+
+
+def test_state_is_the_greatest_part():
+    _, _, uneven = sharded(CASES["uneven"], 8, steps=1)
+    # Of [7,5], [7,3], [2], [1], [], [0,4]: two rows and one are fewer than half of the ranks, and are not cut.
+    held = {"a": 5, "b": 3, "tiny": 2, "one": 1, "scalar": 1, "empty": 0}
+    assert uneven.memory_analysis().state == 4 * sum(held.values())
+
+
+def test_gathers_in_half_precision_cost_half():
+    case = CASES["cast_inside"]
+    wide, fused = (sharded(case, 4, steps=1, transforms=t)[2].cost_analysis() for t in ((), (zt.fuse_cast_gather(),)))
+    assert fused.over("dp", "param") * 2 == wide.over("dp", "param")
+    assert fused.over("dp", "grad") == wide.over("dp", "grad")
+    assert fused.flops < wide.flops and fused.bytes < wide.bytes
+
+
+def test_hosts_exchange_parts():
+    mesh, whole = zt.AbstractMesh(host=2, dp=4), (64 * 128 + 128 * 32) * 4
+    wire = lowered(stage=2, mesh=mesh, replicate_axis="host").cost_analysis()
+    assert dict(wire.wire) == {
+        ("dp", "param"): whole * 3 // 4,
+        ("dp", "grad"): whole * 3 // 4,
+        ("host", "grad"): 2 * (whole // 4) // 2,  # an all_reduce of a quarter over 2 hosts
+        ("dp", "output"): 2 * 4 * 3 // 4,
+        ("host", "output"): 2 * 4 // 2,
+    }
+    assert wire.over("host") == wire.over("host", "grad") + wire.over("host", "output")
+
+
+def test_reductions_that_cast_hold_what_they_return():
+    """A gradient that was all-reduced in bf16 is f32 again after its wait."""
+    for dtype, own in ((torch.bfloat16, True), (None, False)):
+        graph = lowered(stage=0, reduce_dtype=dtype).graph
+        reduced = next(e for e in graph.eqns if e.op is WAIT and e.outs[0].name == "b.grad")
+        assert reduced.outs[0].type == "f32[128,32]"
+        assert (liveness(graph).root[reduced.outs[0]] is reduced.outs[0]) == own
+
+
+def test_a_program_of_nothing_prints():
+    nothing = zt.Graph("f", (), (), (), 0)
+    assert str(memory_of(nothing)) == "peak 0 B\nstate 0 B"
+    assert str(cost_of(nothing)) == "compute                 0.00 FLOP\nmemory traffic          0 B"
+    x, y = zt.Var("x", torch.float32, (1024, 1024)), zt.Var("y", torch.float32, (1024, 1024))
+    one = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
+    assert str(memory_of(one)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
+    assert str(cost_of(one)).splitlines() == ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]

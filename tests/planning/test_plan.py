@@ -1,0 +1,125 @@
+"""Plans: made alike by everyone, saved, loaded, refused where they do not belong; and made again from other costs."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from ztrans.planning.make_plan.cluster import Link
+from ztrans.planning.make_plan.fingerprint import fingerprint
+
+import ztrans as zt
+from tests.support.programs import CASES, gpt_adam
+from tests.support.worlds import ALL, batches, on_ranks, slices
+from ztrans.ir.collectives import is_start
+from ztrans.runtime import consensus as agreement
+
+CASE = CASES["gpt_adam"]
+
+
+def lower(case=CASE, ranks=4, stage=3, transforms=ALL, **how):
+    return on_ranks(case, ranks, zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *transforms, **how)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
+    lowered = lower(stage=stage)
+    lowered.plan.save(tmp_path / "step.plan")
+    loaded = zt.Plan.load(tmp_path / "step.plan")
+    assert loaded == lowered.plan and loaded.digest == lowered.plan.digest
+    again = lower(stage=stage, plan=loaded)
+    assert str(again) == str(lowered) and again.plan == lowered.plan
+    names = {v.removesuffix("'") for members, _ in (*loaded.gathers, *loaded.reductions) for v in members}
+    assert all(name in str(loaded) for name in names)
+
+
+def test_a_step_takes_a_plan(tmp_path):
+    """One step starts without planning where another left its plan."""
+    lowered = lower()
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step).planned(lowered.plan)
+    assert str(step.lower(CASE.state(), *slices(batches(CASE, 1)[0], 4)[0])) == str(lowered)
+    assert step == zt.chain(zt.shard_params(step.mesh), *ALL)(CASE.step).planned(lowered.plan)
+
+
+def messages_of(lowered) -> list[str]:
+    return agreement.messages(lowered.graph)
+
+
+def test_a_plan_holds_for_a_batch_of_another_size():
+    """Ranks may have batches of other sizes: all send the same messages in the same order."""
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step)
+    planned, small = step.planned(lower().plan), slices(CASE.batch(4), 4)[0]
+    followed = planned.lower(CASE.state(), *small)
+    assert followed.plan == lower().plan and messages_of(followed) == messages_of(lower())
+    zt.check(followed.graph)
+
+
+def test_a_plan_knows_a_program_by_what_it_does():
+    """A line that moves makes no other program, and another literal does."""
+
+    def program(text: str):
+        scope = {"torch": torch}
+        exec(compile(text, "step.py", "exec"), scope)
+        return zt.Step(scope["step"]).lower(torch.ones(9), torch.ones(9)).hinted
+
+    text = "def step(s, x):\n    return s * torch.tensor([{0}.0] * 9), x\n"
+    first, moved, other = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
+    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(other)
+
+
+def test_everyone_makes_the_same_plan():
+    assert lower(gpt_adam()).plan == lower(gpt_adam()).plan  # two cases: each is traced
+
+
+def test_a_plan_for_another_program_is_refused():
+    with pytest.raises(ValueError, match=r"plan: it was made for program \w+, and this one is \w+: another model"):
+        lower(stage=2, plan=lower().plan)
+    plan = lower().plan
+    wrong = dataclasses.replace(plan, reductions=((("nobody'",), ""), *plan.reductions[1:]))
+    with pytest.raises(ValueError, match="plan: the program has no reduction \"nobody'\""):
+        lower(plan=wrong)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"program": "x", "gathers": 3})])
+def test_a_file_that_holds_no_plan_is_refused(text, tmp_path):
+    (tmp_path / "step.plan").write_text(text)
+    with pytest.raises(ValueError, match=r"step\.plan does not hold a plan"):
+        zt.Plan.load(tmp_path / "step.plan")
+
+
+def test_an_axis_without_a_link_is_refused():
+    with pytest.raises(ValueError, match="no link for mesh axis 'dp'; it knows 'tp'") as error:
+        lower(cluster=zt.cluster("h100", tp="nvlink4"))
+    assert "zt.calibrate(mesh)" in str(error.value)
+
+
+@pytest.mark.parametrize("device, link, message", [
+    ("b300", "infiniband", "no profile of device 'b300'; there are h100"),
+    ("h100", "string", "no profile of link 'string' for axis 'dp'"),
+    ("h100", Link("w", 1e-3, 0.0), "bandwidth must be positive"),
+    ("h100", Link("w", -1.0, 1.0), "latency not negative"),
+])  # fmt: skip
+def test_nonsense_clusters_are_refused(device, link, message):
+    with pytest.raises(ValueError, match=message):
+        zt.cluster(device, dp=link)
+
+
+def test_replan_says_what_it_expects():
+    lowered = lower()
+    again = lowered.replan(zt.cluster("cpu", dp="ethernet-1g"))
+    assert again.plan.program == lowered.plan.program and again.cluster.device.name == "one CPU core"
+    assert again.plan.notes[-1].startswith("expected ") and "the plan before has" in str(again.plan)
+    zt.check(again.graph)
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "lora", "sam"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_peak_stays_within_the_budget(name, stage):
+    """"auto" lets it rise by 5% over the unscheduled program, or by what one message needs; the notes say so."""
+    case = CASES[name]
+    plain, planned = lower(case, stage=stage, transforms=(ALL[2],)), lower(case, stage=stage)
+    fits = planned.memory_analysis().peak <= 1.05 * plain.memory_analysis().peak
+    assert fits != any("above the budget" in note for note in planned.plan.notes)
+    over = planned.memory_analysis().peak - 1.05 * plain.memory_analysis().peak
+    largest = max(v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs)
+    assert over <= 2 * largest, "more than one message takes while it is under way, sent and received"

@@ -1,0 +1,101 @@
+"""Plans in files: what they may hold, and errors that name the file. `faults` has writes that fail."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, batches, on_ranks, slices
+
+CASE, SHARD = CASES["mlp_momentum"], zt.shard_params(zt.AbstractMesh(dp=4))
+OLD, NEW = zt.Plan("old"), zt.Plan("new", notes=("a note " * 1000,))
+
+
+def lower(**how) -> zt.Lowered:
+    return on_ranks(CASE, 4, SHARD, *ALL, **how)
+
+
+def saved(tmp_path: Path, **edits) -> Path:
+    """A plan's file, with some fields changed by hand."""
+    path = tmp_path / "step.plan"
+    lower().plan.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edits}))
+    return path
+
+
+def test_a_plan_takes_the_place_of_another(tmp_path, monkeypatch):
+    """Also behind a link, and with the permissions of any new file."""
+    path, link = tmp_path / "step.plan", tmp_path / "link.plan"
+    OLD.save(path)
+    link.symlink_to(path)
+    NEW.save(link)
+    assert zt.Plan.load(path) == NEW and link.is_symlink()
+    (tmp_path / "plain").write_text("")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    monkeypatch.chdir(tmp_path)
+    NEW.save("relative.plan")
+    assert zt.Plan.load("relative.plan") == NEW
+
+
+@pytest.mark.parametrize("edits, message", [
+    ({"update": "nonsense"}, "does not hold a plan (update is 'nonsense'; it is one of 'eager', 'last', 'as written')."),
+    ({"gathers": 3}, "does not hold a plan (gathers is 3; it is a list of pairs, of the names of members and of a place)."),
+    ({"reductions": [["a'", ""]]}, """does not hold a plan (reductions holds ("a'", ''), which is no pair of the names of members and of a place)."""),
+    ({"dropped": [3]}, "does not hold a plan (dropped is (3,); it is a list of strings)."),
+    ({"program": None}, "does not hold a plan (program is None; it is the hash of a program)."),
+    ({"gather": []}, "does not hold a plan (it has 'gather', which is no field of a plan)."),
+    ({"update": "as written"}, "does not hold a plan (update is 'as written', and a program as written has no buckets)."),
+])  # fmt: skip
+def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
+    path = saved(tmp_path, **edits)
+    with pytest.raises(ValueError) as error:
+        zt.Plan.load(path)
+    assert str(error.value) == f"plan: {path} {message}\nMake one: lowered.plan.save(path)."
+
+
+def test_what_holds_no_object_is_refused(tmp_path):
+    (tmp_path / "step.plan").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"step\.plan does not hold a plan \(it is a list, and no object with program, "):
+        zt.Plan.load(tmp_path / "step.plan")
+
+
+def test_an_edited_file_is_named_with_the_member(tmp_path):
+    """By everything that takes a plan: `lower`, `planned` of what is lowered, and a step."""
+    path = saved(tmp_path, dropped=["params.0.weight.full'"])
+    plan, lowered = zt.Plan.load(path), lower()
+    said = f"""plan {path}: the gather "params.0.weight.full'" is there twice.\nLower without the plan, and save it again."""
+    step = zt.chain(SHARD, *ALL)(CASE.step).planned(plan)
+    arguments = CASE.state(), *slices(batches(CASE, 1)[0], 4)[0]
+    for take in (lambda: lower(plan=plan), lambda: lowered.planned(plan), lambda: step.lower(*arguments)):
+        with pytest.raises(ValueError) as error:
+            take()
+        assert str(error.value) == said
+
+
+def test_a_gather_that_starts_after_its_use(tmp_path):
+    lowered = lower()
+    (members, _), *rest = lowered.plan.gathers
+    wrong = dataclasses.replace(lowered.plan, gathers=(*rest, (members, "")))
+    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full', .*\] starts at the end, and is waited for before \w+: out of order"):
+        lowered.planned(wrong)
+
+
+def test_a_dropped_gather_that_repeats_none():
+    lowered = lower()
+    (members, at), *rest = lowered.plan.gathers
+    wrong = dataclasses.replace(lowered.plan, gathers=((members[1:], at), *rest), dropped=(*lowered.plan.dropped, members[0]))
+    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full'\] is dropped, and no value is kept for it"):
+        lowered.planned(wrong)
+
+
+def test_a_plan_that_does_not_fit_the_budget_is_refused():
+    """The order is as good as any, and needs more than what was asked for."""
+    peak = on_ranks(CASE, 4, SHARD, zt.overlap_grads(), zt.prefetch()).memory_analysis().peak
+    within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
+    lowered = on_ranks(CASE, 4, SHARD, *within)
+    tight = dataclasses.replace(lowered, hinted=lowered.hinted.replace(budget=lowered.memory_analysis().peak - 1))
+    with pytest.raises(ValueError, match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+"):
+        tight.planned(lowered.plan)

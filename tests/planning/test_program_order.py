@@ -1,0 +1,182 @@
+"""Programs by hand: what is taken out, and where a schedule puts it back."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from ztrans.planning.make_plan.program_order import hoist, skeleton
+from ztrans.planning.make_plan.realise import realise
+from ztrans.planning.make_plan.solver.problem import Bucket, Schedule
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import on_ranks
+from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    bucket_key,
+    coalesce,
+    is_start,
+    reduce,
+    wait,
+)
+from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
+
+aten = torch.ops.aten
+GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")
+
+
+def why(role: str, again: str | None = None) -> Provenance:
+    return Provenance(role, ("w",), "dp", again)
+
+
+def var(name: str, n: int = 8, **how) -> Var:
+    return Var(name, torch.float32, (n,), **how)
+
+
+def names(graph: Graph) -> list[str]:
+    return [e.outs[0].name for e in zt.check(graph).eqns]
+
+
+def forward(layers: int = 3, twice: bool = False) -> Graph:
+    """A gather, its wait and a use, for each layer; then, if `twice`, the same again."""
+    shards = [var(f"s{i}", layout=(Split("dp"),)) for i in range(layers)]
+    h = x = var("x")
+    eqns = []
+    for again in (False, True)[: 1 + twice]:
+        for i, s in enumerate(shards):
+            suffix = ".again" if again else ""
+            start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if again else None))
+            w = wait(start.outs[0])
+            eqns += [start.replace(order=GATHER), w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),))]
+            h = out
+    return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
+
+
+def backward(layers: int = 3) -> Graph:
+    """Gradients born one after the other, cast and reduced at the very end, as autograd does it; then an update each."""
+    state = [var(f"p{i}", layout=(Split("dp"),)) for i in range(layers)]
+    dy = var("dy")
+    born, casts, ends, uses = [], [], [], []
+    for i, p in enumerate(state):
+        g, c, new = var(f"g{i}"), var(f"c{i}"), var(f"n{i}", layout=(Split("dp"),))
+        born.append(Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward"))
+        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order=BIRTH))
+        start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
+        ends += [start.replace(order=REDUCE), wait(start.outs[0])]
+        uses.append(Eqn(aten.sub.Tensor, (p, ends[-1].outs[0]), (new,), region="update"))
+    eqns = [*born, *casts, *ends, *uses]
+    return Graph("f", (*state, dy), tuple(eqns), tuple(e.outs[0] for e in uses), layers, mesh=(("dp", 2),))
+
+
+def test_without_hints_nothing_moves():
+    for graph in (forward(), backward()):
+        plain = graph.replace(eqns=tuple(e.replace(order=None) for e in graph.eqns))
+        assert names(hoist(plain)) == names(graph)
+        assert skeleton(plain).gathers == skeleton(plain).reductions == ()
+
+
+def test_birth_brings_the_chain_with_it():
+    assert names(hoist(backward())) == [
+        "g0", "c0", "r0'", "g1", "c1", "r1'", "g2", "c2", "r2'", "r0", "r1", "r2", "n0", "n1", "n2",
+    ]  # fmt: skip
+
+
+def test_a_skeleton_knows_use_birth_and_need():
+    s = skeleton(forward())
+    assert [e.outs[0].name for e in s.ops] == ["h0", "h1", "h2"] and s.use == (0, 1, 2)
+    s = skeleton(backward())
+    assert [e.outs[0].name for e in s.ops] == ["g0", "c0", "g1", "c1", "g2", "c2", "n0", "n1", "n2"]
+    assert s.born == (1, 3, 5) and s.need == (6, 7, 8)
+
+
+def test_a_bucket_starts_where_it_is_told_and_is_waited_for_by_member():
+    s = skeleton(forward())
+    found = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), "last", {})
+    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
+    (bucket,) = (e for e in found.eqns if len(e.outs) == 2)
+    assert str(bucket.op) == "all_gather" and [v.name for v in bucket.ins] == ["s1", "s2"]
+
+
+def test_what_is_dropped_reads_the_value_that_is_kept():
+    s = skeleton(forward(2, twice=True))
+    buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
+    found = realise(s, Schedule(buckets, (), frozenset({2})), "last", {2: 0})
+    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
+    (reader,) = (e for e in found.eqns if e.outs[0].name == "h0.again")
+    assert [v.name for v in reader.ins] == ["h1", "w0"]
+
+
+def test_updates_follow_their_bucket_at_once_or_come_last():
+    s = skeleton(backward())
+    schedule = Schedule((), (Bucket((0, 1), 4, 5), Bucket((2,), 6, 8)))
+    assert names(realise(s, schedule, "eager", {})) == [
+        "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "n0", "n1", "c2", "r2'", "r2", "n2",
+    ]  # fmt: skip
+    assert names(realise(s, schedule, "last", {})) == [
+        "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "c2", "r2'", "n0", "n1", "r2", "n2",
+    ]  # fmt: skip
+
+
+def test_an_update_waits_for_the_last_reader_of_its_state():
+    """It may be done in place, so a later use of the parameter would otherwise cost a copy."""
+    graph = backward()
+    late = Eqn(aten.neg.default, (graph.inputs[0],), (var("late", layout=(Split("dp"),)),), region="backward")
+    eqns = list(graph.eqns)
+    eqns.insert(3, late)
+    graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
+    s = skeleton(graph)
+    early = Schedule((), tuple(Bucket((i,), b + 1, b + 1) for i, b in enumerate(s.born)))
+    found = names(realise(s, early, "eager", {}))
+    assert found.index("n1") < found.index("late") < found.index("n0")
+
+
+def test_a_second_reduction_follows_the_first_in_the_same_bucket():
+    """HSDP: reduce-scatter inside, all-reduce across, one bucket behind the other."""
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
+    graph = on_ranks(CASES["gpt_adam"], 4, shard, zt.overlap_grads()).graph
+    members = {op: Counter() for op in (REDUCE_SCATTER, ALL_REDUCE)}
+    for e in graph.eqns:
+        if e.op in members and e.provenance.role == "grad":
+            members[e.op][e.provenance.paths] += 1
+    assert members[REDUCE_SCATTER] == members[ALL_REDUCE] and max(map(len, members[ALL_REDUCE])) > 1
+
+
+def test_members_of_a_bucket_have_one_key():
+    a, b = (all_gather([var(n, layout=(Split("dp"),))], [f"{n}.full"], "dp", provenance=why("param")) for n in "ab")
+    wide = dataclasses.replace(b, kwargs={**b.kwargs, "dtype": torch.bfloat16})
+    assert bucket_key(a) == bucket_key(b) != bucket_key(wide)
+    both = coalesce([a, b])
+    assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
+    with pytest.raises(ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket, but not one key"):
+        coalesce([a, wide])
+
+
+def under_way(graph: Graph, ops, roles):
+    """While each computation runs: the collectives under way, by bytes."""
+    now = {}
+    for e in graph.eqns:
+        if e.op in ops and e.provenance.role in roles:
+            now[e.outs[0]] = sum(v.numel * v.dtype.itemsize for v in (e.outs if e.op is ALL_GATHER else e.ins))
+        elif e.op is WAIT:
+            now.pop(e.args[0], None)
+        elif not is_start(e):
+            yield list(now.values())
+
+
+@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "cast_outside"])
+def test_bytes_in_flight_are_bounded_at_every_point(name):
+    for stage in (0, 2, 3):
+        for bound in (0, 600, 5000):
+            schedules = (zt.overlap_grads(max_in_flight=bound), zt.prefetch(max_in_flight=bound))
+            transforms = (zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *schedules, zt.fuse_cast_gather())
+            graph = on_ranks(CASES[name], 4, *transforms).graph
+            for ops, roles in (((ALL_GATHER,), ("param",)), ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean"))):
+                sizes = [v.numel * v.dtype.itemsize for e in graph.eqns if e.op in ops and e.provenance.role in roles
+                         for v in e.ins]  # fmt: skip
+                cap = max(bound, max(sizes, default=0))
+                assert all(sum(moment) <= cap for moment in under_way(graph, ops, roles)), (stage, bound)

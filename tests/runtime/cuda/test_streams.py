@@ -1,0 +1,332 @@
+"""Streams beside compute: real programs on a GPU that is not there, and races that must be found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from ztrans.planning.make_plan.cluster import Link
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.races import Races
+from tests.support.worlds import ALL, batches, slices
+from ztrans import ops
+from ztrans.ir import donation
+from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    is_start,
+    sends_as_it_lies,
+    wait,
+)
+from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.ops.symmetric import in_one_process
+from ztrans.profiling.instrument import Record, recorded
+from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.cuda.streams import Done, Streams, in_a_row
+from ztrans.runtime.cuda.symmetric_memory import MOST, Near
+from ztrans.runtime.cuda.transport import Times, transport
+from ztrans.runtime.process_groups import Channel
+from ztrans.tracing.arguments import flat
+
+WORLD = 4
+CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Four ranks of which this is the second; what the others send does not matter here."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=WORLD, store=FakeStore())
+    yield init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def lowered(mesh, name, stage, chain=ALL, **options):
+    case = CASES[name]
+    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
+    state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
+    low = step.lower(state, *batch)
+    _, local = flat(low.program, low.graph, low.mesh, state, batch)
+    return low, local
+
+
+def play(low, local, mesh, steps=2):
+    """Some steps of a program under the checker."""
+    with Races() as cuda:
+        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        for _ in range(steps):
+            outputs = program(local)
+            del outputs
+    return cuda
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")]
+    + [(name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")],
+)
+def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
+    low, local = lowered(mesh, name, stage, CHAINS[chain])
+    cuda = play(low, local, mesh)
+    assert cuda.races == []
+    assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and a lane"
+    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory is used again"
+    # The bytes alive at once, of all pools, are those that the cost model counts and what is being packed, but for
+    # alignment.
+    inputs = sum(x.nbytes for x in local)
+    assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
+
+
+def with_packing(low):
+    """The peak of the memory analysis, with the gradients that a bucket packs until the next collective."""
+    axes, packed, peak = low.graph.axes, 0, 0
+    for e, live in zip(low.graph.eqns, low.memory_analysis().live):
+        packed = 0 if is_start(e) or e.op is WAIT else packed
+        peak = max(peak, live + packed)
+        if is_start(e):
+            copied = (v for k, v in enumerate(e.ins) if not sends_as_it_lies(e, k, axes) and v not in low.graph.inputs)
+            packed = sum(v.numel * v.dtype.itemsize for v in copied)
+    return peak
+
+
+def test_what_a_gather_unpacks_is_counted(mesh):
+    """Small members cross together, and are there twice while their values are made."""
+
+    def step(state, x):
+        for w in state.values():
+            x = x @ w
+        return state, x
+
+    state, x = {f"w{k}": torch.ones(64, 64) for k in range(12)}, torch.ones(1, 64)
+    step = zt.chain(zt.shard_params(mesh, outputs="local"), zt.prefetch(memory=1 << 30))(step)
+    low = step.lower(step.shard(state), x, cluster=zt.cluster("h100", dp=Link("wire", 1.0, 1e15)))
+    (gather,) = [e for e in low.graph.eqns if is_start(e)]
+    assert len(gather.outs) == 12
+    _, local = flat(low.program, low.graph, low.mesh, step.shard(state), (x,))
+    inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
+    said = low.memory_analysis().peak - inputs
+    assert 2 * whole < play(low, local, mesh).peak <= 1.02 * said + 512
+    assert said < 2.3 * whole
+
+
+def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
+    """bf16 on the wire, casts both ways, and parts that are not of one size."""
+    low, local = lowered(mesh, "uneven", 3, reduce_dtype=torch.bfloat16)
+    cuda = play(low, local, mesh)
+    assert cuda.races == []
+    assert {"alltoall_base_", "allgather_into_tensor_coalesced_", "cast_pack"} <= {name for name, _ in cuda.launches}
+    packed = {stream for name, stream in cuda.launches if name == "cast_pack"}
+    assert len(packed) == 1 and "compute" not in packed
+    on_compute = {name for name, stream in cuda.launches if stream == "compute"}
+    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "beside compute"
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "wire", "said"),
+    [
+        (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12 us for 64 KiB, NCCL 20 us)"),
+        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20 us for 64 KiB, symmetric memory 30 us)"),
+        (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32 MiB)"),
+        (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way)"),
+        (
+            REDUCE_SCATTER,
+            "mean",
+            torch.bfloat16,
+            "symmetric reduce_scatter (sums half precision in fp32 and in rank order; 12 us for 64 KiB, NCCL 20 us)",
+        ),
+        (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way)"),
+        (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
+    ],
+)
+def test_a_transport_has_a_reason(kind, op, wire, said):
+    times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32 MiB"}
+    assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == said
+
+
+def test_who_cannot_read_the_others_memory_is_told_why(mesh):
+    group = mesh.get_group()
+    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
+    assert Near().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
+    alone = dist.new_group([1])
+    assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
+
+
+def test_the_checker_knows_what_a_kernel_reads_through_addresses():
+    with Races() as cuda:
+        memory = cuda.knows(lambda nbytes: in_one_process(1, nbytes)[0])(8)
+        with cuda.stream(cuda.Stream()):
+            memory.mine.fill_(1)
+        ops.all_gather(memory, [torch.empty(8, dtype=torch.uint8)], [8])
+    assert cuda.races
+
+
+def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
+    near = Near(lambda nbytes, group: in_one_process(2, nbytes)[0])
+    group = Channel("dp", "gathers")  # anything that can be referred to weakly
+    near.reserve(group, 8)
+    near.check()
+    near.memory(group).error.fill_(2)
+    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
+        near.check()
+
+
+def test_the_program_says_what_carries_its_collectives(mesh):
+    low, _ = lowered(mesh, "gpt_adam", 3)
+    said = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
+    assert "by=nccl all_gather (moves bytes" in said and "by=nccl reduce_scatter (reduces float32" in said
+
+
+class Reading:
+    """An event that is read: what time it was on which stream."""
+
+    read: ClassVar[list] = []
+
+    def __init__(self, device, enable_timing):
+        assert (device, enable_timing) == ("cuda", True)
+
+    def record(self, stream=None):
+        self.at, self.stream = len(self.read), stream
+        self.read.append(self)
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
+    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
+    low, local = lowered(mesh, "gpt_adam", 3)
+    with Races() as cuda:
+        module = recorded(to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        module.record = Record("cuda", {})
+        bind(low.graph, module)(local)
+    times = module.record.times()
+    starts = [e for e in low.graph.eqns if is_start(e)]
+    assert len(times.marks) == len(low.graph.eqns) + 1 and list(times.marks) == sorted(times.marks)
+    assert len(times.started) == len(times.done) == len(times.came) == len(starts)
+    assert all(a < b for a, b in zip(times.started, times.done))
+    lanes = [r.stream for r in Reading.read if r.stream is not None]
+    assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
+    assert cuda.races == []
+
+
+def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
+    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
+    monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
+    monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
+    ran = []
+    assert in_a_row(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert ran == ["busy"] * 8 + ["run"] * 4
+
+
+class Hasty(Streams):
+    """Lets go of what was packed without waiting for the packing."""
+
+    def release(self):
+        self.packed = None
+
+
+class Early(Streams):
+    """Packs before compute has made what is packed."""
+
+    @contextlib.contextmanager
+    def pack(self, members):
+        with self.cuda.stream(self.packing):
+            yield
+        self.packed = self.packing.record_event(), members
+
+
+class Unpacked(Streams):
+    """Communicates before the packing is over."""
+
+    @contextlib.contextmanager
+    def communicate(self, lane):
+        with self.cuda.stream(lane):
+            yield
+
+
+def forgets(done, *_):
+    done.streams.release()
+
+
+@pytest.mark.parametrize("streams", [Hasty, Early, Unpacked])
+def test_the_checker_finds_a_wait_that_is_missing(mesh, streams, monkeypatch):
+    monkeypatch.setattr("test_streams.Streams", streams)
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_wait_without_an_event(mesh, monkeypatch):
+    monkeypatch.setattr(Done, "wait", forgets)
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_buffer_that_is_let_go_too_early(mesh, monkeypatch):
+    kept = Done.__init__
+    monkeypatch.setattr(Done, "__init__", lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()))
+    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+
+
+def test_the_checker_finds_a_host_that_waits():
+    with Races(), pytest.raises(AssertionError, match="the host waits for a value"):
+        torch.ones(1).item()
+
+
+def overwriting():
+    """A gather of w is under way while the new w is computed."""
+    w, b = Var("w", torch.float32, (8,), (Split("dp"),)), Var("b", torch.float32, (8,))
+    start = all_gather([w], ["w.full"], "dp", provenance=Provenance("param", ("w",), "dp"))
+    new = Eqn(torch.ops.aten.mul.Tensor, (w, 0.5), (Var("w.new", w.dtype, w.shape, w.layout),))
+    came = wait(start.outs[0])
+    y = Var("y", torch.float32, (8,))
+    eqns = (start, new, came, Eqn(torch.ops.aten.add.Tensor, (came.outs[0], b), (y,)))
+    return Graph("f", (w, b), eqns, (new.outs[0], y), 1, mesh=(("dp", WORLD),))
+
+
+def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, monkeypatch):
+    program = SimpleNamespace(graph=overwriting())
+    new = program.graph.eqns[1]
+    assert new not in donation.donation(program.graph).twins
+    assert play(program, [torch.ones(2), torch.ones(8)], mesh).races == []
+    monkeypatch.setattr(donation, "_let_go", lambda graph: {})
+    assert new in donation.donation(program.graph).twins
+    assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
+
+
+@pytest.mark.distributed
+def test_two_ranks_compute_the_same_bits_on_streams():
+    """Over gloo, whose calls of the same names give what NCCL's do."""
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(root / "tests/support/streamed.py")], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    contests, stepped, figures = figures[:3], figures[3], figures[4:]
+    assert stepped["sent"] >= 3
+    assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
+    assert len(figures) == 4 * 6 + 5
+    assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
+    for f in figures:
+        ways = {"symmetric all_gather", "symmetric reduce_scatter"}
+        assert set(f["ways"]) & ways == (ways if f["symmetric"] else set()), f

@@ -1,0 +1,237 @@
+"""compile(backend="inductor") computes what the eager backend does, with few kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_distributed import torchrun
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+from ztrans.planning.make_plan.simulate import signature
+
+import ztrans as zt
+from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
+from tests.support.worlds import batches, clone, distance, on_ranks
+from ztrans.runtime.codegen import fused
+from ztrans.runtime.inductor import cpu_matmul as products
+from ztrans.runtime.inductor.fake_layouts import Strided
+
+
+def both(lowered, state, data) -> list:
+    """Final state and outputs with either backend."""
+    results = []
+    for backend in ("eager", "inductor"):
+        compiled, mine, outputs = lowered.compile(backend=backend), clone(state), []
+        torch.manual_seed(7)
+        for batch in data:
+            mine, output = compiled(mine, *batch)
+            outputs.append(pytree.tree_map_only(torch.Tensor, torch.clone, output))
+        results.append((mine, outputs, compiled))
+    return results
+
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # Inductor's own modules use torch.jit
+]
+QUICK = ("mlp_momentum", "adamw_fused", "lstm")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)])
+def test_steps_compute_what_eager_ones_do(name):
+    """To 1e-5 in fp32: a fused sum is made in another order, and a product by another library."""
+    case = CASES[name]
+    (state, outputs, _), (mine, mines, _) = both(on_ranks(case, 1), case.state(), batches(case, 3))
+    half = name in ("autocast", "cast_inside", "cast_outside")
+    assert distance(mine, state, 1e-3) < (2e-2 if half else 1e-5)
+    assert distance(mines, outputs, 1e-3) < (2e-2 if half else 1e-5)
+
+
+def drop(state, x):
+    """Random draws between fused equations, an output that shows the state, and AdamW's state replaced."""
+    w = state["w"].detach().requires_grad_()
+    h = F.dropout(F.gelu(torch.cat([x @ w]).sin() + 1), 0.5).cos()
+    (g,) = torch.autograd.grad(h.square().mean(), w)
+    m = state["m"].lerp(g, 0.1)
+    v = state["v"] * 0.9 + 0.1 * g * g
+    return {"w": w.detach() - 0.1 * m / (v.sqrt() + 1e-3), "m": m, "v": v}, (h.detach().sum(), state["m"].t())
+
+
+def of(*shape: int) -> dict:
+    return {"w": torch.randn(*shape), "m": torch.zeros(*shape), "v": torch.zeros(*shape)}
+
+
+def test_draws_are_the_same_and_state_is_written_where_it_is():
+    data = [(torch.randn(8, 16),) for _ in range(3)]
+    lowered = zt.Step.of(drop).lower(of(16, 32), *data[0])
+    (state, outputs, _), (mine, mines, compiled) = both(lowered, of(16, 32), data)
+    assert distance(mine, state) < 1e-5 and distance(mines, outputs) < 1e-5
+    homes = [x.data_ptr() for x in mine.values()]
+    held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
+    assert [x.data_ptr() for x in mine.values()] == homes
+    program = compiled._bound[0][1].program
+    written = [k for name, m in program.named_children() if name.startswith("kernel") for k in m.over if k is not None]
+    assert len(written) == 2, "w and v are written by a kernel; the old m is an output"
+    assert not torch.equal(held.t(), before), "what was handed out is not what the next step writes"
+
+
+def test_batches_may_lie_otherwise_in_memory():
+    compiled = zt.Step.of(drop).lower(of(4, 8), torch.randn(2, 4)).compile(backend="inductor")
+    x, results = torch.randn(2, 4), []
+    for batch in (x, x.t().contiguous().t()):
+        torch.manual_seed(0)
+        state = of(4, 8)
+        results.append(compiled(state, batch)[0])
+    assert distance(*results) < 1e-6
+
+
+def deep(layers: int):
+    """A GPT of equal layers, lowered and compiled, with what it was called with."""
+    model = GPT(layers=layers)
+    loss = gpt_loss(model)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    state, batch = adam_state(model)(), tokens(19, 6)(4)
+    lowered = zt.Step.of(step).lower(state, *batch)
+    compiled = lowered.compile(backend="inductor")
+    compiled(state, *batch)
+    return lowered, compiled, state, batch
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    return deep(2)
+
+
+def test_equal_layers_are_compiled_once(two_layers):
+    few, more = ([*compiled._bound[0][1].kernels] for _, compiled, *_ in (two_layers, deep(4)))
+    assert few == more
+
+
+def test_the_program_that_runs_is_printed_and_profiled(two_layers):
+    lowered, compiled, state, batch = two_layers
+    measured = compiled.profile(state, *batch, steps=2)
+    assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(measured.timeline.seconds, rel=0.2)
+    run = compiled._bound[0][0].graph
+    assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(lowered)
+    assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
+
+
+def test_a_kernel_writes_over_what_is_donated_and_nothing_else():
+    """The same function twice: what is compiled for a donated argument must not be taken for another's."""
+    kernels = [fused(lambda x, y: [x * y + 1], lambda: [torch.empty(64), torch.empty(64)], d) for d in ([], [1], [0])]
+    for kernel, over in zip(kernels, (None, 1, 0)):
+        given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
+        (made,) = kernel(list(given))
+        assert torch.equal(made, torch.full((64,), 7.0))
+        assert [x.data_ptr() == made.data_ptr() for x in given] == [over == 0, over == 1]
+
+
+def test_no_result_of_a_kernel_is_an_argument_that_it_was_given():
+    """What reads nothing but it, and what would be equal to it, is a value of its own: both may be written over."""
+    aten = torch.ops.aten
+
+    def same(x, h):
+        wide, cast = h.float(), x.bfloat16().float()
+        return [x * aten.ones_like(x), x + aten.zeros_like(x), aten.clone(x), x / 1, cast, wide.bfloat16(), wide + 0]
+
+    x, h = torch.randn(64), torch.randn(64).bfloat16()
+    made = fused(same, lambda: [torch.empty(64), torch.empty(64, dtype=torch.bfloat16)])([x, h])
+    assert len({v.data_ptr() for v in (x, h, *made)}) == 2 + len(made)
+
+
+def alone(a):
+    h = a @ a
+    return a @ (h.sin() + 1)
+
+
+def returned(a):
+    h = a @ a
+    return a @ (h.sin() + 1), h
+
+
+def in_part(a):
+    h = a @ a
+    return a @ (h.sin() + 1) + h[:1]
+
+
+def turned(a):
+    """The kernel reads a value and a view of it that others read too."""
+    h = a @ a
+    t = h.t()
+    b = a @ t
+    return a @ (h * 2 + t.sin()) + b
+
+
+@pytest.mark.parametrize("function, donates", [(alone, True), (returned, False), (in_part, False), (turned, False)])
+def test_kernels_are_donated_what_dies_with_them_and_lies_alone(function, donates):
+    step = lambda state, a: (state, function(a))
+    a = torch.randn(65, 65) / 8
+    compiled = zt.Step.of(step).lower(torch.ones(1), a).compile(backend="inductor")
+    for x, y in zip(pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))):
+        torch.testing.assert_close(x, y)
+    first = next(iter(compiled._bound[0][1].kernels))
+    assert first.endswith(" donated [0]" if donates else " donated []")
+
+
+def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
+    """What is scattered into zeros is compared with an index instead."""
+    aten = torch.ops.aten
+
+    def grads(logits, target, one):
+        log = aten._log_softmax(logits, 1, False)
+        loss, weight = aten.nll_loss_forward(log, target, None, 1, -100)
+        scattered = aten.nll_loss_backward(one, log, target, None, 1, -100, weight)
+        return [loss, aten._log_softmax_backward_data(scattered, log, 1, torch.float32)]
+
+    logits, target, one = torch.randn(64, 512), torch.randint(512, (64,)), torch.ones(())
+    target[3] = -100
+    kernel = fused(grads, lambda: [torch.empty(64, 512), torch.empty(64, dtype=torch.int64), torch.empty(())])
+    for a, b in zip(kernel([logits, target, one]), grads(logits, target, one)):
+        torch.testing.assert_close(a, b)
+    code = Path(kernel.current_callable.__globals__["__file__"]).read_text()
+    assert code.count("empty_strided_cpu((64, 512)") == 1
+
+
+def test_the_rms_norm_of_a_gpu_is_fused_with_what_is_around_it():
+    """A CPU has none of its own, so that PyTorch records other operations for it."""
+    aten = torch.ops.aten
+
+    def both_ways(x, w, grad):
+        y, scale = aten._fused_rms_norm(x, [8], w, 1e-6)
+        return [y.cos(), *aten._fused_rms_norm_backward(grad, x, [8], scale, w, [True, True])]
+
+    x, w, grad = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True), torch.randn(4, 8)
+    y = F.rms_norm(x, (8,), w, 1e-6)
+    wanted = [y.cos(), *torch.autograd.grad(y, (x, w), grad)]
+    kernel = fused(both_ways, lambda: [torch.empty(4, 8), torch.empty(8), torch.empty(4, 8)])
+    for a, b in zip(kernel([x.detach(), w.detach(), grad]), wanted, strict=True):
+        torch.testing.assert_close(a, b.detach())
+
+
+def test_products_by_another_library():
+    a, b, bias = torch.randn(64, 32), torch.randn(48, 32).t(), torch.randn(48)
+    assert torch.allclose(products.mm(a, b), a @ b, atol=1e-5)
+    assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
+    assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
+    for x in (a.double(), a.bfloat16(), a[None], a[:0]):
+        assert products.other(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {}) is None
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict]:
+    return torchrun(2, "inductor")
+
+
+@pytest.mark.distributed
+def test_two_ranks_compute_what_they_do_eagerly(two):
+    figures = [f for f in two if f["check"] == "inductor"]
+    assert len(figures) == 6
+    for f in figures:
+        assert f["distance"] < (2e-2 if f["case"] == "cast_inside" else 1e-5), f
+        assert f["sent"] == f["wanted"], "the same messages in the same order"
+        assert f["equal"], "replicas are equal to the bit"

@@ -1,0 +1,154 @@
+"""Groups of equations that run as one: what is in them, and that their order keeps the program."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, batches, clone, on_ranks, slices
+from ztrans.ir.collectives import WAIT, is_start
+from ztrans.ir.graph import Eqn, Graph, Var, is_random, producers
+from ztrans.ir.interpreter import lockstep, scatter
+from ztrans.runtime.inductor.fusion import fuse
+
+aten = torch.ops.aten
+
+
+def kept_in_order(graph: Graph) -> list:
+    """What must not change places: starts of collectives, first waits for them, random draws."""
+    made, seen, found = producers(graph.eqns), set(), []
+    for e in graph.eqns:
+        key = ("wait", made[e.args[0]]) if e.op is WAIT else ("start", e)
+        if (is_start(e) or e.op is WAIT or is_random(e.op)) and key not in seen:
+            seen.add(key)
+            found.append(key)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_order_that_fuses_is_an_order_of_the_same_program(name, stage):
+    case = CASES[name]
+    graph = on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL).graph
+    state, (batch,) = case.state(), batches(case, 1)
+    fused, groups = fuse(graph)
+    zt.check(fused)
+    assert set(fused.eqns) == set(graph.eqns) and len(fused.eqns) == len(graph.eqns)
+    assert kept_in_order(fused) == kept_in_order(graph)
+    place = {e: i for i, e in enumerate(fused.eqns)}
+    for group in groups:
+        first = place[group.eqns[0]]
+        assert [place[e] for e in group.eqns] == [*range(first, first + len(group.eqns))], "side by side"
+    flat = [torch.as_tensor(x) for x in pytree.tree_leaves(clone(state))]
+    rest = [[torch.as_tensor(x) for x in pytree.tree_leaves(part)] for part in slices(batch, 2)]
+    ranks = [mine + part for mine, part in zip(scatter(graph, flat), rest)]
+    if len(graph.inputs) == len(ranks[0]):
+        outs = []
+        for program in (graph, fused):
+            torch.manual_seed(0)
+            outs.append(lockstep(program, ranks))
+        pairs = zip(*map(pytree.tree_leaves, outs), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+def program(*eqns: tuple, outputs: str) -> Graph:
+    """Equations `(name, op, *args)` over x: f32[4,4] and s: f32[], results as large as their first argument."""
+    env = {"x": Var("x", torch.float32, (4, 4)), "s": Var("s", torch.float32, ())}
+    made = []
+    for name, op, *args in eqns:
+        args = tuple(env.get(a, a) if isinstance(a, str) else a for a in args)
+        env[name] = Var(name, torch.float32, () if name[0] == "s" else (4, 4))
+        made.append(Eqn(op, args, (env[name],)))
+    return Graph("f", (env["x"], env["s"]), tuple(made), tuple(env[o] for o in outputs.split()), 0)
+
+
+def names(graph: Graph) -> list[str]:
+    return [" ".join(e.outs[0].name for e in group.eqns) for group in fuse(graph)[1]]
+
+
+def test_updates_of_one_call_are_of_one_dtype():
+    """As `torch.optim` groups them: on a GPU a call takes no others."""
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        sum(m(x.to(m.weight.dtype)).float().sum() for m in model).backward()
+        optimizer.step()
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
+    found = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
+    assert sorted(map(len, found)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in found)
+
+
+def test_what_reads_a_group_joins_it_past_a_product():
+    graph = program(
+        ("a", aten.relu.default, "x"),
+        ("b", aten.mm.default, "a", "x"),
+        ("c", aten.exp.default, "a"),
+        ("d", aten.mul.Tensor, "c", "b"),
+        ("e", aten.neg.default, "d"),
+        outputs="e c",
+    )
+    assert names(graph) == ["a c", "d e"]
+    assert [e.outs[0].name for e in fuse(graph)[0].eqns] == ["a", "c", "b", "d", "e"]
+
+
+def test_random_draws_products_and_scatters_stand_alone():
+    graph = program(
+        ("a", aten.relu.default, "x"),
+        ("b", aten.bernoulli.p, "a", 0.5),
+        ("c", aten.scatter_add.default, "b", 0, "x", "x"),
+        outputs="c",
+    )
+    assert names(graph) == []
+
+
+def test_updates_that_share_a_scalar_are_not_one_group():
+    """A clip coefficient is read by every update: they would be one kernel as long as the model."""
+    graph = program(
+        ("s1", aten.add.Tensor, "s", 1),
+        ("s2", aten.sqrt.default, "s1"),
+        ("a", aten.mul.Tensor, "x", "s2"),
+        ("b", aten.exp.default, "a"),
+        ("c", aten.div.Tensor, "x", "s2"),
+        ("d", aten.exp.default, "c"),
+        outputs="b d",
+    )
+    assert names(graph) == ["s1 s2", "a b", "c d"]
+
+
+def test_views_stay_out_unless_they_are_read_inside():
+    graph = program(
+        ("a", aten.relu.default, "x"),
+        ("b", aten.exp.default, "a"),
+        ("v", aten.t.default, "b"),
+        ("m", aten.mm.default, "v", "x"),
+        ("w", aten.t.default, "a"),
+        ("c", aten.neg.default, "w"),
+        outputs="m c",
+    )
+    assert names(graph) == ["a b w c"]
+
+
+def test_what_only_a_group_reads_waits_for_it():
+    """As the second moment in AdamW's update, whose decay is written before the gradient is squared."""
+    graph = program(
+        ("a", aten.mul.Tensor, "x", 0.9),
+        ("g", aten.mm.default, "x", "x"),
+        ("b", aten.mul.Tensor, "g", "g"),
+        ("c", aten.add.Tensor, "a", "b"),
+        outputs="c",
+    )
+    assert names(graph) == ["a b c"]
+
+
+def test_what_is_made_of_nothing_stands_with_who_reads_it():
+    make = [("o", aten.full.default, [4, 4], 1.0), ("v", aten.t.default, "o")]
+    used = program(*make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a")
+    assert names(used) == []
+    assert [e.outs[0].name for e in fuse(used)[0].eqns] == ["m", "o", "v", "a"]
+    unused = program(*make, ("m", aten.mm.default, "x", "x"), outputs="m o v")
+    assert [e.outs[0].name for e in fuse(unused)[0].eqns] == ["m", "o", "v"]

@@ -1,0 +1,162 @@
+"""Steps that fail: a state is old, or new, or marked; and with updates last nothing is written early."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, batches, clone, on_ranks, slices
+from ztrans.ir.collectives import WAIT
+from ztrans.ir.donation import donation
+from ztrans.ir.write_order import first_write
+from ztrans.runtime.failure import check_whole
+
+LAST = (zt.overlap_grads(update="last"), *ALL[1:])
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(*map(pytree.tree_leaves, (a, b))))
+
+
+def wide_step(state, x):
+    """A step of some milliseconds, half of them in its updates, which are many."""
+    weights = {k: w.detach().requires_grad_() for k, w in state["weights"].items()}
+    y = x
+    for w in weights.values():
+        y = torch.tanh(y @ w)
+    grads = torch.autograd.grad(y.square().mean(), list(weights.values()))
+    moments = {k: 0.9 * state["moments"][k] + g for k, g in zip(weights, grads)}
+    return {"weights": {k: state["weights"][k] - m for k, m in moments.items()}, "moments": moments}, y.mean()
+
+
+def wide_state():
+    torch.manual_seed(0)
+    weights = {f"w{i:02}": 0.05 * torch.randn(256, 256) for i in range(24)}
+    return {"weights": weights, "moments": {k: torch.zeros_like(w) for k, w in weights.items()}}
+
+
+def interrupted(step, state, x, after: float) -> bool:
+    """Whether a step was interrupted `after` so many seconds.
+
+    A signal that comes before or after the step raises nothing: outside of the
+    `try` it would end the test's own process.
+    """
+
+    def interrupt(_, frame):
+        while frame is not None:
+            if frame.f_code is zt.Step.__call__.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # a callback of the collector swallows what is raised in it
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        step(state, x)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        gc.enable()
+    return False
+
+
+@pytest.mark.parametrize("update", ["eager", "last"])
+def test_of_a_hundred_and_one_interrupts_none_leaves_a_state_that_only_looks_whole(update):
+    mesh = zt.make_mesh("cpu", dp=-1)
+    step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(update=update))(wide_step)
+    state, x = step.shard(wide_state()), torch.randn(128, 256)
+    state, _ = step(state, x)
+    takes = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        state, _ = step(state, x)
+        takes = min(takes, time.perf_counter() - began)
+    torn = whole = 0
+    for k in range(101):
+        before = step.unshard(state)
+        after = clone(before)
+        if not interrupted(step, state, x, max(1e-4, takes * (k + 0.5) / 101)):
+            continue
+        try:
+            found = step.unshard(state)
+        except RuntimeError as error:
+            assert "this state is half updated" in str(error) and "KeyboardInterrupt" in str(error)
+            torn += 1
+            state = step.shard(after)
+            continue
+        whole += 1
+        if not same(found, before):
+            wanted, _ = step(step.shard(before), x)
+            assert same(found, step.unshard(wanted)), "neither old nor new, and not marked"
+    assert torn + whole > 30, "interrupts came in time"
+    if update == "last":
+        assert whole > torn, "the update is the smaller part of the step"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"])
+def test_updates_last_write_when_all_else_is_done(name, stage):
+    """No equation before the last wait writes over the state; and the bits are those of eager updates."""
+    case = CASES[name]
+    lowered = [on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ts) for ts in (LAST, ALL)]
+    graph = lowered[0].graph
+    given, start, state = donation(graph), first_write(graph), set(graph.inputs[: graph.num_state])
+    assert all(e.op is not WAIT and e.region == "update" for e in graph.eqns[start:])
+    for e in graph.eqns[:start]:
+        assert e not in given.twins or not any(given.owner[out] in state for out in e.outs if out is not None), e
+    early = [e for e in lowered[1].graph.eqns if e in donation(lowered[1].graph).twins]
+    assert early, "and eager updates are made in place"
+    results = [x.lockstep(case.state(), slices(batches(case, 1)[0], 2)) for x in lowered]
+    assert same(*results)
+
+
+def test_a_batch_norm_that_counts_in_forward_is_counted_at_the_end():
+    """What a forward writes to the state, such as running statistics, waits for the end too."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *LAST)(step)
+    graph = step.lower(state, torch.randn(8, 4)).graph
+    given, start = donation(graph), first_write(graph)
+    counters = {v for v in graph.inputs[: graph.num_state] if "num_batches" in v.name}
+    writes = [i for i, e in enumerate(graph.eqns) if e in given.twins and any(given.owner[o] in counters for o in e.outs)]
+    assert counters and all(i >= start for i in writes)
+
+
+def test_a_mark_is_of_the_leaves_and_goes_with_them():
+    step = zt.Step.of(lambda s, x: ({"a": s["a"] + x.sum(), "b": s["b"] * 2}, x))
+    state, x = {"a": torch.zeros(3), "b": torch.ones(3)}, torch.ones(2)
+    compiled = step.compiled(state, x)
+
+    def broken(*_):
+        raise MemoryError("none is left")
+
+    bound = compiled._bind([state["a"], state["b"], x])
+    compiled._bound[0] = bound._replace(run=lambda local: (compiled._writes.begin(), broken()))
+    with pytest.raises(MemoryError) as error:
+        step(state, x)
+    assert error.value.__notes__ == ["ztrans: step 1 of step was ended by this. The state is half updated."]
+    with pytest.raises(RuntimeError, match="step 1 of step failed with MemoryError"):
+        step(state, x)
+    with pytest.raises(RuntimeError, match="shard: this state is half updated"):
+        step.shard(state)
+    with pytest.raises(RuntimeError, match="unshard: this state is half updated"):
+        step.unshard(state)
+    check_whole([torch.zeros(3)], "another state")

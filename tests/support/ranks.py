@@ -1,0 +1,315 @@
+"""What several processes are needed for. Run by torchrun; prints one line of JSON per check.
+
+torchrun --standalone --nproc-per-node 2 tests/support/ranks.py two
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from benchmarks.peers.memory import Peak, lent
+from tests.support.in_place import as_plain
+from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
+from tests.support.tuning import tuned
+from tests.support.worlds import ALL, batches, default_dtype, distance, on_ranks, plain, sharded, slices
+from ztrans.runtime.process_groups import Channel
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def report(check: str, rank: int = 0, **figures) -> None:
+    if rank == RANK:
+        sys.stdout.write(json.dumps({"check": check, **figures}) + "\n")  # at once: other ranks report too
+        sys.stdout.flush()
+
+
+def train(case, mesh, stage, steps=3, **options):
+    """The full state and this rank's output after some steps."""
+    transforms = zt.shard_params(mesh, stage=stage, **options), *ALL
+    step, compiled = zt.chain(*transforms)(case.step), on_ranks(case, WORLD, *transforms).compile()
+    state = step.shard(case.state())
+    for batch in batches(case, steps):
+        state, output = compiled(state, *slices(batch, WORLD)[RANK])
+    return step.unshard(state), output
+
+
+def equals_lockstep_and_plain(mesh, names, **options) -> None:
+    abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
+    for name in names:
+        dtype = torch.float32 if name in ("autocast", "cast_outside") else torch.float64
+        with default_dtype(dtype):
+            truth, _ = plain(CASES[name], 3)
+            for stage in (0, 1, 2, 3):
+                full, output = train(CASES[name], mesh, stage, **options)
+                if stage % WORLD != RANK:  # each rank compares some of what all hold
+                    continue
+                said, outputs, _ = sharded(CASES[name], WORLD, stage, 3, mesh=abstract, **options)
+                pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(said))
+                bits = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+                report("equal", RANK, case=name, stage=stage, bitwise=bits, lockstep=distance(full, said),
+                       plain=distance(full, truth), output=distance(output, outputs[-1][RANK]))  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that this rank receives, by the purpose of the channel."""
+    counts, original = Counter(), Channel.exchange
+
+    def exchange(self, pieces, into):
+        counts[self.purpose] += sum(x.nbytes for r, x in enumerate(into) if r != self.group.rank())
+        return original(self, pieces, into)
+
+    Channel.exchange = exchange
+    try:
+        yield counts
+    finally:
+        Channel.exchange = original
+
+
+def wire_bytes(mesh) -> None:
+    case = CASES["cast_inside"]
+    for stage in (1, 2, 3):
+        measured, said = {}, {}
+        for fused, transforms in ((False, ALL[:2]), (True, ALL)):
+            step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(case.step)
+            state = step.shard(case.state())
+            part = slices(batches(case, 1)[0], WORLD)[RANK]
+            state, _ = step(state, *part)  # the ranks agree on the program in the first call
+            with counted() as counts:
+                step(state, *part)
+            measured[fused] = counts["gathers"]
+            lowered = step.compiled(state, *part).lowered
+            said[fused] = lowered.cost_analysis().over("dp", "param")
+        report("wire", stage=stage, plain=measured[False], fused=measured[True], said=said[True])
+
+
+def disagreement(mesh) -> None:
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    try:
+        step(state, *case.batch(4 + RANK))
+        report("disagree", error="")
+    except RuntimeError as error:
+        every = [None] * WORLD
+        dist.all_gather_object(every, str(error))
+        report("disagree", error=every)
+
+
+def sharding(mesh) -> None:
+    case = CASES["gpt_adam"]
+    step = zt.shard_params(mesh)(case.step)
+    whole = case.state()
+    mine = whole if RANK == 0 else pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    scattered = step.unshard(step.shard(mine, source=0))
+    report("source", distance=distance(scattered, whole))
+
+    replicated = zt.shard_params(mesh, stage=0)(case.step).shard(whole)
+    cut = step.shard(replicated)
+    placed = all(x.placements == y.placements for x, y in zip(*map(pytree.tree_leaves, (cut, step.shard(whole)))))
+    compiled, batch = step.lower(whole, *slices(batches(case, 1)[0], WORLD)[RANK]).compile(), batches(case, 1)[0]
+    told = []
+    for wrong in (whole, replicated):
+        try:
+            compiled(wrong, *slices(batch, WORLD)[RANK])
+        except TypeError as error:
+            told.append(str(error).splitlines()[0])
+    report("laid_out", distance=distance(step.unshard(cut), whole), placed=placed, told=told)
+
+    meta = pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    state = step.shard(meta)
+    torch.manual_seed(0)
+    for leaf in pytree.tree_leaves(state["params"]):
+        torch.nn.init.normal_(leaf)
+    for tree in (state["m"], state["v"], state["step"]):
+        pytree.tree_map(torch.nn.init.zeros_, tree)
+    state, loss = step(state, *slices(batches(case, 1)[0], WORLD)[RANK])
+    local = sum(x.to_local().numel() for x in pytree.tree_leaves(state))
+    total = sum(x.numel() for x in pytree.tree_leaves(state))
+    report("meta", finite=bool(torch.isfinite(loss)), share=local / total)
+
+    before = step.unshard(state)
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    loaded = pytree.tree_map(lambda x: torch.zeros_like(x), state)
+    dcp.load(loaded, checkpoint_id=folder[0])
+    kinds = all(isinstance(x, DTensor) for x in pytree.tree_leaves(state))
+    report("checkpoint", distance=distance(step.unshard(loaded), before), dtensors=kinds)
+
+
+class Summed(torch.autograd.Function):
+    """The sum over tensor-parallel ranks, each of which computes the same loss of it."""
+
+    @staticmethod
+    def forward(ctx, x, mesh):
+        return funcol.all_reduce(x, "sum", (mesh, 1))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def tensor_parallel(mesh) -> None:
+    """The step's own collectives over tp stay where they are, while dp is sharded around them."""
+    torch.manual_seed(0)
+    up, down = torch.randn(6, 8), torch.randn(8, 5)
+    data = [(torch.randn(4, 6), torch.randn(4, 5)) for _ in range(3)]
+
+    def step(state, x, y, combine=lambda h: Summed.apply(h, mesh)):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        loss = (combine(torch.relu(x @ params["up"]) @ params["down"]) - y).square().mean()
+        grads = torch.autograd.grad(loss, list(params.values()))
+        return {k: p - 0.1 * g for (k, p), g in zip(state.items(), grads)}, loss.detach()
+
+    truth = {"up": up, "down": down}
+    for x, y in data:
+        truth, _ = step(truth, x, y, combine=lambda h: h)
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    sharded_step = zt.chain(zt.shard_params(mesh), *ALL)(step)
+    state = sharded_step.shard({"up": up.chunk(2, 1)[tp], "down": down.chunk(2, 0)[tp]})
+    for x, y in data:
+        state, _ = sharded_step(state, x.chunk(2)[dp], y.chunk(2)[dp])
+    full = sharded_step.unshard(state)
+    mine = {"up": truth["up"].chunk(2, 1)[tp], "down": truth["down"].chunk(2, 0)[tp]}
+    said = "all_reduce(mm_1, sum, tp)" in str(sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0])))
+    report("tensor_parallel", distance=distance(full, mine), named=said)
+
+
+def memory(mesh) -> None:
+    """State and peak by stage, as computed and as malloc shows them; big enough to stand out."""
+    model = mlp(*[1024] * 9)
+    loss = square_loss(model)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    whole = adam_state(model)()
+    batch = regression(1024, 1024)(8)
+    for stage in (0, 1, 2, 3):
+        little = zt.overlap_grads(max_in_flight=8 << 20), zt.prefetch(max_in_flight=8 << 20)
+        stepped = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *little)(step)
+        base = lent()
+        state = stepped.shard(whole)
+        held = lent() - base
+        homes = [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
+        state, _ = stepped(state, *batch)
+        dist.barrier()
+        time.sleep(0.1)  # what the other rank still had to receive is let go
+        before = lent()
+        with Peak() as peak:
+            for _ in range(3):
+                state, _ = stepped(state, *batch)
+        said = stepped.compiled(state, *batch).lowered.memory_analysis()
+        kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
+        report("memory", stage=stage, state=said.state, held=held, said=said.peak - said.state, peak=peak.bytes - before, kept=kept)
+        del state, stepped
+
+
+@contextlib.contextmanager
+def messages():
+    """What is sent, in order: bytes by the purpose of the channel."""
+    sent, original = [], Channel.exchange
+
+    def exchange(self, pieces, into):
+        sent.extend((x.nbytes, self.purpose) for r, x in enumerate(pieces) if r != self.group.rank())
+        return original(self, pieces, into)
+
+    Channel.exchange = exchange
+    try:
+        yield sent
+    finally:
+        Channel.exchange = original
+
+
+def inductor() -> None:
+    """Either backend: the same state, the same messages."""
+    mesh = zt.make_mesh(dp=2)
+    for name, stages in {"adamw_fused": (0, 1, 2, 3), "uneven": (3,), "cast_inside": (3,)}.items():
+        case = CASES[name]
+        for stage in stages:
+            transforms = zt.shard_params(mesh, stage=stage), *ALL
+            step, lowered = zt.chain(*transforms)(case.step), on_ranks(case, WORLD, *transforms)
+            data = [slices(batch, WORLD)[RANK] for batch in batches(case, 3)]
+            results = []
+            for backend in ("eager", "inductor"):
+                state = step.shard(case.state())
+                compiled = lowered.compile(backend=backend)
+                state, _ = compiled(state, *data[0])
+                with messages() as sent:
+                    for batch in data[1:]:
+                        state, _ = compiled(state, *batch)
+                results.append((step.unshard(state), sent))
+            (state, wanted), (mine, sent) = results
+            every = [None] * WORLD
+            dist.all_gather_object(every, pytree.tree_leaves(mine))
+            equal = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*every))
+            report("inductor", case=name, stage=stage, distance=distance(mine, state, 1e-3), sent=sent,
+                   wanted=wanted, equal=equal)  # fmt: skip
+
+
+def two() -> None:
+    mesh = zt.make_mesh(dp=2)
+    dist.new_group([0])  # the user's own, of some ranks: those made later must not depend on how many a rank has
+    names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
+    equals_lockstep_and_plain(mesh, names)
+    wire_bytes(mesh)
+    disagreement(mesh)
+    sharding(mesh)
+    as_plain(mesh, report)
+    tuned(mesh, report)
+    memory(mesh)
+
+
+def tuning() -> None:
+    tuned(zt.make_mesh(dp=2), report)
+
+
+def pipeline() -> None:
+    """Two stages of a pipeline, each a program of its own on a part of the world."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    case, mine = CASES[("mlp_momentum", "uneven")[stage]], mesh["dp"]
+    step = zt.chain(zt.shard_params(mine), *ALL)(case.step)
+    cluster = zt.calibrate(mine)
+    state, (first, *data) = step.shard(case.state()), [slices(batch, 2)[rank] for batch in batches(case, 4)]
+    compiled = step.lower(state, *first, cluster=cluster).compile()
+    compiled, _ = compiled.tune(state, *first, steps=1)  # two steps of the first batch: one of each plan
+    for batch in data:
+        state, _ = compiled(state, *batch)
+    truth = case.state()
+    for batch in (batches(case, 4)[0], *batches(case, 4)):
+        truth, _ = case.step(truth, *batch)
+    report("pipeline", RANK, stage=stage, distance=distance(step.unshard(state), truth), axes=len(cluster.links))
+
+
+def four() -> None:
+    mesh = zt.make_mesh(host=2, dp=2)
+    pipeline()
+    dist.new_group([0, 1, 2])
+    equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
+    tensor_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"two": two, "four": four, "tuning": tuning, "inductor": inductor}[sys.argv[1]]()
+    dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""Worlds of many ranks in one process: train a step in lock-step and compare it with the plain one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.programs import Case
+
+ALL = (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+def batches(case: Case, steps: int) -> list[tuple]:
+    torch.manual_seed(1)
+    return [case.batch(case.samples) for _ in range(steps)]
+
+
+def slices(batch: tuple, ranks: int) -> list[tuple]:
+    """Each rank's slice of a global batch."""
+    return [pytree.tree_map(lambda x, r=r: x.chunk(ranks)[r], batch) for r in range(ranks)]
+
+
+def clone(state: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.clone, state)
+
+
+def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any, list]:
+    """The untouched step on the whole batch: the truth."""
+    state, outputs = clone(case.state()), []
+    for batch in batches(case, steps):
+        state, output = (step or case.step)(state, *batch)
+        outputs.append(pytree.tree_map_only(torch.Tensor, torch.clone, output))
+    return state, outputs
+
+
+@functools.cache
+def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.Traced:
+    """What a rank traces, which is the same whatever the transforms; kept, for it takes most of the time."""
+    return zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], ranks)[0])
+
+
+def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.Lowered:
+    """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
+    traced = _traced(case, ranks, torch.get_default_dtype())
+    lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**how)
+    zt.check(lowered.graph)
+    return lowered
+
+
+def sharded(
+    case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any
+) -> tuple[Any, list, zt.Lowered]:
+    """The sharded step on every rank's slice."""
+    mesh = options.pop("mesh", None) or zt.AbstractMesh(dp=ranks)
+    lowered = on_ranks(case, ranks, zt.shard_params(mesh, stage=stage, **options), *transforms)
+    state, outputs = case.state(), []
+    for batch in batches(case, steps):
+        state, each = lowered.lockstep(state, slices(batch, ranks))
+        outputs.append(each)
+    return state, outputs, lowered
+
+
+def distance(a: Any, b: Any, floor: float = 0.0) -> float:
+    """Norm-wise relative distance of the worst leaf; leaves smaller than `floor` are measured against it."""
+    worst = 0.0
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        is_complex = any(isinstance(t, torch.Tensor) and t.is_complex() for t in (x, y))
+        x, y = (torch.as_tensor(t, dtype=torch.complex128 if is_complex else torch.float64) for t in (x, y))
+        if x.numel():
+            scale = max(y.norm().item(), floor)
+            worst = max(worst, (x - y).norm().item() / scale if scale else x.norm().item())
+    return worst

@@ -1,0 +1,376 @@
+"""Gradients from call to call of a lifted loop, and parameters from outside of it: as in the loop, or an error."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lift import data, everything, make_model, of
+from torch import nn, optim
+
+import ztrans as zt
+from tests.support.worlds import ALL, clone, default_dtype, distance, slices
+
+ADAMW = of("AdamW", lr=0.05)
+
+
+def never(model, optimizer):
+    """A loop that adds to the gradients of all calls before."""
+
+    def loop_step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return loop_step
+
+
+def at_the_end(model, optimizer):
+    plain = never(model, optimizer)
+
+    def loop_step(x, y):
+        loss = plain(x, y)
+        optimizer.zero_grad()
+        return loss
+
+    return loop_step
+
+
+def to_zeros(model, optimizer):
+    plain = never(model, optimizer)
+
+    def loop_step(x, y):
+        optimizer.zero_grad(set_to_none=False)
+        return plain(x, y)
+
+    return loop_step
+
+
+def by_hand(model, optimizer):
+    plain = never(model, optimizer)
+
+    def loop_step(x, y):
+        for p in model.parameters():
+            p.grad = None
+        return plain(x, y)
+
+    return loop_step
+
+
+def every_second(model, optimizer):
+    """A loop that keeps the gradient of the first half of its batch for the next call's step."""
+
+    def loop_step(x, y):
+        F.mse_loss(model(x[:6]), y[:6]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x[6:]), y[6:])
+        loss.backward()
+        return loss
+
+    return loop_step
+
+
+def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, before=0, **how):
+    """The loop, and the lifted step on a copy, for some calls: the largest distance between them."""
+    model = make()
+    optimizer = make_optimizer(model)
+    for batch in data(steps=before):
+        never(model, optimizer)(*batch)
+    other = make()
+    twin = make_optimizer(other)
+    other.load_state_dict(model.state_dict()), twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(model.parameters(), other.parameters()):
+        q.grad = None if p.grad is None else p.grad.clone()
+    plain, (step, state) = make_loop(model, optimizer), zt.lift(make_loop(other, twin), other, twin, **how)
+    run = zt.Step(step)
+    if ranks > 1:
+        run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
+        lowered = run.lower(state, *slices(data()[0], ranks)[0])
+        zt.check(lowered.graph)
+    state, worst = run.shard(state) if ranks == 1 else clone(state), 0.0
+    for x, y in data():
+        want = plain(x, y).detach()
+        state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        worst = max(worst, distance(torch.stack(got).mean() if ranks > 1 else got, want))
+    zt.restore(other, twin, state)
+    mine, theirs = everything(other, twin), everything(model, optimizer)
+    worst = max(worst, distance({k: mine[k] for k in theirs}, theirs))
+    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), "made before the first step, and still so"
+    if how.get("carry_grads"):
+        for p, q in zip(model.parameters(), other.parameters()):
+            worst = max(worst, distance(q.grad, p.grad) if p.grad is not None else float(q.grad is not None))
+    return worst
+
+
+def test_a_loop_that_never_resets_is_refused():
+    """It would go on as if it did: 1.275 where PyTorch has 1.232."""
+    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_lift_gradients.py:\d+(?s:.)*carry_grads=True"):
+        compare(never)
+    with pytest.raises(ValueError, match=r"adds to the gradient"):
+        compare(every_second)
+
+
+@pytest.mark.parametrize("make_loop", [at_the_end, to_zeros, by_hand])
+def test_a_loop_that_resets_is_lifted_as_it_is(make_loop):
+    assert compare(make_loop) == 0
+
+
+def test_gradients_are_carried():
+    assert compare(never, carry_grads=True) == 0
+    assert compare(never, carry_grads=True, before=2) == 0
+    assert compare(every_second, carry_grads=True, before=1) == 0
+    assert compare(at_the_end, carry_grads=True) == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_carried_gradients_on_many_ranks(stage):
+    with default_dtype(torch.float64):
+        assert compare(never, carry_grads=True, ranks=3, stage=stage) < 1e-12
+        assert compare(never, make_optimizer=of("SGD", lr=0.1), carry_grads=True, before=1, ranks=2, stage=stage) < 1e-12
+
+
+def test_a_step_before_its_backward():
+    """The first call finds no gradients, and leaves parameters alone; the second finds some."""
+
+    def early(model, optimizer):
+        def loop_step(x, y):
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return loop_step
+
+    with pytest.raises(ValueError, match=r"uses|adds to the gradient.* for 0.weight"):
+        compare(early)
+    with pytest.raises(ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_lift_gradients"):
+        compare(early, carry_grads=True)
+    assert compare(early, before=1, carry_grads=True) == 0
+
+
+class Partly(nn.Module):
+    """Half of it is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("make_loop, how", [(never, {"carry_grads": True}), (to_zeros, {}), (at_the_end, {})])
+def test_parameters_without_gradients_stay_as_they_are(make_loop, how):
+    """Zeros in the place of None would decay their weights."""
+    assert compare(make_loop, Partly, of("AdamW", lr=0.05, weight_decay=0.5), **how) == 0
+
+
+def test_zeros_are_gradients():
+    """A parameter that has had a gradient keeps it as zeros, and its momentum and its decay go on."""
+
+    def half(model, optimizer):
+        def loop_step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            loss = F.mse_loss(model.used(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return loop_step
+
+    def with_gradients():
+        model = Partly()
+        model.unused.weight.grad = torch.ones_like(model.unused.weight)
+        return model
+
+    def optimizer(model):
+        made = optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+        if model.unused.weight.grad is not None:
+            made.step()
+        return made
+
+    assert compare(half, with_gradients, optimizer) == 0
+
+
+def test_a_parameter_that_is_frozen_on_the_way():
+    """With zeros for gradients, AdamW goes on to move what it has momentum for."""
+    model, other = make_model(), make_model()
+    optimizer, twin = (optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, other))
+    plain, (step, state) = to_zeros(model, optimizer), zt.lift(to_zeros(other, twin), other, twin)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data()):
+        want = plain(*batch)
+        state, got = run(state, *batch)
+        assert torch.equal(got, want)
+        if k == 1:
+            model[0].requires_grad_(False), other[0].requires_grad_(False)
+    zt.restore(other, twin, state)
+    assert distance(everything(other, twin), everything(model, optimizer)) == 0
+
+
+def test_gradients_that_were_there_before_lift():
+    with pytest.raises(ValueError, match=r"adds to the gradient(?s:.)*and before lift"):
+        compare(at_the_end, before=1)
+
+
+READS = {
+    "a function": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "in place": lambda model: [p.grad.mul_(0.5) for p in model.parameters()],
+    "an operator": lambda model: [p.grad * 2 for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_them_is_refused(read):
+    def reads(model, optimizer):
+        def loop_step(x, y):
+            read(model)
+            optimizer.zero_grad()
+            return never(model, optimizer)(x, y)
+
+        return loop_step
+
+    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_lift_gradients.py:\d+"):
+        compare(reads, before=1)
+
+
+def test_written_gradients():
+    """A loop that writes gradients itself needs no zero_grad."""
+
+    def written(model, optimizer):
+        def loop_step(x, y):
+            loss = F.mse_loss(model(x), y)
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+                if p.grad is None or p.ndim == 1:
+                    p.grad = g
+                else:
+                    p.grad.copy_(g)
+            optimizer.step()
+            return loss
+
+        return loop_step
+
+    assert compare(written) == 0
+
+
+def test_an_optimizer_that_steps_in_backward():
+    def hooked(model, optimizer):
+        def step(p):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        last = model[0].weight
+        last.register_post_accumulate_grad_hook(step)
+
+        def loop_step(x, y):
+            loss = F.mse_loss(model[3](model[2](F.linear(x, model[0].weight))), y)
+            loss.backward()
+            return loss
+
+        return loop_step
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Identity(), nn.Tanh(), nn.Identity())
+
+    assert compare(hooked, make) == 0
+
+
+OUTSIDE = {
+    "grad": lambda p: setattr(p, "grad", None),
+    "zeros": lambda p: p.grad.zero_(),
+    "requires_grad": lambda p: setattr(p, "requires_grad", False),
+    "requires_grad_": lambda p: p.requires_grad_(False),
+    "data": lambda p: setattr(p, "data", torch.zeros_like(p)),
+    "register_hook": lambda p: p.register_hook(lambda g: 2 * g),
+    "mul_": lambda p: p.mul_(2),
+}
+
+
+@pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)
+def test_parameters_from_outside(use):
+    """A list that was made before the loop holds the module's own parameters, and others are trained."""
+    model = make_model()
+    optimizer, held = of("SGD", lr=0.1)(model), list(model.parameters())
+    before = [p.detach().clone() for p in held]
+    plain = at_the_end(model, optimizer)
+    step, state = zt.lift(lambda x, y: (use(held[2]), plain(x, y))[1], model, optimizer)
+    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_lift_gradients.py:\d+"):
+        zt.Step(step).trace(state, *data()[0])
+    assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
+
+
+def test_what_parameters_from_outside_are_asked():
+    def sized(model, optimizer):
+        held = list(model.parameters())
+
+        def loop_step(x, y):
+            count = sum(p.numel() for p in held if p.requires_grad and p.dtype.is_floating_point)
+            return at_the_end(model, optimizer)(x, y) * count / count
+
+        return loop_step
+
+    assert compare(sized) < 1e-7
+
+
+def switched(model, optimizer, last):
+    """A loop that trains half of the model, and switches before or after."""
+    plain = at_the_end(model, optimizer)
+
+    def loop_step(x, y):
+        if not last:
+            model[0].requires_grad_(False)
+        loss = plain(x, y)
+        if last:
+            model[0].requires_grad_(False)
+        return loss
+
+    return loop_step
+
+
+def test_a_loop_that_freezes_parameters():
+    assert compare(lambda m, o: switched(m, o, last=False)) == 0
+    with pytest.raises(ValueError, match=r"leaves requires_grad=False on 0.weight"):
+        compare(lambda m, o: switched(m, o, last=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_refused_and_left_as_it_was(fused):
+    model = make_model()
+    optimizer, scaler = of("AdamW", lr=0.05, fused=fused)(model), torch.amp.GradScaler("cpu")
+
+    def loop_step(x, y):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_lift_gradients.py:\d+(?s:.)*bfloat16"):
+        zt.Step(step).trace(state, *data()[0])
+    loop_step(*data()[0])  # the loop itself goes on with the same scaler
+    assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)
+
+
+def test_a_scaler_that_is_off_does_nothing():
+    def scaled(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+        def loop_step(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return loop_step
+
+    assert compare(scaled) == 0

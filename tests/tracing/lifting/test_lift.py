@@ -1,0 +1,458 @@
+"""lift: the untouched loop and the lifted step, on the same data, end in the same place."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.worlds import ALL, clone, default_dtype, distance, slices
+
+STEPS = 5
+
+
+def make_model(norm=nn.LayerNorm, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16, bias=bias), norm(16), nn.Tanh(), nn.Linear(16, 4, bias=bias))
+
+
+def make_matrices():
+    return make_model(nn.Identity, bias=False)
+
+
+def data(n=12, steps=STEPS):
+    torch.manual_seed(1)
+    return [(torch.randn(n, 6), torch.randn(n, 4)) for _ in range(steps)]
+
+
+def loop(model, optimizer):
+    """A training loop's body, as people write it."""
+
+    def loop_step(x, y):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return loop_step
+
+
+def everything(model, optimizer):
+    """The numbers that a training run consists of, by name."""
+    own = {f"param {n}": v for n, v in model.state_dict().items()}
+    for n, p in model.named_parameters():
+        for k, kept in optimizer.state.get(p, {}).items():
+            values = [v for v in pytree.tree_leaves(kept) if isinstance(v, (torch.Tensor, int, float))]
+            own |= {f"{k} of {n}{i or ''}": v for i, v in enumerate(values)}
+    own |= {f"lr {i}": float(g["lr"]) for i, g in enumerate(optimizer.param_groups)}
+    return dict(sorted(own.items()))
+
+
+def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=None):
+    """Run the loop, and the lifted step on a copy; both worlds, and the lifted step."""
+    model, other = make(), make()
+    optimizer, twin = make_optimizer(model), make_optimizer(other)
+    plain = loop(model, optimizer)
+    step, state = zt.lift(loop(other, twin), other, twin)
+    run = zt.chain(*transforms)(step) if transforms else zt.Step(step)
+    if ranks > 1:
+        lowered = run.lower(state, *slices(data()[0], ranks)[0])
+        zt.check(lowered.graph)
+    state = run.shard(state) if ranks == 1 else clone(state)
+    for i, (x, y) in enumerate(data()):
+        if rates:
+            state["lr"] = [rates[i]]
+            optimizer.param_groups[0]["lr"] = rates[i]
+        want = plain(x, y).detach()
+        state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        assert all(distance(each, want) <= tolerance for each in (got if ranks > 1 else [got]))
+    zt.restore(other, twin, run.unshard(state))
+    assert everything(other, twin).keys() == everything(model, optimizer).keys()
+    assert distance(everything(other, twin), everything(model, optimizer)) <= tolerance
+    plain(x, y), loop(other, twin)(x, y)  # ordinary training goes on from what was restored
+    assert distance(everything(other, twin), everything(model, optimizer)) <= tolerance
+    return other, twin, run
+
+
+def of(kind, **how):
+    return lambda model: getattr(optim, kind)(model.parameters(), **how)
+
+
+OPTIMIZERS = {
+    "sgd": of("SGD", lr=0.1), "momentum": of("SGD", lr=0.1, momentum=0.9), "sgd_fused": of("SGD", lr=0.1, momentum=0.9, fused=True),
+    "nesterov": of("SGD", lr=0.1, momentum=0.9, nesterov=True), "decay": of("SGD", lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": of("Adam", lr=0.01, weight_decay=0.1), "amsgrad": of("Adam", lr=0.01, amsgrad=True), "adamw": of("AdamW", lr=0.01),
+    "adamw_foreach": of("AdamW", lr=0.01, foreach=True), "adamw_fused": of("AdamW", lr=0.01, fused=True),
+    "rmsprop": of("RMSprop", lr=0.01, momentum=0.9, centered=True), "adadelta": of("Adadelta", lr=1.0),
+    "adagrad": of("Adagrad", lr=0.05), "adagrad_fused": of("Adagrad", lr=0.05, fused=True),
+    "adagrad_initial": of("Adagrad", lr=0.05, initial_accumulator_value=0.1, lr_decay=0.1),
+    "asgd": of("ASGD", lr=0.05, t0=2), "rprop": of("Rprop", lr=0.01), "nadam": of("NAdam", lr=0.01), "radam": of("RAdam", lr=0.01), "adamax": of("Adamax", lr=0.01),
+    "muon": of("Muon", lr=0.02, momentum=0.9), "tensor_lr": of("Adam", lr=torch.tensor(0.01)),
+}  # fmt: skip
+
+
+def started(make_optimizer):
+    """An optimizer that has taken some ordinary steps."""
+
+    def make(model):
+        optimizer = make_optimizer(model)
+        for x, y in data(steps=3):
+            loop(model, optimizer)(x, y)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    compare(make_matrices if name == "muon" else make_model, OPTIMIZERS[name])
+
+
+class Turned(nn.Module):
+    """Gradients that autograd makes transposed and expanded."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(3, 4, 6)), nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        return torch.bmm(x.expand(3, *x.shape), self.w.transpose(1, 2)).sum(0) + self.b.sum(0)
+
+
+@pytest.mark.parametrize("name", ["sgd_fused", "adam", "adamw_fused", "adagrad_fused"])
+def test_gradients_lie_as_parameters_do(name):
+    """Fused optimizers read both from end to end; `.backward()` of PyTorch sees to it, too."""
+    compare(Turned, OPTIMIZERS[name])
+
+
+def test_what_the_optimizer_counts_in_its_groups_is_refused():
+    class Counts(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["momentum"] = group["momentum"] / 2
+            super().step(closure)
+
+    model = make_model()
+    optimizer = Counts(model.parameters(), lr=0.1, momentum=0.9)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match="changes 'momentum' of a parameter group, or of itself, which would happen once"):
+        zt.Step(step)(state, *data()[0])
+
+
+def test_settings_that_change_between_steps_are_traced_anew():
+    """Modes, frozen parameters and hyperparameters: as the loop would see them."""
+
+    def change(k, model, optimizer):
+        if k == 1:
+            model.train(False)
+        if k == 2:
+            model[0].weight.requires_grad_(False)
+        if k == 3:
+            optimizer.param_groups[0]["momentum"] = 0.5
+
+    make = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    optimizer, twin = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data()):
+        want = plain(*batch)
+        state, got = run(state, *batch)
+        assert distance(got, want.detach()) < 1e-6
+        change(k, model, optimizer), change(k, other, twin)
+    assert len(run._cache) == 4
+    zt.restore(other, twin, state)
+    assert distance(everything(other, twin), everything(model, optimizer)) < 1e-6
+
+
+def test_memory_that_a_parameter_shares_is_refused():
+    class Shares(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            if tied:
+                self.second.weight = self.first.weight
+            else:
+                self.second.weight = nn.Parameter(self.first.weight.data)
+
+    for tied in (True, False):
+        model = Shares(tied)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        if tied:
+            zt.lift(lambda x: None, model, optimizer)
+        else:
+            with pytest.raises(ValueError, match=r"first\.weight and second\.weight lie in the same memory"):
+                zt.lift(lambda x: None, model, optimizer)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.LSTM(6, 5, num_layers=2), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x[:, None])[0][:, 0])
+
+
+def test_recurrent_layers():
+    """Those of oneDNN give backward what it needs under autograd alone."""
+    compare(Recurrent, OPTIMIZERS["adam"])
+
+
+def test_lift_in_the_middle_of_training():
+    compare(make_model, started(OPTIMIZERS["adam"]))
+    compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # not for its first gradient
+
+
+def test_learning_rate_is_an_input():
+    _, twin, run = compare(make_model, OPTIMIZERS["adamw"], rates=[0.01, 0.02, 0.005, 0.03, 0.002])
+    _, _, same = compare(make_model, OPTIMIZERS["sgd"])
+    assert len(run._cache) == len(same._cache) == 1, "numbers in the state are traced once"
+    assert twin.param_groups[0]["lr"] == 0.002
+
+
+def test_a_scheduler_is_stepped_outside():
+    for lr in (0.1, torch.tensor(0.1)):
+        model = make_model()
+        optimizer = of("SGD", lr=lr)(model)
+        plain, scheduler = loop(model, optimizer), optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        step, state = zt.lift(lambda *xy: (plain(*xy), scheduler.step())[0], model, optimizer)  # noqa: B023
+        with pytest.raises(ValueError, match="changes a learning rate, which would happen once"):
+            zt.Step(step).trace(state, *data()[0])
+
+
+def test_hooks_of_parameters_run():
+    def hooked():
+        model = make_model()
+        model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        model[3].weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)].clear())
+        return model
+
+    compare(hooked, OPTIMIZERS["momentum"])
+
+
+def test_learning_rates_of_groups():
+    def grouped(model):
+        first, *rest = model.parameters()
+        return optim.AdamW([{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": [first], "lr": 0.003}])
+
+    _, twin, _ = compare(make_model, grouped)
+    assert [g["lr"] for g in twin.param_groups] == [0.02, 0.003]
+
+
+@pytest.mark.parametrize("given", ["all", "trained"])
+def test_frozen_parameters(given):
+    def frozen():
+        model = make_model()
+        model[0].requires_grad_(False)
+        return model
+
+    def optimizer(model):
+        return optim.Adam([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
+
+    other, twin, _ = compare(frozen, optimizer)
+    assert torch.equal(other[0].weight, frozen()[0].weight)
+    assert other[0].weight not in twin.state and len(twin.state) == 4
+
+
+def test_batch_norm():
+    other, _, _ = compare(lambda: make_model(nn.BatchNorm1d, bias=False), OPTIMIZERS["adam"])
+    assert other[1].num_batches_tracked == STEPS + 1
+    assert not torch.equal(other[1].running_mean, torch.zeros(16))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.decode, self.head = nn.Linear(6, 8), nn.Linear(6, 8, bias=False), nn.Linear(6, 4)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encode(x)) @ self.decode.weight)
+
+
+def test_tied_weights():
+    other, twin, run = compare(Tied, OPTIMIZERS["adam"])
+    assert other.decode.weight is other.encode.weight
+    graph = next(iter(run._cache.values())).lowered.graph
+    assert not any("decode.weight" in v.name for v in graph.inputs)
+    step, state = zt.lift(loop(other, twin), other, twin)
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=2)
+    eqns = shard(step).lower(state, *data()[0]).graph.eqns
+    uses = [e.provenance.role for e in eqns if e.provenance and e.provenance.paths == ("params.encode.weight",)]
+    assert uses == ["param", "grad"], "one gather and one reduction for both uses"
+
+
+def test_nothing_is_changed_by_lifting_and_tracing():
+    model = make_model()
+    optimizer = started(OPTIMIZERS["adam"])(model)
+    before, grads = copy.deepcopy(everything(model, optimizer)), [p.grad.clone() for p in model.parameters()]
+
+    def held():
+        state = (v for s in optimizer.state.values() for v in s.values())
+        return [id(x) for x in (*model.parameters(), *state, *(p for g in optimizer.param_groups for p in g["params"]))]
+
+    ids = held()
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    zt.Step(step).trace(state, *data()[0])
+    assert distance(everything(model, optimizer), before) == 0 and held() == ids
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_a_fresh_optimizer_keeps_its_parameters():
+    model = make_model()
+    optimizer = of("AdamW", lr=0.01, weight_decay=0.5)(model)
+    zt.lift(loop(model, optimizer), model, optimizer)
+    assert distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+    assert optimizer.param_groups[0]["lr"] == 0.01 and all(p.grad is None for p in model.parameters())
+    assert all(not v.any() for s in optimizer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_in_lockstep(name):
+    transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
+    make, tolerance = (make_matrices, 5e-3) if name == "muon" else (make_model, 1e-5)  # Muon works in bf16
+    compare(make, OPTIMIZERS[name], tolerance, transforms, ranks=4)
+
+
+def test_on_a_mesh_of_one():
+    compare(make_model, OPTIMIZERS["adamw"], transforms=(zt.shard_params(zt.make_mesh(dp=1)), *ALL))
+    torch.distributed.destroy_process_group()
+
+
+ERRORS = {
+    "foreign": (lambda m: optim.SGD([*m.parameters(), nn.Linear(2, 3).weight], lr=0.1), r"a parameter \[3, 2\] that is not"),
+    "dampening": (of("SGD", momentum=0.9, dampening=0.5), "SGD makes its state in its first step.*0.weight.*'momentum_buffer'"),
+    "closure": (of("LBFGS"), "LBFGS runs the loss several times in a closure; use an optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, message", ERRORS.values(), ids=ERRORS)
+def test_what_lift_refuses(make, message):
+    model = make_model()
+    optimizer = make(model)
+    with pytest.raises(ValueError, match=f"lift: .*{message}"):
+        zt.lift(loop(model, optimizer), model, optimizer)
+    assert distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+
+
+def trace_of(loop_step, model, optimizer):
+    step, state = zt.lift(loop_step, model, optimizer)
+    return lambda: zt.Step(step).trace(state, *data()[0])
+
+
+def test_an_optimizer_that_is_not_lifted_is_refused():
+    model = make_model()
+    optimizer, other = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
+    plain = loop(model, optimizer)
+    with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
+        trace_of(lambda *xy: (plain(*xy), other.step())[0], model, optimizer)()
+    plain(*data()[0]), other.step()
+
+
+def adversaries():
+    """A generator and a discriminator, each with its optimizer; the one reads what the other has just learnt."""
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)})
+    optimizers = [optim.AdamW(nets["G"].parameters(), lr=0.02), optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9)]
+    (g, d), (for_g, for_d) = nets.values(), optimizers
+
+    def loop_step(real, noise):
+        for_d.zero_grad()
+        judged = F.softplus(-d(real)).mean() + F.softplus(d(g(noise).detach())).mean()
+        judged.backward()
+        for_d.step()
+        for_g.zero_grad()
+        fooled = F.softplus(-d(g(noise))).mean()
+        fooled.backward()
+        for_g.step()
+        return judged, fooled
+
+    return nets, optimizers, loop_step
+
+
+@pytest.fixture
+def doubles():
+    with default_dtype(torch.float64):
+        yield
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_several_optimizers(stage, doubles):
+    draw = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)) for _ in range(3)]
+    plain, plain_optimizers, plain_loop = adversaries()
+    wanted = [torch.stack(plain_loop(*batch)).detach() for batch in batches]
+
+    nets, optimizers, loop_step = adversaries()
+    step, state = zt.lift(loop_step, nets, optimizers)
+    assert len(state["lr"]) == 2 and {*state["optimizer"]} == {*state["params"]}
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step)
+    parts = [slices(batch, 2) for batch in batches]
+    lowered = step.lower(state, *parts[0][0])
+    for part, losses in zip(parts, wanted):
+        state, outputs = lowered.lockstep(state, part)
+        assert distance(torch.stack([torch.stack(o) for o in outputs]).mean(0), losses) <= 1e-9
+    zt.restore(nets, optimizers, state)
+    assert distance(dict(nets.state_dict()), dict(plain.state_dict())) <= 1e-9
+    for mine, theirs in zip(optimizers, plain_optimizers):
+        assert distance(mine.state_dict()["state"], theirs.state_dict()["state"]) <= 1e-9
+
+
+def test_several_optimizers_that_are_refused():
+    nets, optimizers, loop_step = adversaries()
+    with pytest.raises(TypeError, match=r"lift: the model is a list; several modules are one, nn.ModuleList"):
+        zt.lift(loop_step, [*nets.values()], optimizers)
+    with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
+        zt.lift(loop_step, nets, [*optimizers, optimizers[0]])
+    optimizers[0].step, data = lambda: None, (torch.randn(2, 4), torch.randn(2, 3))
+    step, state = zt.lift(loop_step, nets, optimizers)
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW, and"):
+        zt.Step(step).trace(state, *data)
+
+
+def test_a_loop_that_takes_no_step_is_refused():
+    model = make_model()
+    optimizer = of("SGD", lr=0.1)(model)
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call optimizer.step"):
+        trace_of(lambda x, y: F.mse_loss(model(x), y).backward(), model, optimizer)()
+
+
+def test_gradients_of_parameters_from_outside_are_refused():
+    """A list made before the loop holds the module's own parameters, which have no gradients while it is traced."""
+    model = make_model()
+    optimizer, params = of("SGD", lr=0.1)(model), list(model.parameters())
+
+    def clipped(x, y, params=lambda: params):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(params(), 0.1)
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters"):
+        trace_of(clipped, model, optimizer)()
+    assert all(p.grad is None for p in params)
+    trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
+
+
+def test_a_parameter_that_is_trained_only_later_is_refused():
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = of("Adam", lr=0.1)(model)
+    traced = trace_of(loop(model, optimizer), model, optimizer)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call lift again"):
+        traced()

@@ -1,0 +1,172 @@
+"""The state of an optimizer before its first step: known, tried on copies, or asked for in a way that works."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_lift import compare, data, everything, loop, make_model
+from torch import nn, optim
+
+import ztrans as zt
+from tests.support import optimizers as written
+from tests.support.worlds import ALL, distance
+
+ROOT = Path(__file__).parents[3]
+WRITTEN = {
+    "ones": lambda m: written.RMSpropTF(m.parameters(), lr=0.01),
+    "python count": lambda m: written.Counting(m.parameters()),
+    "count that is read": lambda m: written.Reading(m.parameters()),
+    "subclass": lambda m: type("Mine", (optim.AdamW,), {})(m.parameters(), lr=0.01),
+    "subclass with momentum": lambda m: type("Mine", (optim.SGD,), {})(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", WRITTEN.values(), ids=WRITTEN)
+def test_optimizers_from_elsewhere_begin_as_they_would(make_optimizer):
+    """By the names of its keys alone, RMSpropTF would take a first step that is 14 times as long."""
+    compare(make_model, make_optimizer, tolerance=1e-6)
+    compare(make_model, make_optimizer, transforms=(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL), ranks=4)
+
+
+def test_a_trial_changes_nothing():
+    model = make_model()
+    optimizer = written.RMSpropTF(model.parameters())
+    optim.lr_scheduler.ConstantLR(optimizer)  # puts a wrapper of step() on the optimizer, which knows it
+    before, generator, attributes = dict(make_model().state_dict()), torch.get_rng_state(), set(vars(optimizer))
+    _, state = zt.lift(loop(model, optimizer), model, optimizer)
+    assert distance(dict(model.state_dict()), before) == 0 and torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters()) and set(vars(optimizer)) == attributes
+    assert all((s["square_avg"] == 1).all() and s["step"] == 0 for s in state["optimizer"].values())
+
+
+def test_state_that_is_there_is_kept():
+    """Some parameters have been trained before, others have not."""
+    model = make_model()
+    optimizer = WRITTEN["ones"](model)
+    model[0].requires_grad_(False)
+    for batch in data():
+        loop(model, optimizer)(*batch)
+    held = copy.deepcopy(everything(model, optimizer))
+    model[0].requires_grad_(True)
+    _, state = zt.lift(loop(model, optimizer), model, optimizer)
+    assert distance({k: everything(model, optimizer)[k] for k in held}, held) == 0
+    assert state["optimizer"]["3.weight"]["step"] == 5 and state["optimizer"]["0.weight"]["step"] == 0
+
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda m: written.Adopt(m.parameters()),
+    lambda m: written.Dampened(m.parameters(), lr=0.1, momentum=0.9),
+    lambda m: written.Unseen(m.parameters()),
+    lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+    lambda m: optim.SparseAdam(m.parameters()),
+])  # fmt: skip
+def test_a_first_step_apart_is_asked_for(make_optimizer):
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with pytest.raises(ValueError, match=r"makes its state in its first step(?s:.)*on every rank(?s:.)*source=0"):
+        zt.lift(loop(model, optimizer), model, optimizer)
+    assert not any(optimizer.state.values()) and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+
+
+def test_after_its_first_step_it_is_lifted():
+    def started(model):
+        optimizer = written.Adopt(model.parameters())
+        loop(model, optimizer)(*data()[0])
+        return optimizer
+
+    compare(make_model, started, tolerance=1e-6)
+
+
+def test_meta_parameters_cannot_be_tried():
+    model = make_model().to("meta")
+    optimizer = WRITTEN["ones"](model)
+    with pytest.raises(ValueError, match=r"RMSpropTF makes its state.*its parameters are on the meta device"):
+        zt.lift(loop(model, optimizer), model, optimizer)
+    adam = optim.AdamW(model.parameters())
+    _, state = zt.lift(loop(model, adam), model, adam)
+    assert state["optimizer"]["0.weight"]["exp_avg"].is_meta and state["optimizer"]["0.weight"]["step"] == 0
+
+
+def test_state_that_is_no_state():
+    class Mixed(optim.SGD):
+        def step(self, closure=None):
+            for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+                self.state[p]["pair"] = [torch.zeros_like(p), "zeros"]
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Mixed(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"lift: the optimizer keeps 'zeros' among the tensors of its state 'pair'"):
+        zt.lift(loop(model, optimizer), model, optimizer)
+
+
+def test_what_an_optimizer_counts_itself_is_refused():
+    class Counts(optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Counts(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match="changes 'count' of a parameter group, or of itself"):
+        zt.Step(step).trace(state, *data()[0])
+
+
+@pytest.mark.distributed
+def test_the_advice_works_on_two_ranks():
+    """Each rank takes its first step on a batch of its own, and then begins from rank 0's state."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    assert [row["stage"] for row in rows] == [0, 3]
+    for row in rows:
+        assert row["apart before"] > 1e-3, "the ranks' first steps part them"
+        assert row["apart after"] == 0 and row["from plain"] < 1e-5, row
+
+
+def follow_the_advice() -> None:
+    """Run by torchrun: what follows from the first step on every rank, and `source=0`."""
+    rank, mesh = int(os.environ["RANK"]), zt.make_mesh(dp=2)
+
+    def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        torch.distributed.all_gather(parts, x.contiguous())
+        return parts
+
+    apart = lambda x: (torch.sub(*gathered(x)).norm() / x.norm()).item()
+    for stage in (0, 3):
+        model, (first, *batches) = make_model(), data()
+        optimizer = written.Adopt(model.parameters(), lr=0.1)
+        plain = loop(model, optimizer)
+        plain(*(x.chunk(2)[rank] for x in first)), plain(*(x.chunk(2)[rank] for x in first))
+        before = apart(nn.utils.parameters_to_vector(model.parameters()).detach())
+        step, state = zt.lift(plain, model, optimizer)
+        step = zt.chain(zt.shard_params(mesh, stage=stage), *ALL)(step)
+        state = step.shard(state, source=0)
+        for batch in batches:
+            state, _ = step(state, *(x.chunk(2)[rank] for x in batch))
+        zt.restore(model, optimizer, step.unshard(state))
+        trained = nn.utils.parameters_to_vector(model.parameters()).detach()
+        truth = make_model()
+        reference = written.Adopt(truth.parameters(), lr=0.1)
+        for batch in ([x.chunk(2)[0] for x in first], [x.chunk(2)[0] for x in first], *batches):
+            loop(truth, reference)(*batch)
+        wanted = nn.utils.parameters_to_vector(truth.parameters()).detach()
+        figures = {"apart before": before, "apart after": apart(trained), "from plain": distance(trained, wanted)}
+        if rank == 0:
+            sys.stdout.write(json.dumps({"stage": stage, **figures}) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    follow_the_advice()

@@ -1,0 +1,165 @@
+"""Numbers of lifted optimizers: counts, corrections and rates as the untouched optimizer computes them, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from test_lift import OPTIMIZERS, everything, loop, make_matrices, of, started
+from torch import nn, optim
+
+import ztrans as zt
+from tests.support import optimizers as written
+from tests.support.worlds import ALL, clone, distance, slices
+from ztrans.tracing.lifting.scalars import with_tensor_scalar
+
+# RAdam and ASGD choose between two updates by a value. Their capturable forms choose by torch.where instead, and
+# multiply in another order.
+REORDERED = {"radam", "asgd"}
+MORE = {
+    "counting": lambda m: written.Counting(m.parameters()),
+    "reading": lambda m: written.Reading(m.parameters()),
+    "foreach": of("SGD", lr=0.1, momentum=0.9, foreach=True),
+    "maximize": of("AdamW", lr=0.01, maximize=True, amsgrad=True),
+}
+
+
+class Small(nn.Module):
+    """Parameters with no dims and with one element, beside others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor([0.1]))
+
+    def forward(self, x):
+        return self.body(x) * self.scale + self.shift
+
+
+def batches(dtype, steps=8):
+    torch.manual_seed(1)
+    return [(torch.randn(12, 6).to(dtype), torch.randn(12, 4).to(dtype)) for _ in range(steps)]
+
+
+def compare(make, make_optimizer, dtype, steps=8):
+    """The untouched loop and the lifted step: their distance, what differs in any bit, and the step."""
+    model = make().to(dtype)
+    optimizer = make_optimizer(model)
+    other = copy.deepcopy(model)
+    twin = make_optimizer(other)
+    other.load_state_dict(model.state_dict()), twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for batch in batches(dtype, steps):
+        plain(*batch)
+        state, _ = run(state, *batch)
+    zt.restore(other, twin, state)
+    mine, theirs = everything(other, twin), everything(model, optimizer)
+    differ = [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+    assert len(run._cache) == 1, "counts and rates are inputs of one program"
+    return distance(mine, theirs), differ
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+def test_bit_for_bit_as_the_loop(name, dtype):
+    """Also of fp64 parameters whose counts PyTorch keeps in fp32: it computes with their values in Python."""
+    make_optimizer = {**OPTIMIZERS, **MORE}[name]
+    far, differ = compare(make_matrices if name == "muon" else Small, make_optimizer, dtype)
+    assert far <= (1e-6 if dtype == torch.float32 else 1e-12)
+    assert not differ or name in REORDERED, differ
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "adagrad_initial", "adamax"])
+def test_counts_that_are_high(name):
+    """A count is an input: one that begins at 3 gives the program of one that begins at 0."""
+    assert compare(Small, started(OPTIMIZERS[name]), torch.float32)[1] == []
+
+
+def test_in_bfloat16():
+    """Where PyTorch computes a row of 32 at once; it rounds what is left of a tensor twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
+    for name in ("sgd", "momentum", "adam", "adamw", "rmsprop"):
+        assert compare(lambda: copy.deepcopy(model), OPTIMIZERS[name], torch.bfloat16)[1] == [], name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "counting"])
+def test_on_many_ranks(name, stage):
+    """In fp64 under a default dtype of fp32, where an fp32 correction is 1e-5 off."""
+    make_optimizer = {**OPTIMIZERS, **MORE}[name]
+    model = Small().double()
+    other = copy.deepcopy(model)
+    optimizer, twin = make_optimizer(model), make_optimizer(other)
+    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    data = batches(torch.float64)
+    run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=3), stage=stage), *ALL)(step)
+    lowered, state = run.lower(state, *slices(data[0], 3)[0]), clone(state)
+    for batch in data:
+        plain(*batch)
+        state, _ = lowered.lockstep(state, slices(batch, 3))
+    zt.restore(other, twin, state)
+    assert distance(everything(other, twin), everything(model, optimizer)) <= 1e-12
+
+
+SIZES = [(), (1,), (7,), (16,), (33,), (1000,), (65, 67)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_scalars_that_are_tensors(shape, dtype):
+    """What PyTorch computes with a Python number: a sum with a scaled term is rounded once."""
+    x, y, z = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    number = -0.0123456789
+    scalar = torch.tensor(number, dtype=torch.float64)
+    for op, args, key in (("add", (y,), "alpha"), ("sub", (y,), "alpha"), ("addcmul", (y, z), "value"), ("addcdiv", (y, z), "value")):
+        wanted = getattr(torch.Tensor, op)(x, *args, **{key: number})
+        assert torch.equal(with_tensor_scalar(getattr(torch.Tensor, op), (x, *args), {key: scalar}), wanted), op
+        changed = x.clone()
+        with_tensor_scalar(getattr(torch.Tensor, f"{op}_"), (changed, *args), {key: scalar})
+        assert torch.equal(changed, wanted), f"{op}_"
+        each = with_tensor_scalar(getattr(torch, f"_foreach_{op}"), ([x, x], *([a, a] for a in args)), {key: scalar})
+        assert all(torch.equal(e, wanted) for e in each), f"_foreach_{op}"
+
+
+def test_a_value_is_not_chosen_by():
+    """A number that is read may be computed with. What depends on its value is an error with the line."""
+
+    class Chooses(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state.setdefault("step", torch.zeros(()))
+                state["step"] += 1
+                p.sub_(p.grad, alpha=0.1 if state["step"].item() > 3 else 0.01)
+
+    model = Small()
+    optimizer = Chooses(model.parameters())
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_lift_numbers.py:\d+"):
+        zt.Step(step).trace(state, *batches(torch.float32)[0])
+
+
+def test_elsewhere_a_value_is_not_read():
+    """`.item()` in the loop itself is refused as before, and PyTorch's flag of compilation is as it was."""
+    model = Small()
+    optimizer = of("AdamW", lr=0.1)(model)
+    plain = loop(model, optimizer)
+
+    def loop_step(x, y):
+        assert torch.compiler.is_compiling()
+        loss = plain(x, y)
+        assert torch.compiler.is_compiling()
+        return loss.item()
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    with pytest.raises(ValueError, match="reads a tensor's value"):
+        zt.Step(step).trace(state, *batches(torch.float32)[0])
+    assert not torch.compiler.is_compiling()
+

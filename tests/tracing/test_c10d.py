@@ -1,0 +1,110 @@
+"""torch.distributed's in-place collectives in a step: functional ones in the program, or refused at their line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad_and_value
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.in_place import CALLS, own
+from tests.support.worlds import distance
+
+HERE = Path(__file__).name
+# torch 2.13 gives some of them a second name, and calls the first deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def mesh():
+    """Rank 0 of two, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+A, B = own(0), own(1)
+ROWS = [torch.cat([A[i : i + 2], B[i : i + 2]]) for i in (0, 2)]
+# What the two ranks have after each call, by hand.
+WANTED = {
+    "all_reduce": [(A + B) * 2] * 2,
+    "maximum_of_a_view": [torch.cat([x[:1], torch.maximum(A, B)[1:]]) for x in (A, B)],
+    "not_waited_for_at_once": [A + B + 3] * 2,
+    "coalesced": [(A + B, A + 1 + (B + 1))] * 2,
+    "broadcast": [B] * 2,
+    "all_gather": [[A, B]] * 2,
+    "all_gather_of_a_scalar": [[A.sum(), B.sum()]] * 2,
+    "all_gather_into_tensor": [torch.cat([A, B])] * 2,
+    "all_gather_stacked": [torch.stack([A, B])] * 2,
+    "all_to_all_single": [2 * rows for rows in ROWS],
+    "reduce_scatter_tensor": [*(A + B).chunk(2)],
+    "reduce_scatter": [*(A + B).chunk(2)],
+    "all_to_all": [[A[i : i + 2], B[i : i + 2]] for i in (0, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_place_collectives_become_functional(mesh, name):
+    """Of a view, of several tensors, of a list; with and without a wait of the step's own."""
+    step = zt.shard_params(mesh, stage=0, outputs="local")(lambda s, x: (s, CALLS[name](x.clone())))
+    lowered = step.lower(torch.zeros(1), A)
+    assert not any(e.op._schema.is_mutable for e in zt.check(lowered.graph).eqns)
+    _, outputs = lowered.lockstep(torch.zeros(1), [(A,), (B,)])
+    assert pytree.tree_structure(outputs[0]) == pytree.tree_structure(WANTED[name][0])
+    assert all(map(torch.equal, pytree.tree_leaves(outputs), pytree.tree_leaves(WANTED[name])))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_the_step_reduces_itself(mesh, stage):
+    """Data parallelism by hand, over the very axis that is sharded: parts are made whole before they are summed."""
+
+    def step(state, x, by_hand=True):
+        grads, value = grad_and_value(lambda p: torch.tanh(x @ p["w"]).square().mean())(state)
+        for g in grads.values() if by_hand else ():
+            dist.all_reduce(g)
+            g /= 2
+        return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+    state, x = {"w": torch.randn(6, 3)}, torch.cat([A, B])
+    lowered = zt.chain(zt.shard_params(mesh, stage=stage), zt.overlap_grads())(step).lower(state, A)
+    new, _ = lowered.lockstep(state, [(A,), (B,)])
+    assert distance(new, step(state, x, by_hand=False)[0]) < 1e-6
+
+
+REFUSED = {
+    "send": lambda x: dist.send(x, 1),
+    "recv": lambda x: dist.recv(x, 1),
+    "send, not waited for": lambda x: dist.isend(x, 1),
+    "recv, not waited for": lambda x: dist.irecv(x, 1).wait(),
+    "send in a batch": lambda x: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1)]),
+    "isend": lambda x: torch.ops._c10d_functional.isend(x, 1, 0, "dp"),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "gather": lambda x: dist.gather(x, [torch.empty_like(x) for _ in range(2)]),
+    "scatter": lambda x: dist.scatter(torch.empty_like(x), [x, x]),
+    "barrier": lambda x: dist.barrier(),
+    "allreduce": lambda x: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)),
+    "allgather": lambda x: dist.all_gather([x, torch.empty(3)], x),
+}  # fmt: skip
+if not hasattr(torch.ops._c10d_functional, "isend"):
+    del REFUSED["isend"]  # younger than this torch
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_program_can_hold_is_refused_at_its_line(mesh, name):
+    with pytest.raises(ValueError, match=rf"trace: step calls torch.distributed's {name.split()[0].strip(',')}, which a program") as e:
+        zt.Step.of(lambda s, x: (s, (REFUSED[name](x.clone()), x)[1])).trace(torch.zeros(1), A)
+    number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
+    assert f"{HERE}:{number} " in str(e.value)
+    assert "Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all" in str(e.value)
+
+
+def test_objects_cannot_be_sent(mesh):
+    with pytest.raises(ValueError, match="which does not run on tensors without values") as e:
+        zt.Step.of(lambda s, x: (dist.all_gather_object([None, None], 3), (s, x))[1]).trace(torch.zeros(1), A)
+    assert HERE in str(e.value)

@@ -1,0 +1,257 @@
+"""What a step reads besides its arguments: a change is traced anew, and refused by a program that is called directly."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.func import grad
+
+import ztrans as zt
+from tests.support import hyper
+from tests.support.hyper import Config, scaled
+
+HERE = Path(__file__).name
+TAPS = np.array([1.0, 2.0])
+RATE, MODE, TABLE, ITEMS = 0.1, "sum", {"x": 1.0, "deep": [1.0]}, [1.0, 2.0]
+
+
+@dataclass
+class Hyper:
+    rate: float = 1.0
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("rate",)
+    rate: float
+
+
+class Base:
+    offset = 0.5
+
+    def halved(self, x):
+        return x / 2 + self.offset
+
+
+class Loss(Base):
+    """A callable with attributes, a property, and methods that it calls, of its class and of the one above."""
+
+    power = 2.0
+
+    def __init__(self):
+        self._scale = 1.0
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def __call__(self, x):
+        return self.halved(x) ** self.power * self.scale
+
+    def halved(self, x):
+        return super().halved(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.gain = nn.Dropout(0.5), 2.0
+
+    def forward(self, x):
+        return self.drop(x) * self.gain
+
+
+def inner(x):
+    return x * RATE
+
+
+def decorated(f):
+    @functools.wraps(f)
+    def wrapper(*args):
+        return f(*args)
+
+    return wrapper
+
+
+@decorated
+def behind(x):
+    return sum(y * FAR for y in [x])
+
+
+FAR = 3.0
+HYPER, SLOTTED, ARGS, LOSS, MODEL = Hyper(), Slotted(1.0), argparse.Namespace(rate=1.0), Loss(), Model().eval()
+
+
+def closure():
+    rate, deep = 0.1, 1.0
+    power = functools.partial(lambda x, p, offset: x * p + offset, p=2.0, offset=1.0)
+
+    def step(state, x, times=2.0, *, plus=1.0):
+        nested = lambda y: y * deep
+        total = inner(x) * rate + nested(x) * times + plus + power(x)
+        total = total + hyper.factor + scaled(x) + Config.decay + HYPER.rate + SLOTTED.rate + ARGS.rate
+        total = total + TABLE["deep"][0] + ITEMS[0] + behind(x) + LOSS(x) + MODEL(x) + float(TAPS.sum()) + grad(lambda z: (z * rate).sum())(x)
+        return state, total.sum() if MODE == "sum" else total.mean()
+
+    def change(**values):
+        nonlocal rate, deep
+        rate, deep = values.get("rate", rate), values.get("deep", deep)
+
+    return step, change, power
+
+
+def replaced(name, value):
+    """Set a global of this module, as `RATE = 0.2` in a script does."""
+    return lambda *_: globals().update({name: value})
+
+
+CHANGES = {
+    "rate was 0.1 and is 0.2": lambda step, change, _: change(rate=0.2),
+    "deep was 1.0 and is 4.0": lambda step, change, _: change(deep=4.0),
+    "RATE was 0.1 and is 0.3": replaced("RATE", 0.3),
+    "MODE was 'sum' and is 'mean'": replaced("MODE", "mean"),
+    "FAR was 3.0 and is True": replaced("FAR", True),
+    "inner is another object": replaced("inner", lambda x: x * 5),
+    "HYPER is another object": replaced("HYPER", Hyper(7.0)),
+    "TABLE was {'x': 1.0, 'deep': [1.0]} and is {'x': 1.0, 'deep': [9.0]}": lambda *_: TABLE["deep"].__setitem__(0, 9.0),
+    "ITEMS was [1.0, 2.0] and is [5.0, 2.0]": lambda *_: ITEMS.__setitem__(0, 5.0),
+    "TAPS was": lambda *_: TAPS.__setitem__(0, 5.0),
+    "hyper.factor was 2.0 and is 4.0": lambda *_: setattr(hyper, "factor", 4.0),
+    "Config.decay was 0.5 and is 0.25": lambda *_: setattr(Config, "decay", 0.25),
+    "HYPER.rate was 1.0 and is 2.0": lambda *_: setattr(HYPER, "rate", 2.0),
+    "SLOTTED.rate was 1.0 and is 2.0": lambda *_: setattr(SLOTTED, "rate", 2.0),
+    "ARGS.rate was 1.0 and is 2.0": lambda *_: setattr(ARGS, "rate", 2.0),
+    "LOSS._scale was 1.0 and is 2.0": lambda *_: setattr(LOSS, "_scale", 2.0),
+    "LOSS.offset was 0.5 and is 0.75": lambda *_: setattr(Base, "offset", 0.75),
+    "LOSS.power was 2.0 and is 3.0": lambda *_: setattr(LOSS, "power", 3.0),
+    "MODEL.gain was 2.0 and is 3.0": lambda *_: setattr(MODEL, "gain", 3.0),
+    "MODEL.drop.p was 0.5 and is 0.0": lambda *_: setattr(MODEL.drop, "p", 0.0),
+    "a default of step was [2.0] and is [3.0]": lambda step, *_: setattr(step, "__defaults__", (3.0,)),
+    "a default of step was {'plus': 1.0} and is {'plus': 2.0}": lambda step, *_: setattr(step, "__kwdefaults__", {"plus": 2.0}),
+    "the keywords of power was {'p': 2.0, 'offset': 1.0} and is {'p': 4.0, 'offset': 1.0}": lambda step, _, power: power.keywords.update(p=4.0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_it_was():
+    """Every setting as it was before the test."""
+    kept = [(owner, dict(vars(owner))) for owner in (HYPER, ARGS, LOSS, MODEL, MODEL.drop, hyper)]
+    names = {name: globals()[name] for name in ("RATE", "MODE", "FAR", "inner", "HYPER")}
+    yield
+    for owner, values in kept:
+        vars(owner).clear()
+        vars(owner).update(values)
+    globals().update(names)
+    TAPS[0] = 1.0
+    ITEMS[0], TABLE["deep"][0], SLOTTED.rate, Config.decay, Base.offset = 1.0, 1.0, 1.0, 0.5, 0.5
+
+
+X = torch.linspace(-1, 1, 4)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_traced_anew(as_it_was, change):
+    """The step computes what the plain function computes, before and after; without a change nothing is traced."""
+    step, *rest = closure()
+    run = zt.Step.of(step)
+    compiled = run.lower(torch.zeros(1), X).compile()
+    for _ in range(2):
+        assert torch.equal(run(torch.zeros(1), X)[1], step(torch.zeros(1), X)[1])
+    assert len(run._cache) == 1
+    CHANGES[change](step, *rest)
+    for _ in range(2):
+        assert torch.equal(run(torch.zeros(1), X)[1], step(torch.zeros(1), X)[1])
+    assert len(run._cache) == 2
+    with pytest.raises(TypeError, match=r"step: what the step reads besides its arguments has changed since it was") as e:
+        compiled(torch.zeros(1), X)
+    assert f"* {change}" in str(e.value)
+    assert str(e.value).endswith("Lower it again, or call the step itself, which is then traced anew.")
+
+
+def test_the_line_is_named(as_it_was):
+    step, change, _ = closure()
+    lowered = zt.Step.of(step).lower(torch.zeros(1), X)
+    change(rate=0.5)
+    number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if "inner(x) * rate" in row)
+    for call in (lambda: lowered.lockstep(torch.zeros(1), [(X,)]), lambda: lowered.compile().profile(torch.zeros(1), X)):
+        with pytest.raises(TypeError, match=re.escape(f"rate was 0.1 and is 0.5 ({HERE}:{number} closure.<locals>.step)")):
+            call()
+    change(rate=0.1)
+    assert torch.equal(lowered.lockstep(torch.zeros(1), [(X,)])[1][0], step(torch.zeros(1), X)[1])
+
+
+def test_lockstep_is_for_its_flags():
+    lowered = zt.Step.of(lambda s, x, twice: (s, x * (2 if twice else 1))).lower(torch.zeros(1), X, False)
+    with pytest.raises(TypeError, match=r"compiled for twice=False, called with True"):
+        lowered.lockstep(torch.zeros(1), [(X, True)])
+    with pytest.raises(TypeError, match=r"(?s)compiled for arguments .*, called with"):
+        lowered.lockstep(torch.zeros(1), [(X, False, 3)])
+
+
+def test_a_lifted_loop_and_its_program_called_directly():
+    """Numbers of the loop's closure, modes of the module and settings of the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    sgd, weight = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1.0
+
+    def loop_step(x):
+        sgd.zero_grad()
+        loss = (model(x) * weight).square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    model.eval()
+    step, state = zt.lift(loop_step, model, sgd)
+    run, x = zt.Step.of(step), torch.ones(2, 4)
+    compiled = run.lower(run.shard(state), x).compile()
+    first = run(run.shard(state), x)[1]
+    for change, text in (
+        (lambda: sgd.param_groups[0].update(momentum=0.5), "a setting of the module or of an optimizer is another"),
+        (model.train, r"model.training was False and is True"),
+    ):
+        change()
+        with pytest.raises(TypeError, match=text):
+            compiled(run.shard(state), x)
+    model.eval()
+    weight = 3.0
+    assert torch.allclose(run(run.shard(state), x)[1], 9 * first)
+
+
+def test_what_the_step_reads_is_found_once(as_it_was):
+    """Calls read the places that the first call found, and a container that is long is known by its length."""
+    data = list(range(100_000))
+    run = zt.Step.of(lambda s, x: (s, x * len(data)))
+    run(torch.zeros(1), X)
+    (places, _) = run._captured._reaches[0]
+    run(torch.zeros(1), X)
+    assert run._captured._reaches[0][0] is places and len(run._captured._reaches) == 1
+    data.append(1)
+    assert torch.equal(run(torch.zeros(1), X)[1], X * 100_001)
+
+
+def test_a_container_that_holds_itself():
+    ring = [1.0]
+    ring.append(ring)
+    run = zt.Step.of(lambda s, x: (s, x * ring[0]))
+    run(torch.zeros(1), X)
+    ring[0] = 2.0
+    assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
+
+
+def test_what_a_step_does_not_name_is_not_read():
+    """Another attribute of an object, or another entry of a library, makes no new program."""
+    settings = argparse.Namespace(rate=1.0, seen=0)
+    run = zt.Step.of(lambda s, x: (s, x * settings.rate))
+    for k in range(3):
+        settings.seen = k
+        run(torch.zeros(1), X)
+    assert len(run._cache) == 1

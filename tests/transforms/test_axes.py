@@ -1,0 +1,243 @@
+"""Schedules of random programs over several mesh axes: the step's own collectives stay as they were, and every bit too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad_and_value
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from ztrans.planning.make_plan.cost import is_matmul
+from ztrans.planning.make_plan.simulate import lane
+
+import ztrans as zt
+from tests.support.parallel import TP, Parallel, parallel_steps
+from tests.support.parallel import own as c10d
+from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
+from ztrans.ir.graph import Eqn, Graph
+from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.user_collectives import is_users
+
+MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
+SIZES = st.sampled_from([0, 40, 200, 1000, 10**6])
+
+
+@st.composite
+def schedules(draw) -> tuple[zt.Transform, ...]:
+    """overlap_grads, prefetch or both, in any order, with random limits."""
+    bucket = draw(st.one_of(st.just("auto"), SIZES))
+    between = draw(st.sampled_from([None, 1, 2, 8]))
+    flight = st.one_of(st.none(), SIZES)
+    overlap = zt.overlap_grads(bucket=bucket, max_compute_between=between, max_in_flight=draw(flight),
+                               update=draw(st.sampled_from(["eager", "last"])))  # fmt: skip
+    memory = draw(st.sampled_from(["auto", 1 << 30]))
+    ahead = zt.prefetch(memory=memory, max_in_flight=draw(flight))
+    return draw(st.sampled_from([(overlap,), (ahead,), (overlap, ahead), (ahead, zt.fuse_cast_gather(), overlap)]))
+
+
+def shard(mesh: dict[str, int], **options) -> zt.Transform:
+    hosts = {"replicate_axis": "host"} if "host" in mesh else {}
+    return zt.shard_params(zt.AbstractMesh(**mesh), **hosts, **options)
+
+
+def trace(step: Parallel) -> zt.Traced:
+    return zt.Step.of(step.step).trace(step.state(0), step.batch(0))
+
+
+def lower(traced: zt.Traced, *transforms: zt.Transform) -> zt.Lowered:
+    return dataclasses.replace(traced, transforms=transforms).lower()
+
+
+def results(step: Parallel, lowered: zt.Lowered) -> list[list[torch.Tensor]]:
+    """The outputs of every rank, from weights of their own on each rank of tp and a batch for each of host and dp."""
+    places = coordinates(lowered.graph.mesh)
+    parts = [scatter(lowered.graph, pytree.tree_leaves(step.state(tp))) for tp in range(TP)]
+    batch = [step.batch(at.get("host", 0) * 8 + at["dp"]) for at in places]
+    return lockstep(lowered.graph, [[*parts[at["tp"]][r], batch[r]] for r, at in enumerate(places)])
+
+
+def own(graph: Graph) -> list[str]:
+    """The step's own collectives and what they read, as text, in order."""
+    return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_users(e)]
+
+
+@settings(max_examples=25)
+@given(parallel_steps(), st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from(["auto", "always"]), schedules())
+def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step, mesh, stage, reshard, transforms):
+    if not step.state(0)["params"]:
+        return
+    traced, first = trace(step), shard(mesh, stage=stage, reshard=reshard)
+    if stage == 0 and not any(isinstance(t, type(zt.overlap_grads())) for t in transforms):
+        return  # nothing to gather
+    plain, planned = lower(traced, first), lower(traced, first, *transforms)
+    graph = zt.check(planned.graph)
+    assert own(graph) == own(plain.graph)
+    each_future_is_waited_for_once(graph)
+    within_what_was_asked(graph, transforms)
+    for a, b in zip(results(step, plain), results(step, planned), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    # What a rank lowers depends on nothing that differs between ranks, or between runs: not on where objects lie.
+    again = lower(trace(step), first, *transforms)
+    assert str(again) == str(planned)
+    assert lanes(again.graph) == lanes(graph)
+
+
+@settings(max_examples=15)
+@given(parallel_steps(), st.integers(0, 3), st.integers(1, 5))
+def test_delayed_weight_gradients_change_no_bit(step, stage, most):
+    if not step.state(0)["params"]:
+        return
+    traced, first = trace(step), shard(MESHES[0], stage=stage)
+    plain = lower(traced, first)
+    planned = lower(traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch())
+    assert own(planned.graph.check()) == own(plain.graph)
+    for a, b in zip(results(step, plain), results(step, planned), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def lanes(graph: Graph) -> dict[str, list[str]]:
+    """What each communicator is given, in order."""
+    found: dict[str, list[str]] = {}
+    for e in graph.eqns:
+        if is_start(e) or (is_users(e) and "wait" not in str(e.op)):
+            found.setdefault(lane(e), []).append(str((e.op, e.ins)))
+    return found
+
+
+def each_future_is_waited_for_once(graph: Graph) -> None:
+    """`check` says so of ours; here it is said again, from the text alone, and of the step's own."""
+    waited: Counter = Counter()
+    started = {}
+    for e in graph.eqns:
+        waits = e.op is WAIT or str(e.op) == "_c10d_functional.wait_tensor.default"
+        for v in e.ins:
+            assert not (v in started and not waits and not waited[v]), f"{v} is read before its wait"
+            waited[v] += waits
+        if is_start(e) or (is_users(e) and not waits):
+            started.update(dict.fromkeys(e.outs))
+    assert all(waited[v] == 1 for v in started)
+
+
+def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
+    made = {out: e for e in graph.eqns for out in e.outs}
+    # Over the replicated axis a reduction follows another, whatever was asked.
+    reductions = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and made[e.ins[0]].op is not WAIT]
+    gathers = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
+    for t in transforms:
+        starts = {"overlap_grads": reductions, "prefetch": gathers}.get(t.name)
+        most = getattr(t, "max_in_flight", None)
+        if most is not None and starts:
+            assert under_way(graph, starts) <= max(most, *(n for e in starts for n in in_flight(graph, e)))
+        if t.name == "overlap_grads" and t.bucket != "auto":
+            assert all(len(e.ins) == 1 or size(e.ins) <= t.bucket for e in reductions)
+        if t.name == "overlap_grads" and t.max_compute_between is not None:
+            assert matmuls_between(graph, reductions) <= t.max_compute_between
+
+
+def size(values) -> int:
+    return sum(v.numel * v.dtype.itemsize for v in values)
+
+
+def in_flight(graph: Graph, e: Eqn) -> list[int]:
+    """Bytes of each member: a gather's as it is received, where a dim that the ranks do not divide is padded."""
+    return [buffer_bytes(e, k, graph.axes) if e.op is ALL_GATHER else size([v]) for k, v in enumerate(e.outs)]
+
+
+def under_way(graph: Graph, starts: list[Eqn]) -> int:
+    """The most bytes of `starts` that are under way beside an operation."""
+    now, most = {}, 0
+    for e in graph.eqns:
+        if e in starts:
+            now[e.outs[0]] = sum(in_flight(graph, e))
+        elif e.op is WAIT:
+            now.pop(e.args[0], None)
+        elif not is_start(e):
+            most = max(most, sum(now.values()))
+    return most
+
+
+def matmuls_between(graph: Graph, reductions: list[Eqn]) -> int:
+    """The most matmuls between two reductions, where a gradient was born between them that could have gone alone."""
+    passed, made, starts = 0, {}, []
+    for e in graph.eqns:
+        passed += is_matmul(e)
+        made.update(dict.fromkeys(e.outs, passed))
+        if e in reductions:
+            starts.append(passed)
+    births = {made[v] for e in reductions for v in e.ins}
+    starts = [min(births, default=0), *starts]
+    return max((b - a for a, b in pairwise(starts) if any(a < birth < b for birth in births)), default=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_steps_own_collectives_in_the_update_keep_their_order_though_updates_run_early(stage):
+    """Gradients come last layer first, norms over tensor parallelism are summed first layer first."""
+
+    def step(state, x):
+        def loss(params):
+            h = x
+            for w in params.values():
+                h = torch.tanh(h @ w)
+            return h.square().mean()
+
+        grads, value = grad_and_value(loss)(state)
+        whole = {k: c10d.wait_tensor(c10d.all_reduce(g, "sum", "tp")) for k, g in grads.items()}
+        return {k: w - 0.1 * whole[k] for k, w in state.items()}, value
+
+    traced = zt.Step.of(step).trace({k: torch.ones(4, 4) for k in "abc"}, torch.ones(2, 4))
+    first = shard({"dp": 2, "tp": 2}, stage=stage)
+    plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
+    assert own(planned.graph.check()) == own(plain.graph) and len(own(plain.graph)) == 6
+    sums = [e for e in planned.graph.eqns if is_users(e)]
+    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), "on parts"
+
+
+def megatron(group: str) -> Callable:
+    """Two layers, cut over the tensor-parallel group of this rank."""
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    def step(state, x):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        for i in "01":
+            x = x + Summed.apply(torch.relu(x @ params[f"up{i}"]) @ params[f"down{i}"])
+        value = x.square().mean()
+        grads = torch.autograd.grad(value, list(params.values()))
+        return {k: p - 0.1 * g for (k, p), g in zip(state.items(), grads)}, value.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("mesh", MESHES[::2])
+def test_every_rank_hands_each_communicator_the_same_messages(mesh):
+    """Ranks that lower for themselves, on real meshes with groups of their own, cannot wait for one another forever."""
+    world, seen = torch.Size(mesh.values()).numel(), []
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            device = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+            hosts = {"replicate_axis": "host"} if "host" in mesh else {}
+            chained = zt.chain(zt.shard_params(device, **hosts), zt.overlap_grads(), zt.prefetch())
+            state = {"up0": torch.ones(4, 6), "down0": torch.ones(6, 4), "up1": torch.ones(4, 6), "down1": torch.ones(6, 4)}
+            lowered = chained(megatron(device.get_group("tp").group_name)).lower(state, torch.ones(3, 4))
+            seen.append((str(lowered), lanes(lowered.graph), lowered.plan))
+        finally:
+            dist.destroy_process_group()
+    assert all(other == seen[0] for other in seen)
+    assert len(seen[0][1]) == 3 + ("host" in mesh)
