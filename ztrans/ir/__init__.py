@@ -30,6 +30,7 @@ from .graph import (
     Split,
     Var,
     dce,
+    is_random,
     producers,
     rename,
     substitute,
@@ -43,6 +44,6 @@ from .verifier import ProgramError, check
 __all__ = [
     "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
     "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Split", "Var",
-    "all_gather", "check", "dce", "diff", "is_matmul", "is_start", "is_view", "producers", "reduce", "rename",
-    "substitute", "users", "variables", "wait",
+    "all_gather", "check", "dce", "diff", "is_matmul", "is_random", "is_start", "is_view", "producers", "reduce",
+    "rename", "substitute", "users", "variables", "wait",
 ]  # fmt: skip
