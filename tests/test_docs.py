@@ -1,0 +1,171 @@
+"""The pages for users: their code runs, prints what they show, and everything that they name exists.
+
+A page marks each block behind its opening fence:
+
+    python             it runs, in one namespace a page, from top to bottom, in an empty folder
+    python torchrun    it needs several processes: it is compiled, not run
+    python gpu         it needs a GPU: the same
+    python peer        it is the code of another library, or a loop before it is changed: the same
+    text               after a block that runs: what that block prints, where `...` stands for anything
+"""
+
+from __future__ import annotations
+
+import ast
+import codeop
+import contextlib
+import doctest
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+NOT_RUN = {"torchrun", "gpu", "peer"}
+PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the line that opens it, the words after the fence, and its text."""
+
+    line: int
+    info: tuple[str, ...]
+    text: str
+
+    @property
+    def is_python(self) -> bool:
+        return self.info[:1] == ("python",)
+
+    @property
+    def runs(self) -> bool:
+        return self.info == ("python",)
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    found, opened, body = list[Block](), None, list[str]()
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if not line.startswith("```"):
+            body.append(line)
+        elif opened is None:
+            opened, body = (number, tuple(line[3:].split())), []
+        else:
+            found.append(Block(*opened, "\n".join(body) + "\n"))
+            opened = None
+    assert opened is None, f"{page.name}:{opened} opens a block that nothing closes"
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder to run in; a mesh of one that a page makes is gone after the test."""
+    before = dist.is_initialized()
+    monkeypatch.chdir(tmp_path)
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+
+
+@by_name
+def test_code_runs_and_prints_what_the_page_shows(page, scratch):
+    namespace: dict = {"__name__": "__main__"}
+    every = blocks(page)
+    for block, following in zip(every, [*every[1:], None]):
+        if not block.is_python:
+            continue
+        assert block.runs or (len(block.info) == 2 and block.info[1] in NOT_RUN), f"{page.name}:{block.line}"
+        # Errors, and the lines that programs print, then name the page and its lines.
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        if block.runs:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(code, namespace)
+            if following is not None and following.info == ("text",) and is_next(page, block, following):
+                shown, printed = following.text, out.getvalue()
+                same = doctest.OutputChecker().check_output(shown, printed, PRINTED)
+                assert same, f"{page.name}:{block.line} printed\n{printed}"
+
+
+def is_next(page: Path, block: Block, following: Block) -> bool:
+    """Whether only empty lines are between two blocks of a page."""
+    end = block.line + block.text.count("\n") + 1
+    return not "".join(page.read_text().splitlines()[end : following.line - 1]).strip()
+
+
+def test_the_first_block_of_the_readme_can_be_pasted_into_a_prompt():
+    """A prompt runs a statement as soon as an empty line, or the next statement, ends it."""
+    first = blocks(ROOT / "README.md")[0]
+    assert first.runs
+    statement = ""
+    for line in [*first.text.splitlines(), ""]:
+        statement += line + "\n"
+        if codeop.compile_command(statement, "<stdin>", "single") is not None:
+            statement = ""
+    assert not statement.strip()
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SPEC.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_resolve(page):
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_relative_to(ROOT) or not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong, f"{page.name}: {wrong}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SPEC.md"], ids=lambda page: page.name)
+def test_files_and_tests_that_are_named_exist(page):
+    wrong = []
+    for name in re.findall(r"`([\w./-]+/[\w.-]*(?:::\w+)?)`", prose(page)):
+        file, _, test = name.partition("::")
+        places = [place / file for place in (ROOT, ROOT / "ztrans") if (place / file).exists()]
+        if not places or (test and test not in functions(places[0])):
+            wrong.append(name)
+    assert not wrong, f"{page.name}: {wrong}"
+
+
+def functions(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_file_of_the_architecture_exists():
+    """Its tree too, whose first column is folders and files."""
+    page = ROOT / "docs/architecture.md"
+    (tree,) = (block for block in blocks(page) if block.info == ("text",))
+    named = re.findall(r"(?<!\S)[\w.]+/[\w./]*", tree.text)
+    assert len(named) > 10
+    wrong = [name for name in named if not (ROOT / name.rstrip(".")).exists()]
+    assert not wrong, f"{wrong}: no such file"
+
+
+def test_pages_are_short_enough_to_be_read():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "docs/architecture.md").read_text().splitlines()) <= 70
+
+
+def test_every_page_is_reached_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert not [page.name for page in DOCS if f"(docs/{page.name})" not in readme]
