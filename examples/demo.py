@@ -1,6 +1,6 @@
-"""Everything at once: a byte-level GPT on two ranks, four transforms, bf16 on the wire, against the plain step.
+"""All four transforms at once: a byte-level GPT on two ranks, with bf16 on the wire, compared with the plain step.
 
-    torchrun --standalone --nproc-per-node 2 examples/demo.py
+    torchrun --standalone --nproc-per-node 2 examples/demo.py      # needs the extra `examples`
 
 Rank 0 then shows the program that ran, its bytes on the wire, its memory by ZeRO stage, and how far
 the sharded losses are from those of the plain step in one process on the same batches.
@@ -27,7 +27,7 @@ console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
 
 def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int) -> list[float]:
-    """The loss of each step, on batches that are one of `ranks` parts of the global ones."""
+    """Train on one rank's slices of the batches; return the loss of each step."""
     step_loss = "step {task.completed:>3.0f}/{task.total:.0f}   loss {task.fields[loss]:.3f}"
     columns = TextColumn(f"{name:<14}"), BarColumn(30), TextColumn(step_loss + "   {task.fields[rate]:>6,.0f} tokens/s")
     bar = Progress(*columns, TimeElapsedColumn(), console=console)
@@ -45,25 +45,26 @@ def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor
 
 
 def head(program: zt.Lowered, inputs: int = 3, equations: int = 18) -> str:
-    """The first lines of a program, most of its inputs left out."""
+    """The first lines of a program, without most of its inputs."""
     lines = str(program).splitlines()
     body = lines.index("):")
-    few = [*lines[: 2 + inputs], f"    ... {body - 2 - inputs} more", *lines[body : body + 2 + equations]]
-    return "\n".join([*few, f"  ... {len(lines) - body - 2 - equations} more lines"])
+    start = [*lines[: 2 + inputs], f"    ... {body - 2 - inputs} more", *lines[body : body + 2 + equations]]
+    return "\n".join([*start, f"  ... {len(lines) - body - 2 - equations} more lines"])
 
 
 def size(n: int) -> str:
     return f"{n / 2**20:.2f} MiB" if n >= 2**16 else f"{n} B"
 
 
-def wire_table(apart: zt.Lowered, fused: zt.Lowered) -> Table:
+def wire_table(separate: zt.Lowered, fused: zt.Lowered) -> Table:
     table = Table("role", title="bytes on the wire, one rank, one step")
     for column in ("without fuse_cast_gather", "with it", "ratio"):
         table.add_column(column, justify="right")
-    before, after = apart.cost_analysis(), fused.cost_analysis()
+    before, after = separate.cost_analysis(), fused.cost_analysis()
     for role in (*sorted({role for (_, role), _ in before.wire}), None):
-        one, two = before.over(role=role), after.over(role=role)
-        table.add_row(role or "together", size(one), size(two), f"{two / one:.2f}" if one else "")
+        cast_after, cast_before = before.over(role=role), after.over(role=role)
+        ratio = f"{cast_before / cast_after:.2f}" if cast_after else ""
+        table.add_row(role or "together", size(cast_after), size(cast_before), ratio)
     return table
 
 
@@ -129,11 +130,11 @@ def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, 
         console.print(head(lowered[3]), markup=False, soft_wrap=True)
         console.print("", wire_table(transforms(fuse=False)(step.fn).lower(*example), lowered[3]))
         console.print("", memory_table(lowered), "")
-        apart = max(abs(a - b) for a, b in zip(sharded, plain))
+        absolute = max(abs(a - b) for a, b in zip(sharded, plain))
         relative = max(abs(a - b) / b for a, b in zip(sharded32, plain32))
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        console.print(f"bf16: the losses differ by at most {apart:.1e}, in {steps} steps")
+        console.print(f"bf16: the losses differ by at most {absolute:.1e}, in {steps} steps")
         console.print(f"fp32: the losses differ by at most {relative:.1e} of themselves, in {fp32_steps} steps")
         picture(sharded, plain, ranks, out)
         console.print(f"loss curves: {out}")

@@ -1,7 +1,7 @@
-"""Train a GPT on bytes of the standard library's source, sharded over all ranks.
+"""Train a GPT on bytes of the standard library's source, sharded over all ranks. Needs einops.
 
 python examples/gpt.py                                        # one process
-torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two: the same losses but for rounding
+torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two: the same losses, up to rounding
 python examples/gpt.py --bf16                                 # matmuls and gathers in bf16
 """
 

@@ -1,6 +1,6 @@
-"""Look at a step for eight ranks without any: what transforms do to it, what it costs, what it holds.
+"""Look at a step for eight ranks, on a machine that has none: what transforms change, what it costs, what it holds.
 
-python examples/inspect_a_step.py
+python examples/inspect_a_step.py      # needs einops
 """
 
 from itertools import pairwise
@@ -16,12 +16,12 @@ BIG = Config(layers=4, width=1024, heads=16, sequence=256)
 def head(program: object, lines: int, start: str = "  # forward") -> str:
     """The first lines of a program's body."""
     text = str(program).splitlines()
-    at = text.index(start)
-    return "\n".join([*text[at : at + lines], f"  ... {len(text) - at - lines} more lines"])
+    begin = text.index(start)
+    return "\n".join([*text[begin : begin + lines], f"  ... {len(text) - begin - lines} more lines"])
 
 
 def changes(before: object, after: object, of: str, most: int) -> str:
-    """What a pass changed about one parameter, and how much else it changed."""
+    """The lines of a diff that are about one parameter, and the number of the others."""
     changed = [line for line in zt.diff(before, after, context=0).splitlines() if line.startswith(("+ ", "- "))]
     about = [line for line in changed if f"{of}.full" in line or f"{of}.grad" in line][:most]
     if not changed:

@@ -1,7 +1,7 @@
 """Train an MLP, sharded over all ranks: one plain train step and four transforms.
 
 python examples/mlp.py                                        # one process
-torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses but for rounding
+torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses, up to rounding
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def loss_fn(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def main(*, steps: int = 200, widths: Sequence[int] = (4, 64, 64, 1), batch: int = 256, lr=0.02) -> list[float]:
-    mesh = zt.make_mesh(dp=-1)  # all the ranks there are; one without torchrun
+    mesh = zt.make_mesh(dp=-1)  # under torchrun all ranks; without it one
 
     @zt.fuse_cast_gather()
     @zt.prefetch()

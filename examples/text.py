@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the source of the running Python's standard library, as bytes."""
+"""Text that every machine has: the source of the running Python's standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path
