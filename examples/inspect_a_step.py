@@ -22,7 +22,8 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
 
 def changes(before: object, after: object, of: str, most: int) -> str:
     """What a pass changed about one parameter, and how much else it changed."""
-    changed = [line for line in zt.diff(before, after, context=0).splitlines() if line.startswith(("+ ", "- "))]
+    lines = zt.diff(before, after, context=0, full=True).splitlines()
+    changed = [line for line in lines if line.startswith(("+ ", "- "))]
     about = [line for line in changed if f"{of}.full" in line or f"{of}.grad" in line][:most]
     if not changed:
         return "  only hints about the order, for `lower`"

@@ -23,8 +23,8 @@ from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.operations import is_matmul
 from ztrans.ir.user_collectives import is_users
-from ztrans.planning.cost import is_matmul
 from ztrans.planning.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})

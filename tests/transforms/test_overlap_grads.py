@@ -11,10 +11,9 @@ from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, sharded
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
-from ztrans.ir.operations import is_view_or_cast
+from ztrans.ir.operations import is_matmul, is_view_or_cast
 from ztrans.planning import make_plan as plans
 from ztrans.planning.cluster import Link
-from ztrans.planning.cost import is_matmul
 from ztrans.planning.solver.validate import ScheduleError
 
 

@@ -1,52 +1,25 @@
-"""Programs as text: one equation a line, types beside names, the user's line at the margin.
-
-Names are stable across passes, so two stages of a program differ only where a pass changed it,
-and `diff` shows just that.
-"""
+"""programs: a whole program as text, one equation after the other, types beside names."""
 
 from __future__ import annotations
 
-import difflib
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
-
-from .graph import DTYPES, Eqn, Graph, Var
-
-_MARGIN = 88
-_NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant"}
-_DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # noise on one kind of device
+from ..graph import Eqn, Graph, Region
+from .equations import WIDTH, equation, fold, lines, op_name, value, wrap
 
 
-def op_name(op: Any) -> str:
-    """The short name of an operation: `addmm`, `cast`, `all_gather`."""
-    if isinstance(op, torch._ops.OpOverload):
-        short = op._schema.name.split("::")[-1]
-        return _NAMES.get(short, short)
-    return str(op)
+class Entry(NamedTuple):
+    """A part of a printed program: an equation, an input, a heading.
 
+    Two entries say the same if and only if their `text` is equal; `lines` are what is printed, which may fold.
+    `region` is that of the heading above; what stands before the first equation, and after the last, has none.
+    """
 
-def _value(x: Any) -> str:
-    if isinstance(x, Var):
-        return x.name
-    if isinstance(x, torch.dtype):
-        return DTYPES.get(x, str(x))
-    if isinstance(x, torch.Tensor):
-        return f"tensor({x.tolist()})" if x.numel() <= 8 else f"tensor(<{tuple(x.shape)}>)"
-    if isinstance(x, (list, tuple)):
-        return "[" + ", ".join(map(_value, x)) + "]"
-    return str(x)
-
-
-def equation(eqn: Eqn) -> str:
-    """One equation as text, its source line at the margin."""
-    outs = ", ".join("_" if out is None else f"{out.name}: {out.type}" for out in eqn.outs)
-    args = [_value(a) for a in eqn.args]
-    for key, x in eqn.kwargs.items():
-        if key not in _DEFAULTS and x is not None:
-            args.append(_value(x) if key in ("dtype", "op") else f"{key}={_value(x)}")
-    line = f"  {outs} = {op_name(eqn.op)}({', '.join(args)})"
-    return f"{line:<{_MARGIN}}  # {eqn.source}" if eqn.source else line
+    text: str
+    lines: tuple[str, ...]
+    region: Region | None = None
+    eqn: Eqn | None = None
 
 
 def header(graph: Graph) -> str:
@@ -57,9 +30,13 @@ def header(graph: Graph) -> str:
     return "# " + "   ".join(filter(None, parts))
 
 
-def program(graph: Graph) -> str:
-    """The whole program as text.
+def program(graph: Graph, full: bool = False) -> str:
+    """The whole program as text, in lines of at most `WIDTH` columns.
 
+    A bucket that does not fit folds: `[up, ... 26 more: 12.40 MiB]`. With `full` each of its members has a line.
+
+    >>> import torch
+    >>> from ztrans.ir.graph import Var
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> print(program(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)))
     # f
@@ -70,53 +47,43 @@ def program(graph: Graph) -> str:
       y: f32[4] = relu(x)
       return y
     """
-    lines = [header(graph), *(f"# note: {note}" for note in graph.notes), f"def {graph.name}("]
-    lines += [f"    {var.name}: {var.type}," for var in graph.inputs]
-    lines.append("):")
+    return "\n".join(line for entry in entries(graph, full) for line in entry.lines)
+
+
+def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
+    """The parts of a program in order."""
+    yield _entry(header(graph))
+    for note in graph.notes:
+        yield _entry(f"# note: {note}")
+    yield _entry(f"def {graph.name}(")
+    for var in graph.inputs:
+        yield _entry(f"    {var.name}: {var.type},")
+    yield _entry("):")
     region = None
     for eqn in graph.eqns:
-        moved = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
-        if eqn.region != region and (region is None or not moved):
+        moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
+        if eqn.region != region and (region is None or not moves):
             region = eqn.region
-            lines.append(f"  # {region}")
-        lines.append(equation(eqn))
-    lines.append("  return " + ", ".join(map(_value, graph.outputs)))
-    return "\n".join(lines)
+            yield Entry(f"  # {region}", (f"  # {region}",), region)
+        text = f"{equation(eqn)}  # {eqn.source}"
+        yield Entry(text, tuple(lines(eqn, full)), region, eqn)
+    yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
 
 
-def diff(before: Any, after: Any, context: int = 1) -> str:
-    """What a pass changed: a unified diff of two programs' texts (anything that prints as one).
-
-    >>> print(diff("a\\nb", "a\\nc"))
-    @@ -1,2 +1,2 @@
-     a
-    -b
-    +c
-    """
-    one, two = (str(x).splitlines() for x in (before, after))
-    return "\n".join(list(difflib.unified_diff(one, two, lineterm="", n=context))[2:])
+def _entry(text: str) -> Entry:
+    """An entry of words or of one name, which is wrapped where it is too long."""
+    comment = text.startswith("#")
+    first, *rest = wrap(text)
+    return Entry(text, (first, *(f"#{line[1:]}" if comment else line for line in rest)))
 
 
-def format_seconds(seconds: float) -> str:
-    """Seconds as text.
-
-    >>> format_seconds(0.0042), format_seconds(3.5e-6), format_seconds(0)
-    ('4.20 ms', '3.50 us', '0.00 us')
-    """
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
-        if abs(seconds) < 999.995 * scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds:.2f} s"
-
-
-def format_bytes(count: float) -> str:
-    """Bytes as text.
-
-    >>> format_bytes(512), format_bytes(3 << 20)
-    ('512 B', '3.00 MiB')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
+    """The outputs; where they do not fit on a line the state folds, and so do the outputs after it."""
+    outputs = [value(x) for x in graph.outputs]
+    line = "  return " + ", ".join(outputs)
+    if len(line) <= WIDTH:
+        return (line,)
+    if full:
+        return ("  return (", *(part for x in outputs for part in wrap(f"    {x},")), "  )")
+    parts = outputs[: graph.num_state], outputs[graph.num_state :]
+    return tuple(wrap("  return " + ", ".join(fold(part) for part in parts if part)))
