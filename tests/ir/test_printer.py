@@ -108,8 +108,8 @@ def test_real_programs_fit(name):
     graphs = [graph for _, graph in lowered.history]
     for text in [*map(str, graphs), *(program(graph, full=True) for graph in graphs)]:
         assert max(map(len, text.splitlines())) <= WIDTH
-    members = [v.name for e in lowered.graph.eqns for v in e.ins]
-    assert all(re.search(rf"\b{re.escape(name)}\b", lowered.as_text(full=True)) for name in members)
+    members = {v.name for e in lowered.graph.eqns for v in e.ins}
+    assert members <= set(re.findall(r"[\w.']+", lowered.as_text(full=True)))
     assert lowered.as_text() == str(lowered) and max(map(len, lowered.plan.as_text().splitlines()[:-1])) <= 120
 
 
@@ -181,7 +181,7 @@ def test_a_program_in_a_notebook():
     cell = Page(lowered._repr_html_())
     assert lowered._repr_html_() == html(lowered.graph) == lowered.graph._repr_html_()
     summaries = re.findall(r"(forward|backward|update), (\d+) equations", cell.text)
-    assert [region for region, _ in summaries] == ["forward", "backward", "update"]
+    assert [region for region, _ in summaries] == re.findall(r"^  # (\w+)$", str(lowered), re.MULTILINE)
     assert sum(int(count) for _, count in summaries) == len(lowered.graph.eqns)
     wanted = [line for line in str(lowered).splitlines() if not re.fullmatch(r"  # \w+", line)]
     assert [line for line in wanted if line not in cell.text] == [], "every line, its columns as they print"

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from html import unescape
 
 import pytest
 import torch
@@ -178,12 +177,3 @@ def test_the_bound_is_carried_and_holds(simulated):
     assert 0 < least <= simulated.seconds and binds == "wire"
     # Each of six messages takes a millisecond to start, and lanes of their own let two start at once.
     assert least > 3e-3 and lowered().timeline().bound is None, "nothing is planned without a schedule"
-
-
-def test_a_timeline_in_a_notebook(simulated, measured):
-    """The page in a frame: its script runs there alone, and no text of it ends the frame."""
-    for shown, timelines in ((simulated, [simulated]), (simulated.beside(measured), [simulated, measured])):
-        cell = shown._repr_html_()
-        (attributes,) = re.fullmatch(r"<iframe ([^<>]*)></iframe>", cell).groups()
-        assert 'sandbox="allow-scripts"' in attributes and attributes.count('"') == 2 * 3
-        assert unescape(re.search(r'srcdoc="([^"]*)"', attributes)[1]) == page(timelines)

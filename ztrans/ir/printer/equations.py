@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..source import Source
 from .units import format_bytes
 
 WIDTH = 119  # columns of a printed line; in a difference a sign before it makes 120
-_MARGIN = 90  # the column of the user's line, where there is room for it
+_MARGIN = 90  # the column of the user's line, where all lines of a program have room for it
 _LONGEST_SOURCE = 48  # columns of the user's line
 _MANY = 8  # entries of a list of numbers, or results of one operation, from which on they fold
 _NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant"}
@@ -44,8 +44,13 @@ def equation(eqn: Eqn) -> str:
     return f"{', '.join(_results(eqn))} = {_call(eqn, value)}"
 
 
-def lines(eqn: Eqn, full: bool = False) -> list[str]:
-    """The equation as lines of at most `WIDTH` columns, with the user's line at the margin of the first.
+def margin(eqns: Iterable[Eqn]) -> int:
+    """The column of the user's line in a program: the same for all equations, where their text leaves room for it."""
+    return min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in eqns)])
+
+
+def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
+    """The equation as lines of at most `WIDTH` columns, with the user's line in a column of the first, or after it.
 
     An equation that fits stands on one line, or on two. In a longer one every list folds, as `[w, ... 26 more: 3 MiB]`;
     in the `full` form each result and each member of a list has a line.
@@ -56,7 +61,7 @@ def lines(eqn: Eqn, full: bool = False) -> list[str]:
         if len(layout[0]) <= room and max(map(len, layout)) <= WIDTH:
             break
     first, *rest = [*wrap(layout[0], room), *(part for line in layout[1:] for part in wrap(line))]
-    column = max(len(first) + 2, min(_MARGIN, WIDTH - len(comment)))
+    column = max(len(first) + 2, min(column, WIDTH - len(comment)))
     return [f"{first:<{column}}{comment}" if comment else first, *rest]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..graph import Eqn, Graph, Region
-from .equations import WIDTH, equation, fold, lines, op_name, value, wrap
+from .equations import WIDTH, equation, fold, lines, margin, op_name, value, wrap
 
 
 class Entry(NamedTuple):
@@ -59,14 +59,14 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     for var in graph.inputs:
         yield _entry(f"    {var.name}: {var.type},")
     yield _entry("):")
-    region = None
+    region, column = None, margin(graph.eqns)
     for eqn in graph.eqns:
         moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
         if eqn.region != region and (region is None or not moves):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)
         text = f"{equation(eqn)}  # {eqn.source}"
-        yield Entry(text, tuple(lines(eqn, full)), region, eqn)
+        yield Entry(text, tuple(lines(eqn, full, column)), region, eqn)
     yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
 
 
