@@ -24,7 +24,7 @@ def changes(before: object, after: object, of: str, most: int) -> str:
     """What a pass changed about one parameter, and how much else it changed."""
     lines = zt.diff(before, after, context=0, full=True).splitlines()
     changed = [line for line in lines if line.startswith(("+ ", "- "))]
-    about = [line for line in changed if f"{of}.full" in line or f"{of}.grad" in line][:most]
+    about = [line for line in changed if of in line][:most]
     if not changed:
         return "  only hints about the order, for `lower`"
     return "\n".join([*about, f"  ... {len(changed) - len(about)} more lines"])

@@ -143,8 +143,9 @@ def _folded(x: Any, wire: torch.dtype | None) -> str:
 
 
 def _one_a_line(x: Any) -> str:
-    """An argument in its longest form: a list of values with a line for each."""
-    return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]" if _is_bucket(x) else value(x)
+    """An argument in its longest form: a list of several values has a line for each."""
+    several = _is_bucket(x) and len(x) > 1
+    return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]" if several else value(x)
 
 
 def _comment(source: Source | None) -> str:
