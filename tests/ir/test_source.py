@@ -5,6 +5,7 @@ import dataclasses
 import doctest
 import linecache
 import os
+import re
 import subprocess
 import sys
 import types
@@ -145,8 +146,8 @@ def test_a_prompt(how):
     run = subprocess.run([sys.executable, *how], input=typed, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     margins = {line.rpartition("# ")[2] for line in run.stdout.splitlines() if " = " in line}
-    name = "<string>" if how[0] == "-c" else "<stdin>"
-    assert len(margins) == 2 and all(margin.startswith(f"{name}:") and margin.endswith(" step") for margin in margins)
+    name = "<string>" if how[0] == "-c" else r"<(stdin|python-input)(-\d+)?>"
+    assert len(margins) == 2 and all(re.fullmatch(rf"{name}:\d step", margin) for margin in margins)
 
 
 class Compiler:
