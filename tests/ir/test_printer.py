@@ -153,6 +153,13 @@ def test_equal_programs_have_no_difference():
     assert zt.diff(lowered, lowered.graph) == "" == zt.diff(lowered, lowered, full=True)
 
 
+def test_what_is_no_program_is_refused():
+    graph = of(*numbered(1))
+    for wrong in ("a program", zt.Plan("0"), 3):
+        with pytest.raises(TypeError, match=f"diff: got a {type(wrong).__name__}; it compares programs: Graph, Traced"):
+            zt.diff(graph, wrong)
+
+
 def test_traffic_counts_what_the_cost_counts():
     lowered = lower(zt.overlap_grads(), zt.prefetch())
     sent = traffic(lowered.graph)

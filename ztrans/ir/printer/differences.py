@@ -57,6 +57,8 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
 
     Returns: The text; empty for equal programs.
 
+    Raises: TypeError for what is no program.
+
     >>> import torch
     >>> from ztrans.ir.graph import Var
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
@@ -69,7 +71,7 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
     +  y: f32[4] = neg(x)
        return y
     """
-    graphs = [x if isinstance(x, Graph) else x.graph for x in (before, after)]
+    graphs = [_graph(stage) for stage in (before, after)]
     old, new = (_parts(graph, full) for graph in graphs)
     matcher = SequenceMatcher(None, [part.text for part in old], [part.text for part in new])
     places = list(matcher.get_grouped_opcodes(context))
@@ -82,6 +84,14 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
     if shown is not places:
         lines.append(f"... {len(places) - len(shown)} more places, with full=True")
     return "\n".join(lines)
+
+
+def _graph(stage: Graph | HasGraph) -> Graph:
+    graph = stage if isinstance(stage, Graph) else getattr(stage, "graph", None)
+    if not isinstance(graph, Graph):
+        kind = type(stage).__name__
+        raise TypeError(f"diff: got a {kind}; it compares programs: Graph, Traced, Lowered or Compiled.")
+    return graph
 
 
 class _Part(NamedTuple):
