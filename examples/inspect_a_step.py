@@ -21,9 +21,10 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
 
 
 def changes(before: object, after: object, of: str, most: int) -> str:
-    """The lines of a diff that are about one parameter, and the number of the others."""
-    changed = [line for line in zt.diff(before, after, context=0).splitlines() if line.startswith(("+ ", "- "))]
-    about = [line for line in changed if f"{of}.full" in line or f"{of}.grad" in line][:most]
+    """What a pass changed about one parameter, and how much else it changed."""
+    lines = zt.diff(before, after, context=0, full=True).splitlines()
+    changed = [line for line in lines if line.startswith(("+ ", "- "))]
+    about = [line for line in changed if of in line][:most]
     if not changed:
         return "  only hints about the order, for `lower`"
     return "\n".join([*about, f"  ... {len(changed) - len(about)} more lines"])

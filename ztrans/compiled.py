@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .ir.ambient import refuse_inside, without_autocast
+from .ir.graph import Graph
+from .ir.printer import format_seconds, html, program
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
@@ -39,7 +41,7 @@ class Bound(NamedTuple):
     messages: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Compiled:
     """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
 
@@ -58,12 +60,24 @@ class Compiled:
     _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
     _runner: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def as_text(self) -> str:
-        """The program that runs."""
-        return str(self._bound[0][0] if self._bound else self.lowered)
+    @property
+    def graph(self) -> Graph:
+        """The program that runs; before the first call the lowered one."""
+        return (self._bound[0].lowered if self._bound else self.lowered).graph
+
+    def as_text(self, *, full: bool = False) -> str:
+        """The program that runs as text; a long bucket folds, or with `full` has a line for each member."""
+        return program(self.graph, full)
 
     def __str__(self) -> str:
         return self.as_text()
+
+    def __repr__(self) -> str:
+        captured = ", cuda_graph=True" if self.cuda_graph else ""
+        return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
+
+    def _repr_html_(self) -> str:
+        return html(self.graph)
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (state, batch))
@@ -120,7 +134,7 @@ class Compiled:
         after = again.profile(state, *batch, steps=steps)
         first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
         lowered, run, sent = (again if second < first else self)._bound[0]
-        note = f"measured {second:.4g} s a step, where the plan before took {first:.4g} s"
+        note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
         plan = dataclasses.replace(lowered.plan, notes=notes)
         lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)

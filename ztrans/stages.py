@@ -20,6 +20,7 @@ from .ir.collectives import erase_marks, erase_trivial
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
+from .ir.printer import format_seconds, html, program, traffic
 from .ir.user_collectives import by_axis
 from .ir.write_order import writes_last
 from .planning import plan as plans
@@ -43,7 +44,7 @@ from .tracing.trace import Program
 from .transforms.base import Transform, rewritten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Traced:
     """A step's program as written, before any transform, as `jax.stages.Traced`."""
 
@@ -72,6 +73,7 @@ class Traced:
         else:
             graph = plans.apply(hinted, plan)
             plan = plans.weighed(plan, memory(graph).peak, hinted.budget, cluster.device)
+        plan = _described(plan, graph)
         return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
 
     @no_collection()
@@ -86,7 +88,7 @@ class Traced:
             plan = transfer(plan, landmarks(other.hinted, plan), hinted)
         graph = plans.ordered(hinted, plan)
         history = (*history[:-1], ("lower", graph))
-        plan = plans.weighed(plan, memory(graph).peak, hinted.budget, other.cluster.device)
+        plan = _described(plans.weighed(plan, memory(graph).peak, hinted.budget, other.cluster.device), graph)
         return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
@@ -101,11 +103,21 @@ class Traced:
         hinted = writes_last(hinted) if hinted.writes_last else hinted
         return mesh, (*history, ("hinted", hinted))
 
+    def as_text(self, *, full: bool = False) -> str:
+        """The program as text; a long bucket folds, or with `full` has a line for each member."""
+        return program(self.graph, full)
+
     def __str__(self) -> str:
-        return str(self.graph)
+        return self.as_text()
+
+    def __repr__(self) -> str:
+        return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
+
+    def _repr_html_(self) -> str:
+        return html(self.graph)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lowered:
     """The program of one rank, ready to compile, as `jax.stages.Lowered`."""
 
@@ -117,11 +129,18 @@ class Lowered:
     cluster: Cluster
     hinted: Graph = dataclasses.field(repr=False)
 
+    def as_text(self, *, full: bool = False) -> str:
+        """The program as text; a long bucket folds, or with `full` has a line for each member."""
+        return program(self.graph, full)
+
     def __str__(self) -> str:
-        return str(self.graph)
+        return self.as_text()
 
     def __repr__(self) -> str:
-        return f"Lowered({self.graph!r})"
+        return f"Lowered({self.graph!r}, {self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        return html(self.graph)
 
     def cost_analysis(self) -> Cost:
         """FLOPs, bytes of memory traffic, and wire bytes by axis and role, on one rank."""
@@ -152,7 +171,8 @@ class Lowered:
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         plan, graph = make(self.hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
-        note = f"expected {after:.4g} s a step, where the plan before has {before:.4g} s ({after / before - 1:+.1%})"
+        change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
+        note = f"expected {format_seconds(after)} a step, {change}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(self, cluster=cluster).planned(plan)
 
@@ -166,7 +186,7 @@ class Lowered:
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         history = (*self.history[:-1], ("lower", graph))
-        plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
+        plan = _described(plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device), graph)
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
@@ -207,3 +227,8 @@ class Lowered:
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
+
+
+def _described(plan: Plan, graph: Graph) -> Plan:
+    """The plan of a program, with what the program sends: its text begins with that."""
+    return dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))

@@ -78,15 +78,13 @@ class Line:
     args: list[str]
 
 
-def read(program: str) -> list[Line]:
-    """The equations of a printed program."""
-    region, lines = "", []
-    for row in program.splitlines():
-        if match := re.match(r"  # (\w+)$", row):
-            region = match[1]
-        elif match := re.match(r"  (\S+: .+?) = (\w+)\((.*)\)(?:  +#|$)", row):
-            outs = dict(re.findall(r"([\w.']+): (\w+\[[^\]]*\](?:\{[^}]*\})?!?)", match[1]))
-            lines.append(Line(region, outs, match[2], re.findall(r"[A-Za-z_][\w.']*", match[3])))
+def read(lowered: zt.Lowered) -> list[Line]:
+    """The equations of a program, read off their text."""
+    lines = []
+    for e in lowered.graph.eqns:
+        results, op, args = re.fullmatch(r"(\S+: .+?) = (\w+)\((.*)\)", zt.ir.equation(e)).groups()
+        outs = dict(re.findall(r"([\w.']+): (\w+\[[^\]]*\](?:\{[^}]*\})?!?)", results))
+        lines.append(Line(e.region, outs, op, re.findall(r"[A-Za-z_][\w.']*", args)))
     return lines
 
 
@@ -135,8 +133,7 @@ def test_whole_gradients_alive(step, stage, wire):
     """One is on the wire while the next is made. Only what stages 0 and 1 accumulate is more: the first micro-batch's
     five gradients, one of the second and their sum."""
     lowered = lower(step, stage, wire, STEPS[step], **ONE)
-    lines = read(str(lowered))
-    assert len(lines) == len(lowered.graph.eqns), "every equation is read"
+    lines = read(lowered)
     spans = gradients(lines)
     sums = LAYERS if step is accumulated and stage < 2 else 0
     trained = {plain: 5, accumulated: 10, twice: 10, frozen: 3, then_no_reductions: 5}[step]
@@ -162,7 +159,7 @@ def test_bytes_at_every_equation(step, stage):
     assert memory.state == (5 * P if stage == 0 else 5 * p)
     aside = [live - memory.state - batch for live in memory.live]
     assert max(aside) <= BACKWARD[stage] + ACTIVATIONS
-    lines = read(str(lowered))
+    lines = read(lowered)
     last = max(i for i, line in enumerate(lines) if line.op == "wait" and ".grad" in line.args[0])
     # What was reduced, and two temporaries: of the last gradient, or of all where eager updates would not have fitted.
     waiting = {"eager": 1, "last": LAYERS}[lowered.plan.update]
@@ -174,7 +171,7 @@ def test_a_buckets_storage_is_gone_before_the_updates_temporaries_are_born(stage
     """All five gradients in one message: 5 P are packed, 15 p received, 5 p left of it."""
     much = (zt.prefetch(memory=1 << 30),)
     lowered = lower(plain, stage, LATE, more=much, bucket=5 * P, update="last", max_compute_between=None)
-    lines, memory = read(str(lowered)), lowered.memory_analysis()
+    lines, memory = read(lowered), lowered.memory_analysis()
     (start,) = (i for i, line in enumerate(lines) if line.op == "reduce_scatter")
     waits = [i for i, line in enumerate(lines) if line.op == "wait" and ".grad" in line.args[0]]
     assert len(lines[start].outs) == len(waits) == 5
@@ -189,7 +186,7 @@ def test_a_buckets_storage_is_gone_before_the_updates_temporaries_are_born(stage
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_segment_without_reductions_holds_no_gradient(stage):
     """The second backward pass is for the inputs: ten products in which nothing is reduced."""
-    lines = read(str(lower(then_no_reductions, stage, FAST, **ONE)))
+    lines = read(lower(then_no_reductions, stage, FAST, **ONE))
     spans = gradients(lines)
     last = max(birth for birth, _ in spans.values())
     after = [i for i, line in enumerate(lines) if line.op == "mm" and i > last]
@@ -199,7 +196,7 @@ def test_a_segment_without_reductions_holds_no_gradient(stage):
 @pytest.mark.parametrize("stage, most", [(0, 7), (1, 7), (2, 2), (3, 2)])
 def test_micro_batches_accumulate_where_gradients_are_born(stage, most):
     """The sum of two micro-batches' gradients is made, and goes on its way, while the second backward pass goes on."""
-    lines = read(str(lower(accumulated, stage, FAST, 2 * ROWS, **ONE)))
+    lines = read(lower(accumulated, stage, FAST, 2 * ROWS, **ONE))
     products = [i for i, line in enumerate(lines) if line.op == "mm"]
     starts = [i for i, line in enumerate(lines) if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))]
     assert len(starts) == (LAYERS if stage < 2 else 2 * LAYERS)
@@ -211,7 +208,7 @@ def test_micro_batches_accumulate_where_gradients_are_born(stage, most):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
     lowered = on_ranks(CASES[name], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
-    lines = read(str(lowered))
+    lines = read(lowered)
     ended: set[str] = set()
     members: dict[str, list[str]] = {}
     for line in lines:

@@ -128,7 +128,7 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
 
     monkeypatch.setattr(bound, "profile", pretended)
     kept, _ = compiled.tune(state, *batch, steps=1)
-    said = f"measured {second:.4g} s a step, where the plan before took 2 s"
+    said = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
     assert kept.lowered.plan.notes[-1] == (said if second < 2 else f"{said} and was kept")
     assert any(note.startswith("expected ") for note in kept.lowered.plan.notes) == (second < 2)
     assert (kept._bound[0][1] is compiled._bound[0][1]) == (second > 2)

@@ -38,12 +38,12 @@ from .graph import (
     variables,
 )
 from .operations import is_matmul, is_view
-from .printer import diff
+from .printer import diff, equation, op_name, program
 from .verifier import ProgramError, check
 
 __all__ = [
     "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
     "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Split", "Var",
-    "all_gather", "check", "dce", "diff", "is_matmul", "is_random", "is_start", "is_view", "producers", "reduce",
-    "rename", "substitute", "users", "variables", "wait",
+    "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "op_name",
+    "producers", "program", "reduce", "rename", "substitute", "users", "variables", "wait",
 ]  # fmt: skip

@@ -176,6 +176,11 @@ class Graph:
 
         return program(self)
 
+    def _repr_html_(self) -> str:
+        from .printer import html  # as above
+
+        return html(self)
+
     def __repr__(self) -> str:
         return f"Graph({self.name}, {len(self.inputs)} inputs, {len(self.eqns)} equations)"
 

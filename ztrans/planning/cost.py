@@ -23,7 +23,7 @@ from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """Floating-point operations, bytes read and written, and bytes received, on one rank in one step."""
 
@@ -44,8 +44,12 @@ class Cost:
         lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        moved = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
+        return f"Cost({_si(self.flops, 'FLOP')}, {moved})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Memory:
     """Live bytes after each equation, and who holds the peak."""
 
@@ -62,6 +66,9 @@ class Memory:
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
         lines += [f"  {format_bytes(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Memory(peak {format_bytes(self.peak)}, state {format_bytes(self.state)}, {len(self.live)} equations)"
 
 
 def _si(n: float, unit: str) -> str:

@@ -30,7 +30,7 @@ def fingerprint(graph: Graph) -> str:
         if any(out in sized for out in e.outs):
             digest.update(_outline(e).encode())
         else:
-            digest.update(equation(e.replace(source=None)).encode())
+            digest.update(f"  {equation(e)}".encode())  # indented, as it was when the first plans were saved
             digest.update(_constants(e))
     digest.update(", ".join(v.name for v in variables(graph.outputs)).encode())
     return digest.hexdigest()[:16]

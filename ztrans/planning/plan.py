@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Graph
-from ..ir.printer import format_bytes
+from ..ir.printer import WIDTH, Traffic, fold, format_bytes, wrap
 from ..ir.verifier import ProgramError, check
 from .cluster import Device
 from .cost import memory
@@ -33,19 +33,20 @@ from .solver.validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
 _UPDATES = ("eager", "last", WRITTEN)
+_MANY = 12  # buckets of one kind, from which on they fold
 
 
 class OtherProgramError(ValueError):
     """A plan is for another program."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """`gathers`: (members, the equation they start before); `reductions`: (members, the equation they are
     waited for before); `dropped`: gathers whose value is kept from earlier. Members are named by their
     futures, equations by their first result; "" is the end of the program. `update` is "eager", "last", or
     "as written" for a program whose order is kept. `notes` say what was not reached, `file` where the plan
-    was read from.
+    was read from, and `traffic` what the program sends by axis and role, once the plan has been applied to one.
 
     Raises: ValueError when a field is none of that.
     """
@@ -57,6 +58,7 @@ class Plan:
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     file: str = dataclasses.field(default="", compare=False, repr=False)
+    traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wrong = _wrong_field(self)
@@ -112,7 +114,7 @@ class Plan:
 
         Raises: ValueError when it is none.
         """
-        fields = [f.name for f in dataclasses.fields(Plan) if f.name != "file"]
+        fields = [f.name for f in dataclasses.fields(Plan) if f.name not in ("file", "traffic")]
         if not isinstance(found, dict):
             raise ValueError(f"plan: it is a {type(found).__name__}, and no object with {', '.join(fields)}.")
         missing = next((name for name in fields if name not in found), None)
@@ -123,20 +125,60 @@ class Plan:
             raise ValueError(f"plan: it has {unknown!r}, which is no field of a plan.")
         return Plan(**{name: _frozen(value) for name, value in found.items()})
 
-    def __str__(self) -> str:
-        lines = [f"plan {self.digest} for program {self.program}, update {self.update}"]
-        for what, buckets, verb in (
-            ("gather", self.gathers, "starts before"),
-            ("reduce", self.reductions, "waited for before"),
-        ):
-            for members, at in buckets:
-                shown = ", ".join(m.removesuffix("'") for m in members)
-                lines.append(f"  {what} [{shown}]  {verb} {at or 'the end'}")
+    def as_text(self, *, full: bool = False) -> str:
+        """The plan as text: a summary, then its buckets by the names of their members.
+
+        Long buckets fold, and many buckets do; with `full` each member has a line.
+        """
+        lines = [f"plan {self.digest} for program {self.program}, update {self.update}", *_summary(self)]
+        lines += _buckets("gather", "starts before", self.gathers, full)
+        lines += _buckets("reduce", "waited for before", self.reductions, full)
         if self.dropped:
-            lines.append(
-                f"  kept from forward, not gathered again: {', '.join(m.removesuffix(chr(39)) for m in self.dropped)}"
-            )
+            lines += _members("  kept from forward, not gathered again: ", self.dropped, "", full)
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def __repr__(self) -> str:
+        kept = f", {len(self.dropped)} kept" if self.dropped else ""
+        buckets = f"{len(self.gathers)} gather buckets, {len(self.reductions)} reduction buckets"
+        return f"Plan({self.digest}, {buckets}{kept}, update={self.update!r})"
+
+
+def _summary(plan: Plan) -> list[str]:
+    """How many buckets there are, of how many members, and what the program sends by mesh axis and role."""
+    counts = [
+        f"{sum(len(members) for members, _ in buckets)} {kind} in {len(buckets)} buckets"
+        for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions))
+        if buckets
+    ]
+    if plan.dropped:
+        counts.append(f"{len(plan.dropped)} gathers dropped")
+    sent = [f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic]
+    return [f"  {', '.join(counts)}"] * bool(counts) + sent
+
+
+def _buckets(kind: str, verb: str, buckets: Named, full: bool) -> list[str]:
+    """The buckets of one kind, each with its place; where there are many, the first of them."""
+    few = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
+    lines = [
+        line
+        for members, place in few
+        for line in _members(f"  {kind} [", members, f"]  {verb} {place or 'the end'}", full)
+    ]
+    return lines if few is buckets else [*lines, f"  ... {len(buckets) - len(few)} more, by as_text(full=True)"]
+
+
+def _members(before: str, members: Members, after: str, full: bool) -> list[str]:
+    """Names between two texts: on one line, where need be folded, or in the `full` form a line each."""
+    names = [name.removesuffix("'") for name in members]
+    line = f"{before}{', '.join(names)}{after}"
+    if len(line) <= WIDTH:
+        return [line]
+    if full:
+        return [before.rstrip(), *(f"      {name}," for name in names), *([f"  {after}"] if after else [])]
+    return wrap(f"{before}{fold(names)}{after}")
 
 
 def _frozen(found: Any) -> Any:

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from ..ir.graph import Eqn
+from ..ir.printer import format_seconds
 
 COMPUTE = "compute"
 
@@ -56,6 +57,11 @@ class _Shown:
         from ..report.perfetto import save  # a door upwards
 
         save(self._timelines, path)
+
+    def _repr_html_(self) -> str:
+        from ..report.page import frame  # a door upwards: the page in a cell of a notebook
+
+        return frame(self._timelines)
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,7 +123,7 @@ class Timeline(_Shown):
         return table(self)
 
     def __repr__(self) -> str:
-        return f"Timeline({self.name!r}, {self.seconds:.6f} s, {len(self.events)} events)"
+        return f"Timeline({self.name!r}, {format_seconds(self.seconds)}, {len(self.events)} events)"
 
 
 @dataclass(frozen=True, repr=False)

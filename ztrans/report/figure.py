@@ -1,7 +1,7 @@
-"""figure: timelines as a picture, through matplotlib.
+"""figure: timelines as a picture, drawn by matplotlib.
 
-As the page (see `page`): lanes with compute on top, stalls hatched where compute stands still, the
-curve of live memory beneath; two timelines one below the other, on one scale of time.
+It shows what the page shows (see `page`): the lanes with compute on top, the stalls of compute hatched, and the curve
+of live memory under the lanes. Two timelines are drawn one under the other, on the same scale of time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
 
 ENDINGS = (".png", ".svg", ".pdf")
-_MANY = 150  # bars of a lane beside which gaps would take too much of them
+_MANY = 150  # bars of a lane, from which on gaps between them would hide too much
 _INK, _FAINT, _STALL, _GROUND = "#33363b", "#8b8f96", "#b5b8bd", "#fcfbf9"
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
-    """Draw timelines into a file that ends in one of `ENDINGS`."""
+    """Draw timelines into a file whose name ends in one of `ENDINGS`.
+
+    Raises: ImportError without matplotlib.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -41,28 +44,31 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 
 def _scale(seconds: float) -> tuple[float, str]:
+    """The unit of the axis of time, and how many of it a second has."""
     return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 10 else (1.0, "s")
 
 
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
+    """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for e in timeline.events:
         bars.setdefault((e.lane, stands_for(e)), []).append((e.start * scale, e.seconds * scale))
-    for (lane, what), spans in bars.items():
+    for (lane, kind), spans in bars.items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
-        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[what][0], edgecolor=_GROUND, linewidth=gap)
+        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[kind][0], edgecolor=_GROUND, linewidth=gap)
     stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
     ax.broken_barh(stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0)
     ax.set_yticks(list(rows.values()), list(rows), color=_INK)
     ax.set_ylim(-len(rows) + 0.45, 0.55)
     ax.set_title(timeline.name, loc="left", color=_INK, fontsize=10, fontweight="bold")
-    said = f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
-    ax.set_title(said, loc="right", color=_FAINT, fontsize=9)
-    _calm(ax)
+    figures = f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
+    ax.set_title(figures, loc="right", color=_FAINT, fontsize=9)
+    _plain(ax)
 
 
 def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
+    """The curve of live memory, and its peak."""
     if timeline.memory:
         last = (timeline.seconds, timeline.memory[-1][1])
         times, live = zip(*((t * scale, b) for t, b in (*timeline.memory, last)))
@@ -79,10 +85,11 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
         )  # fmt: skip
     ax.set_ylim(0, 1.25 * (timeline.peak or 1))
     ax.set_yticks([0.5 * (timeline.peak or 1)], ["memory"], color=_INK)
-    _calm(ax)
+    _plain(ax)
 
 
-def _calm(ax: Any) -> None:
+def _plain(ax: Any) -> None:
+    """Axes without frame and ticks, on a pale grid."""
     ax.set_facecolor(_GROUND)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelbottom=False, labelcolor=_INK)
@@ -91,10 +98,11 @@ def _calm(ax: Any) -> None:
 
 
 def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    """The kinds of bars that the timelines have, with their colours."""
     from matplotlib.patches import Patch
 
-    seen = {stands_for(e) for t in timelines for e in t.events}
-    patches = [Patch(facecolor=light, label=what) for what, (light, _) in COLOURS.items() if what in seen]
+    used = {stands_for(e) for t in timelines for e in t.events}
+    patches = [Patch(facecolor=light, label=kind) for kind, (light, _) in COLOURS.items() if kind in used]
     patches.append(Patch(facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0, label="compute stands still"))
     figure.legend(
         handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, labelcolor=_INK,

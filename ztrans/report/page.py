@@ -1,25 +1,29 @@
-"""page: timelines as one page of HTML that needs nothing from anywhere else.
+"""page: timelines as one page of HTML that loads nothing.
 
-`page.html` draws what is put into it here as JSON: texts once each, bars as rows of numbers.
+`page.html` is the page with the script that draws it. `page` puts the timelines into that script as JSON: each text
+once, and a bar as a row of numbers.
 """
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..planning.timeline import COMPUTE, Timeline
+from ..ir.printer import equation
+from ..planning.timeline import COMPUTE, Event, Timeline
 from .palette import COLOURS, stands_for
-from .table import compared, label, line, table, text, title
+from .table import compared, label, source_line, table, title
 
-_LONGEST = 600  # characters of an equation; that of a large bucket goes on for pages
+_LONGEST = 600  # characters of an equation; that of a large bucket has pages of them
 _DATA = '"data goes here"'
+_HEIGHT = 620  # pixels of the page in a notebook
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
-    """Write the page."""
+    """Write the page to a file."""
     Path(path).write_text(page(timelines), encoding="utf-8")
 
 
@@ -30,36 +34,46 @@ def page(timelines: Sequence[Timeline]) -> str:
     return Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace(_DATA, data)
 
 
+def frame(timelines: Sequence[Timeline]) -> str:
+    """The page as a frame for a cell of a notebook; its script runs in the frame alone."""
+    style = f"width: 100%; height: {_HEIGHT}px; border: 0"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(page(timelines))}"></iframe>'
+
+
 def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """What the script of the page draws."""
     texts: dict[str, int] = {}
-
-    def index(of: str) -> int:
-        return texts.setdefault(of, len(texts))
-
     kinds = list(COLOURS)
-    seen = {stands_for(e) for t in timelines for e in t.events}
-    shown = []
-    for t in timelines:
-        lanes = t.lanes
-        bars = [
-            [
-                lanes.index(e.lane),
-                *_microseconds(e.start, e.seconds, e.stall),
-                kinds.index(stands_for(e)),
-                e.bytes,
-                *(index(x) for x in (title(e.eqn), text(e.eqn)[:_LONGEST], line(e.eqn))),
-            ]
-            for e in sorted(t.events, key=lambda e: (e.lane != COMPUTE, e.start))
+    used = {stands_for(e) for t in timelines for e in t.events}
+
+    def bar(event: Event, lanes: Sequence[str]) -> list[float]:
+        words = title(event.eqn), equation(event.eqn)[:_LONGEST], source_line(event.eqn)
+        return [
+            lanes.index(event.lane),
+            *_microseconds(event.start, event.seconds, event.stall),
+            kinds.index(stands_for(event)),
+            event.bytes,
+            *(texts.setdefault(text, len(texts)) for text in words),
         ]
-        memory = [[*_microseconds(at), live] for at, live in t.memory]
-        shown.append({
-            "name": t.name, "label": label(t), "seconds": _microseconds(t.seconds)[0], "lanes": lanes,
-            "bars": bars, "memory": memory, "peak": t.peak, "table": table(t),
-        })  # fmt: skip
+
+    def drawn(timeline: Timeline) -> dict[str, Any]:
+        lanes = timeline.lanes
+        events = sorted(timeline.events, key=lambda e: (e.lane != COMPUTE, e.start))
+        return {
+            "name": timeline.name,
+            "label": label(timeline),
+            "seconds": _microseconds(timeline.seconds)[0],
+            "lanes": lanes,
+            "bars": [bar(event, lanes) for event in events],
+            "memory": [[*_microseconds(at), live] for at, live in timeline.memory],
+            "peak": timeline.peak,
+            "table": table(timeline),
+        }
+
     return {
-        "timelines": shown,
+        "timelines": [drawn(timeline) for timeline in timelines],
         "texts": list(texts),
-        "kinds": [[kind, *COLOURS[kind], kind in seen] for kind in kinds],
+        "kinds": [[kind, *COLOURS[kind], kind in used] for kind in kinds],
         "table": compared(*timelines) if len(timelines) == 2 else table(timelines[0]),
     }
 

@@ -1,13 +1,13 @@
-"""palette: what colour a bar of a timeline has, and what it stands for.
+"""palette: the kinds of bars of a timeline, and their colours.
 
-Compute is cool, by region; communication is warm, by the role of the collective.
+Compute has cool colours, by region. Communication has warm ones, by the role of the collective.
 """
 
 from __future__ import annotations
 
 from ..planning.timeline import COMPUTE, Event
 
-COLOURS = {  # what it stands for: on a light and on a dark ground
+COLOURS = {  # by kind: the colour on a light ground, and that on a dark ground
     "forward": ("#86afd9", "#8db4de"),
     "backward": ("#3f6ba6", "#4d7bb8"),
     "update": ("#4ea399", "#52a89e"),
@@ -22,7 +22,7 @@ COLOURS = {  # what it stands for: on a light and on a dark ground
 
 
 def stands_for(event: Event) -> str:
-    """The region of an operation, the role of a message: a key of `COLOURS`.
+    """The kind of a bar, a key of `COLOURS`: the region of an operation, or the role of a message.
 
     >>> from ztrans.ir.graph import Eqn
     >>> stands_for(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))

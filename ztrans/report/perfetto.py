@@ -1,7 +1,7 @@
 """perfetto: timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
 
-A process for each timeline, a thread for each lane, a counter of live bytes, and an arrow from where
-a collective is started to its message.
+The trace has a process for each timeline, a thread for each lane, and a counter of live bytes. An arrow goes from the
+operation that starts a collective to its message.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..ir.printer import equation
 from ..planning.timeline import COMPUTE, Timeline
-from .table import line, text, title
+from .table import source_line, title
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as JSON has it: names, then what happens in order of time, in microseconds."""
+    """The trace as a tree for JSON: first the names, then the events in order of time, in microseconds."""
     events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
     return {"displayTimeUnit": "ms", "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0))}
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
+    """Write the trace to a file."""
     with open(path, "w") as file:
         json.dump(trace(timelines), file)
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The events of one timeline, which is the process of this number."""
     thread = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
     for lane, k in thread.items():
@@ -36,18 +39,19 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         place = {"ph": "X", "pid": process, "tid": thread[lane], "ts": start * 1e6, "dur": seconds * 1e6}
         return {**place, "name": name, "cat": lane, "args": args}
 
-    begun = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
+    starts = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
     for number, e in enumerate(timeline.events):
-        name, what = title(e.eqn), {"equation": text(e.eqn), "source": line(e.eqn), "region": e.eqn.region}
+        name = title(e.eqn)
+        facts = {"equation": equation(e.eqn), "source": source_line(e.eqn), "region": e.eqn.region}
         if e.lane == COMPUTE:
-            yield bar(name, COMPUTE, e.start, e.seconds, **what)
+            yield bar(name, COMPUTE, e.start, e.seconds, **facts)
             continue
-        yield bar(name, e.lane, e.start, e.seconds, **what, bytes=e.bytes, stall_us=e.stall * 1e6)
+        yield bar(name, e.lane, e.start, e.seconds, **facts, bytes=e.bytes, stall_us=e.stall * 1e6)
         if e.stall > 0:
-            yield bar("stall", COMPUTE, e.end - e.stall, e.stall, waits_for=name, source=line(e.eqn))
-        if e.eqn in begun:
+            yield bar("stall", COMPUTE, e.end - e.stall, e.stall, waits_for=name, source=source_line(e.eqn))
+        if e.eqn in starts:
             arrow = {"cat": "message", "name": "message", "id": f"{process}.{number}", "pid": process}
-            yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": begun[e.eqn] * 1e6}
+            yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": starts[e.eqn] * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
     for at, live in timeline.memory:
         yield {"ph": "C", "pid": process, "name": "live bytes", "ts": at * 1e6, "args": {"bytes": live}}

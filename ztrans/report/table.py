@@ -1,15 +1,16 @@
-"""table: a timeline as text, and two of them side by side.
+"""table: a timeline as text, and two timelines side by side.
 
-What a step takes, what keeps each lane busy, what communication exposes and where, and what memory peaks at.
+The rows are: the time of the step, how busy each lane is, what communication is exposed and where, the lower bound,
+and the peak of memory.
 """
 
 from __future__ import annotations
 
 from ..ir.graph import Eqn
-from ..ir.printer import equation, format_bytes, format_seconds, op_name
+from ..ir.printer import format_bytes, format_seconds, op_name
 from ..planning.timeline import COMPUTE, Timeline
 
-_STALLS = 5
+_STALLS = 5  # of the worst stalls, how many are listed
 
 
 def table(timeline: Timeline) -> str:
@@ -17,38 +18,41 @@ def table(timeline: Timeline) -> str:
     step, rows = timeline.seconds, []
     for lane in timeline.lanes:
         bars = [e for e in timeline.events if e.lane == lane]
-        busy, moved = timeline.busy(lane), sum(e.bytes for e in bars)
-        what = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {format_bytes(moved)}"
-        rows.append([lane, format_seconds(busy), _share(busy, step), what])
+        seconds, received = timeline.busy(lane), sum(e.bytes for e in bars)
+        work = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {format_bytes(received)}"
+        rows.append([lane, format_seconds(seconds), _share(seconds, step), work])
     rows.append(["exposed", format_seconds(timeline.stalled), _share(timeline.stalled, step), ""])
     for (axis, role), seconds in timeline.exposed.items():
         rows.append([f"  {axis} {role}", format_seconds(seconds), _share(seconds, step), ""])
     if timeline.bound is not None:
         least, what = timeline.bound
         rows.append(["bound", format_seconds(least), _share(least, step), f"{what} binds: {step / least:.2f}x"])
-    at = next((t for t, b in timeline.memory if b == timeline.peak), 0.0)
-    rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(at)}"])
+    peak_time = next((at for at, live in timeline.memory if live == timeline.peak), 0.0)
+    rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"])
     text = f"{timeline.name}: {format_seconds(step)}\n" + _columns(rows)
     worst = sorted((e for e in timeline.events if e.stall > 0), key=lambda e: -e.stall)[:_STALLS]
-    stalls = [[f"  {title(e.eqn)}", format_seconds(e.stall), _share(e.stall, step), line(e.eqn)] for e in worst]
+    stalls = [[f"  {title(e.eqn)}", format_seconds(e.stall), _share(e.stall, step), source_line(e.eqn)] for e in worst]
     return f"{text}\nworst stalls\n{_columns(stalls)}" if worst else text
 
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
     rows = [["", *map(label, (first, second)), "ratio"]]
-    for name, (a, b) in rows_of(first, second).items():
+    for name, (a, b) in figures_of(first, second).items():
         show = format_bytes if name == "peak memory" else format_seconds
         rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
-    return _columns(rows, words=(0,))
+    return _columns(rows, left=(0,))
 
 
-def rows_of(first: Timeline, second: Timeline) -> dict[str, tuple[float | None, float | None]]:
-    """The figures of two timelines by name: seconds, and bytes of `peak memory`; None where one has no such row."""
-    one, two = _figures(first), _figures(second)
+def figures_of(first: Timeline, second: Timeline) -> dict[str, tuple[float | None, float | None]]:
+    """The figures of two timelines by the name of their row, in seconds, and in bytes for `peak memory`.
+
+    A figure is None where a timeline has no such row.
+    """
+    a, b = _figures(first), _figures(second)
     order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
-    names = sorted({**one, **two}, key=lambda name: order.get(name, 4 if name.startswith(" ") else 2))
-    return {name: (one.get(name), two.get(name)) for name in names}
+    names = sorted({**a, **b}, key=lambda name: order.get(name, 4 if name.startswith(" ") else 2))
+    return {name: (a.get(name), b.get(name)) for name in names}
 
 
 def label(timeline: Timeline) -> str:
@@ -63,13 +67,8 @@ def title(eqn: Eqn) -> str:
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
 
 
-def text(eqn: Eqn) -> str:
-    """The whole of an equation, without its line of code."""
-    return equation(eqn.replace(source=None)).strip()
-
-
-def line(eqn: Eqn) -> str:
-    """The user's line of code."""
+def source_line(eqn: Eqn) -> str:
+    """The user's line of an equation; empty where it is not known."""
     return str(eqn.source) if eqn.source else ""
 
 
@@ -83,8 +82,8 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def _columns(rows: list[list[str]], words: tuple[int, ...] = (0, 3)) -> str:
-    """Rows as columns, those of `words` to the left and those of figures to the right."""
-    width = [max(map(len, column)) for column in zip(*rows)]
-    cells = lambda row: (c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(row, width)))
+def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
+    """Rows as columns; those of `left` hold words and are aligned to the left, those of figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    cells = lambda row: (c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths)))
     return "\n".join("  ".join(cells(row)).rstrip() for row in rows)

@@ -45,7 +45,7 @@ class Generators:
 
         def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
             code = frame.f_code
-            if lines or not is_users(code.co_filename):
+            if lines or not is_users(frame):
                 return None
             here = Source(code.co_filename, frame.f_lineno, code.co_qualname)
             if self.have_moved():

@@ -142,28 +142,28 @@ def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
 @pytest.mark.parametrize(
     ("kind", "op", "wire", "said"),
     [
-        (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12 us for 64 KiB, NCCL 20 us)"),
-        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20 us for 64 KiB, symmetric memory 30 us)"),
-        (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32 MiB)"),
+        (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12.00 us for 64.00 KiB, NCCL 20.00 us)"),
+        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)"),
+        (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32.00 MiB)"),
         (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way)"),
         (
             REDUCE_SCATTER,
             "mean",
             torch.bfloat16,
-            "symmetric reduce_scatter (sums half precision in fp32 and in rank order; 12 us for 64 KiB, NCCL 20 us)",
+            "symmetric reduce_scatter (sums half precision in fp32 and in rank order; 12.00 us for 64.00 KiB, NCCL 20.00 us)",
         ),
         (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way)"),
         (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
     ],
 )
 def test_a_transport_has_a_reason(kind, op, wire, said):
-    times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32 MiB"}
+    times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32.00 MiB"}
     assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == said
 
 
 def test_who_cannot_read_the_others_memory_is_told_why(mesh):
     group = mesh.get_group()
-    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
+    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
     assert Near().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
     alone = dist.new_group([1])
     assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ... import ops
 from ...ir.collectives import ALL_GATHER
 from ...ir.graph import Primitive
+from ...ir.printer import format_bytes
 from ..collectives import all_gather
 from .streams import in_a_row
 from .transport import Times
@@ -51,7 +52,7 @@ class Near:
         if wire.itemsize > 8:
             return "elements of more than 8 bytes"
         if nbytes > MOST:
-            return f"above {MOST >> 20} MiB"
+            return f"above {format_bytes(MOST)}"
         rounded = 1 << max(nbytes - 1, 0).bit_length()
         refused = _once(group, (self.make,), lambda: refusal(group, self.make))
         return refused or _once(

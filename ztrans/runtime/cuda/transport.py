@@ -14,6 +14,7 @@ import torch
 
 from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ...ir.graph import Primitive
+from ...ir.printer import format_bytes, format_seconds
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -48,7 +49,7 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callabl
 
     >>> from ztrans.ir.collectives import ALL_GATHER
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
-    symmetric all_gather (moves bytes; 12 us for 1 MiB, NCCL 21 us)
+    symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
     nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
     """
@@ -59,11 +60,8 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callabl
     call, found = "nccl all_to_all" if half else f"nccl {kind.name}", times()
     if isinstance(found, str):
         return Transport(call, f"{what}; no symmetric memory: {found}")
-    size, ours, theirs = _size(found.nbytes), f"{found.symmetric * 1e6:.0f} us", f"{found.nccl * 1e6:.0f} us"
+    size = format_bytes(found.nbytes)
+    ours, theirs = format_seconds(found.symmetric), format_seconds(found.nccl)
     if found.symmetric < found.nccl:
         return Transport(f"symmetric {kind.name}", f"{what}; {ours} for {size}, NCCL {theirs}")
     return Transport(call, f"{what}; {theirs} for {size}, symmetric memory {ours}")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB" if nbytes >> 10 else f"{nbytes} B"

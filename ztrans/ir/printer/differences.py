@@ -1,0 +1,185 @@
+"""differences: what a pass changed in a program, equation by equation, with a summary first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from ..collectives import is_start, wire_bytes
+from ..graph import Eqn, Graph
+from .programs import entries
+from .units import format_bytes
+
+_RUN = 16  # entries that are added or removed in a row, from which on they fold
+_PLACES = 24  # places in which two programs differ, from which on they fold
+
+Code = tuple[str, int, int, int, int]  # of difflib: what to do, and the range of entries before and after
+
+
+class HasGraph(Protocol):
+    """A stage of a step: `Traced`, `Lowered` or `Compiled`."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+
+class Traffic(NamedTuple):
+    """The collectives of one mesh axis and role: how many, of how many values, and the bytes that a rank receives."""
+
+    collectives: int = 0
+    values: int = 0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{_count(self.collectives, 'collective')} of {_count(self.values, 'value')}, {format_bytes(self.bytes)}"
+
+
+def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
+    """What a program sends, by mesh axis and role."""
+    totals: dict[tuple[str, str], Traffic] = {}
+    for eqn in filter(is_start, graph.eqns):
+        key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
+        collectives, values, received = totals.get(key, Traffic())
+        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), received + wire_bytes(eqn, graph.axes))
+    return dict(sorted(totals.items()))
+
+
+def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False) -> str:
+    """What a pass changed: a summary, then each place where the programs differ, as in a unified diff.
+
+    Args:
+        before, after: two programs, or two stages of a step.
+        context: the number of equal entries to show around each place.
+        full: show all places, and a line for each member of a bucket. Otherwise long changes fold.
+
+    Returns: The text; empty for equal programs.
+
+    Raises: TypeError for what is no program.
+
+    >>> import torch
+    >>> from ztrans.ir.graph import Var
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> relu, neg = (Eqn(op, (x,), (y,)) for op in (torch.ops.aten.relu.default, torch.ops.aten.neg.default))
+    >>> print(diff(*(Graph("f", (x,), (eqn,), (y,), 0) for eqn in (relu, neg))))
+    # equations: 1 rewritten
+    @@ -5,3 +5,3 @@
+       # forward
+    -  y: f32[4] = relu(x)
+    +  y: f32[4] = neg(x)
+       return y
+    """
+    graphs = [_graph(stage) for stage in (before, after)]
+    old, new = (_parts(graph, full) for graph in graphs)
+    matcher = SequenceMatcher(None, [part.text for part in old], [part.text for part in new])
+    places = list(matcher.get_grouped_opcodes(context))
+    if not places:
+        return ""
+    changes = _changes(places, old, new)
+    shown = places if full or len(places) <= _PLACES else places[:_PLACES]
+    lines = [*_summary(changes), *_sent(*map(traffic, graphs))]
+    lines += [line for place in shown for line in _place(place, changes, full)]
+    if shown is not places:
+        lines.append(f"... {len(places) - len(shown)} more places, with full=True")
+    return "\n".join(lines)
+
+
+def _graph(stage: Graph | HasGraph) -> Graph:
+    graph = stage if isinstance(stage, Graph) else getattr(stage, "graph", None)
+    if not isinstance(graph, Graph):
+        kind = type(stage).__name__
+        raise TypeError(f"diff: got a {kind}; it compares programs: Graph, Traced, Lowered or Compiled.")
+    return graph
+
+
+class _Part(NamedTuple):
+    """An entry of a program as it prints in a difference, and with a line for each member."""
+
+    text: str
+    short: tuple[str, ...]
+    long: tuple[str, ...]
+    eqn: Eqn | None
+
+
+class _Changes(NamedTuple):
+    """Two programs, the entries that they do not share, and the lines that do not tell two of those apart."""
+
+    old: list[_Part]
+    new: list[_Part]
+    removed: list[_Part]
+    added: list[_Part]
+    alike: set[tuple[str, ...]]
+    old_numbers: list[int]  # of the line before each entry
+    new_numbers: list[int]
+
+
+def _parts(graph: Graph, full: bool) -> list[_Part]:
+    long = list(entries(graph, full=True))
+    short = long if full else entries(graph)
+    return [_Part(a.text, b.lines, a.lines, a.eqn) for a, b in zip(long, short)]
+
+
+def _changes(places: Sequence[Sequence[Code]], old: list[_Part], new: list[_Part]) -> _Changes:
+    codes = [code for place in places for code in place if code[0] != "equal"]
+    removed = [part for _, i, end, _, _ in codes for part in old[i:end]]
+    added = [part for _, _, _, j, end in codes for part in new[j:end]]
+    texts = [{part.text for part in parts} for parts in (removed, added)]
+    apart = [{p.short for p in parts if p.text not in others} for parts, others in zip((removed, added), texts[::-1])]
+    numbers = [[0, *accumulate(len(part.short) for part in parts)] for parts in (old, new)]
+    return _Changes(old, new, removed, added, apart[0] & apart[1], *numbers)
+
+
+def _place(codes: Sequence[Code], changes: _Changes, full: bool) -> list[str]:
+    """One place: its line numbers in the printed programs, then its lines."""
+    (_, i, _, j, _), (_, _, i_end, _, j_end) = codes[0], codes[-1]
+    ranges = (i, i_end, changes.old_numbers), (j, j_end, changes.new_numbers)
+    was, now = (f"{numbers[first] + 1},{numbers[end] - numbers[first]}" for first, end, numbers in ranges)
+    lines = [f"@@ -{was} +{now} @@"]
+    for action, i, i_end, j, j_end in codes:
+        if action == "equal":
+            lines += [f" {line}" for part in changes.old[i:i_end] for line in part.short]
+        else:
+            lines += _run("-", changes.old[i:i_end], changes.alike, full)
+            lines += _run("+", changes.new[j:j_end], changes.alike, full)
+    return lines
+
+
+def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool) -> list[str]:
+    """Entries in a row that are removed, or added. Buckets that differ although their short lines do not are long."""
+    few = parts if full or len(parts) <= _RUN else parts[: _RUN // 2]
+    lines = [sign + line for part in few for line in (part.long if part.short in alike else part.short)]
+    return lines if few is parts else [*lines, f"{sign}  ... {len(parts) - len(few)} more"]
+
+
+def _summary(changes: _Changes) -> list[str]:
+    """How many equations were moved, rewritten, added and removed."""
+    removed, added = (Counter(part.text for part in parts if part.eqn) for parts in (changes.removed, changes.added))
+    old = Counter(_names(part.eqn) for part in changes.removed if part.eqn and part.text not in added)
+    new = Counter(_names(part.eqn) for part in changes.added if part.eqn and part.text not in removed)
+    counts = {
+        "moved": (removed & added).total(),
+        "rewritten": (old & new).total(),
+        "added": (new - old).total(),
+        "removed": (old - new).total(),
+    }
+    verbs = [f"{number} {verb}" for verb, number in counts.items() if number]
+    return [f"# equations: {', '.join(verbs)}"] if verbs else []
+
+
+def _names(eqn: Eqn) -> tuple[str, ...]:
+    return tuple(out.name for out in eqn.outs if out is not None)
+
+
+def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:
+    """A line for each mesh axis and role that either program sends on; with an arrow where they differ."""
+    lines = []
+    for key in sorted({*before, *after}):
+        old, new = (str(sent.get(key, Traffic())) for sent in (before, after))
+        lines.append(f"#   {' '.join(key)}: {new if old == new else f'{old} -> {new}'}")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

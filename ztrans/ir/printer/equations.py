@@ -1,0 +1,156 @@
+"""equations: one equation as text, whole on one line or laid out for a screen.
+
+`equation` is the whole text, which never folds: fingerprints and comparisons read it. `lines` is what people read.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..graph import DTYPES, Eqn, Var
+from ..source import Source
+from .units import format_bytes
+
+WIDTH = 119  # columns of a printed line; in a difference a sign before it makes 120
+_MARGIN = 90  # the column of the user's line, where all lines of a program have room for it
+_LONGEST_SOURCE = 48  # columns of the user's line
+_MANY = 8  # entries of a list of numbers, or results of one operation, from which on they fold
+_NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant"}
+_DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # the same all over a program
+
+
+def op_name(op: Any) -> str:
+    """The short name of an operation: `addmm`, `cast`, `all_gather`."""
+    if isinstance(op, torch._ops.OpOverload):
+        short = op._schema.name.split("::")[-1]
+        return _NAMES.get(short, short)
+    return str(op)
+
+
+def equation(eqn: Eqn) -> str:
+    """The whole equation on one line, without the user's line.
+
+    This text is canonical: it never folds, so fingerprints and differences are made of it.
+
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
+    'y: f32[4] = relu(x)'
+    """
+    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}"
+
+
+def margin(eqns: Iterable[Eqn]) -> int:
+    """The column of the user's line in a program: the same for all equations, where their text leaves room for it."""
+    return min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in eqns)])
+
+
+def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
+    """The equation as lines of at most `WIDTH` columns, with the user's line in a column of the first, or after it.
+
+    An equation that fits stands on one line, or on two. In a longer one every list folds, as `[w, ... 26 more: 3 MiB]`;
+    in the `full` form each result and each member of a list has a line.
+    """
+    comment = _comment(eqn.source)
+    room = WIDTH - (len(comment) + 2 if comment else 0)
+    for layout in _layouts(eqn, full):
+        if len(layout[0]) <= room and max(map(len, layout)) <= WIDTH:
+            break
+    first, *rest = [*wrap(layout[0], room), *(part for line in layout[1:] for part in wrap(line))]
+    column = max(len(first) + 2, min(column, WIDTH - len(comment)))
+    return [f"{first:<{column}}{comment}" if comment else first, *rest]
+
+
+def value(x: Any) -> str:
+    """An argument as text."""
+    if isinstance(x, Var):
+        return x.name
+    if isinstance(x, torch.dtype):
+        return DTYPES.get(x, str(x))
+    if isinstance(x, torch.Tensor):
+        return f"tensor({x.tolist()})" if x.numel() <= 8 else f"tensor(<{tuple(x.shape)}>)"
+    if isinstance(x, (list, tuple)):
+        return "[" + ", ".join(map(value, x)) + "]"
+    return str(x)
+
+
+def fold(items: Sequence[str], size: str = "") -> str:
+    """Many items as the first and the number of the others.
+
+    >>> fold(["up", "down", "out"]), fold(["up", "down"], ": 3.00 MiB"), fold(["up"], ": 3.00 MiB")
+    ('up, ... 2 more', 'up, ... 1 more: 3.00 MiB', 'up')
+    """
+    return f"{items[0]}, ... {len(items) - 1} more{size}" if len(items) > 1 else "".join(items)
+
+
+def wrap(line: str, room: int = WIDTH, indent: int = 4) -> list[str]:
+    """A line as lines of at most `room` columns; those after the first are indented further."""
+    if len(line) <= room:
+        return [line]
+    margin = " " * (len(line) - len(line.lstrip()) + indent)
+    return textwrap.wrap(line, room, subsequent_indent=margin, break_on_hyphens=False)
+
+
+
+def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
+    """The ways to lay an equation out, the best first; the last is the shortest, or the `full` one."""
+    results, call = _results(eqn), _call(eqn, value)
+    whole = ", ".join(results)
+    yield [f"  {whole} = {call}"]
+    if full:
+        *others, last = (f"  {result}" for result in results)
+        yield [*(f"{other}," for other in others), last, *f"    = {_call(eqn, _one_a_line)}".split("\n")]
+        return
+    yield [f"  {whole}", f"    = {call}"]
+    in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
+    few = fold(results) if in_lists or len(results) > _MANY else whole
+    call = _call(eqn, partial(_folded, wire=eqn.kwargs.get("dtype")))
+    yield [f"  {few} = {call}"]
+    yield [f"  {few}", f"    = {call}"]
+
+
+def _results(eqn: Eqn) -> list[str]:
+    return ["_" if out is None else f"{out.name}: {out.type}" for out in eqn.outs]
+
+
+def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
+    return f"{op_name(eqn.op)}({', '.join(key + show(x) for key, x in _arguments(eqn))})"
+
+
+def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
+    """The arguments that are worth reading, each with the key that it prints with."""
+    named = [(key, x) for key, x in eqn.kwargs.items() if key not in _DEFAULTS and x is not None]
+    return [*(("", x) for x in eqn.args), *(("" if key in ("dtype", "op") else f"{key}=", x) for key, x in named)]
+
+
+def _is_bucket(x: Any) -> bool:
+    """Whether an argument is a list of values."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(v, Var) for v in x)
+
+
+def _folded(x: Any, wire: torch.dtype | None) -> str:
+    """An argument in its shortest form: a list of values as its first, how many more there are, and their bytes."""
+    if _is_bucket(x):
+        size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
+        return "[" + fold([v.name for v in x], f": {format_bytes(size)}") + "]"
+    if isinstance(x, (list, tuple)) and len(x) > _MANY:
+        return "[" + fold([value(item) for item in x]) + "]"
+    return value(x)
+
+
+def _one_a_line(x: Any) -> str:
+    """An argument in its longest form: a list of several values has a line for each."""
+    several = _is_bucket(x) and len(x) > 1
+    return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]" if several else value(x)
+
+
+def _comment(source: Source | None) -> str:
+    """The user's line as it stands at the margin; of a long one the start and the end."""
+    text = str(source) if source else ""
+    if len(text) > _LONGEST_SOURCE:
+        text = f"{text[: _LONGEST_SOURCE // 2]}...{text[3 - _LONGEST_SOURCE // 2 :]}"
+    return f"# {text}" if text else ""

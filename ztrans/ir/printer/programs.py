@@ -1,0 +1,89 @@
+"""programs: a whole program as text, one equation after the other, types beside names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..graph import Eqn, Graph, Region
+from .equations import WIDTH, equation, fold, lines, margin, op_name, value, wrap
+
+
+class Entry(NamedTuple):
+    """A part of a printed program: an equation, an input, a heading.
+
+    Two entries say the same if and only if their `text` is equal; `lines` are what is printed, which may fold.
+    `region` is that of the heading above; what stands before the first equation, and after the last, has none.
+    """
+
+    text: str
+    lines: tuple[str, ...]
+    region: Region | None = None
+    eqn: Eqn | None = None
+
+
+def header(graph: Graph) -> str:
+    """The mesh and the transforms applied; those that commute are listed in one order."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
+    done = sorted(graph.history, key=lambda name: (not name.startswith("shard_params"), name))
+    parts = [graph.name, f"mesh: {mesh}" if mesh else "", " > ".join(done)]
+    return "# " + "   ".join(filter(None, parts))
+
+
+def program(graph: Graph, full: bool = False) -> str:
+    """The whole program as text, in lines of at most `WIDTH` columns.
+
+    A bucket that does not fit folds: `[up, ... 26 more: 12.40 MiB]`. With `full` each of its members has a line.
+
+    >>> import torch
+    >>> from ztrans.ir.graph import Var
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> print(program(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)))
+    # f
+    def f(
+        x: f32[4],
+    ):
+      # forward
+      y: f32[4] = relu(x)
+      return y
+    """
+    return "\n".join(line for entry in entries(graph, full) for line in entry.lines)
+
+
+def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
+    """The parts of a program in order."""
+    yield _entry(header(graph))
+    for note in graph.notes:
+        yield _entry(f"# note: {note}")
+    yield _entry(f"def {graph.name}(")
+    for var in graph.inputs:
+        yield _entry(f"    {var.name}: {var.type},")
+    yield _entry("):")
+    region, column = None, margin(graph.eqns)
+    for eqn in graph.eqns:
+        moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
+        if eqn.region != region and (region is None or not moves):
+            region = eqn.region
+            yield Entry(f"  # {region}", (f"  # {region}",), region)
+        text = f"{equation(eqn)}  # {eqn.source}"
+        yield Entry(text, tuple(lines(eqn, full, column)), region, eqn)
+    yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
+
+
+def _entry(text: str) -> Entry:
+    """An entry of words or of one name, which is wrapped where it is too long."""
+    comment = text.startswith("#")
+    first, *rest = wrap(text)
+    return Entry(text, (first, *(f"#{line[1:]}" if comment else line for line in rest)))
+
+
+def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
+    """The outputs; where they do not fit on a line the state folds, and so do the outputs after it."""
+    outputs = [value(x) for x in graph.outputs]
+    line = "  return " + ", ".join(outputs)
+    if len(line) <= WIDTH:
+        return (line,)
+    if full:
+        return ("  return (", *(part for x in outputs for part in wrap(f"    {x},")), "  )")
+    parts = outputs[: graph.num_state], outputs[graph.num_state :]
+    return tuple(wrap("  return " + ", ".join(fold(part) for part in parts if part)))
