@@ -16,11 +16,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .source import Source
+
+if TYPE_CHECKING:  # the rules of primitives are about equations, so their module imports this one
+    from .collectives.interface import Rules
 
 Region = Literal["forward", "backward", "update"]
 DTYPES = {
@@ -87,9 +90,10 @@ class Var:
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """An operation of ours, beside the ATen ones (see `collectives`)."""
+    """An operation of ztrans, which is none of PyTorch's, and its rules (see `collectives`)."""
 
     name: str
+    rules: Rules
 
     def __repr__(self) -> str:
         return self.name

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .graph import Eqn, Layout, Split, Var
+from .graph import Eqn, Layout, Partial, Split, Var
 
 aten = torch.ops.aten
 
@@ -80,6 +80,27 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
     """
     start = min(chunk(rows, size) * rank, rows)
     return start, min(chunk(rows, size), rows - start)
+
+
+def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
+    """What `layout` says about `axis`; None when the value is whole there."""
+    return next((p for p in layout if p.axis == axis), None)
+
+
+def without(layout: Layout, axis: str) -> Layout:
+    """`layout` with nothing on `axis`."""
+    return tuple(p for p in layout if p.axis != axis)
+
+
+def cut_over(var: Var, axis: str) -> Split:
+    """How `var` is cut over `axis`.
+
+    Raises: ValueError when it is not.
+    """
+    split = on_axis(var.layout, axis)
+    if not isinstance(split, Split):
+        raise ValueError(f"{var} is not cut over {axis!r}.")
+    return split
 
 
 def local_shape(var: Var, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ so whether a view shares memory with its argument changes no value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .graph import Eqn
+from .graph import Eqn, Var, substitute
 
 aten = torch.ops.aten
 _LAZY = (aten._conj.default, aten._neg_view.default)
@@ -91,3 +91,11 @@ _CALLED: dict[Any, Callable] = {
 def called(op: Any) -> Callable:
     """What computes `op` however its argument lies."""
     return _CALLED.get(op, op)
+
+
+def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
+    """The results of an ordinary equation, computed from `values`: one for each of its `outs`."""
+    read = values.__getitem__
+    returned = called(eqn.op)(*substitute(eqn.args, read), **substitute(eqn.kwargs, read))
+    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [x for out in outs for x in (out if isinstance(out, list) else (out,))]

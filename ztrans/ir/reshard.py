@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from .collectives import SHARD, all_gather, reduce, wait, without
-from .graph import Eqn, Layout, Partial, Provenance, Region, Split, Var
+from .collectives import SHARD, all_gather, reduce, wait
+from .graph import Eqn, Partial, Provenance, Region, Split, Var
+from .layout import on_axis, without
 from .source import Source
 
 
@@ -30,11 +31,6 @@ class Site:
     @property
     def eqn(self) -> dict:
         return {"region": self.region, "source": self.source}
-
-
-def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
-    """What `layout` says about `axis`; None when the value is whole there."""
-    return next((p for p in layout if p.axis == axis), None)
 
 
 def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:

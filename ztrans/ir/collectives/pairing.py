@@ -1,0 +1,74 @@
+"""Pairing: which waits belong to which start, and where they stand in a program.
+
+    place 4:  f, g = all_gather([a, b], axis=dp)        Started(start, place=4, waits=(5, 9), need=5)
+    place 5:  x = wait(f)                               Waited(that, member=0)
+    place 9:  y = wait(g)                               Waited(that, member=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph import Eqn, Graph, Var
+from .table import is_start, rules
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A collective of a program.
+
+    Attributes:
+        start: the equation that starts it.
+        place: the index of that equation.
+        waits: by member, the index of its wait. Not every result of the user's own collectives need have one.
+        need: the index of the first wait; the number of equations where nothing waits.
+    """
+
+    start: Eqn
+    place: int
+    waits: tuple[int, ...]
+    need: int
+
+
+@dataclass(frozen=True, eq=False)
+class Waited:
+    """A wait of a program: the collective for which it waits, and the number of its member."""
+
+    started: Started
+    member: int
+
+    @property
+    def start(self) -> Eqn:
+        """The equation that starts the collective."""
+        return self.started.start
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The collectives of a program by their starts, in program order, and its waits by themselves."""
+
+    starts: Mapping[Eqn, Started]
+    waits: Mapping[Eqn, Waited]
+
+
+def pair(graph: Graph, own: bool = False) -> Pairs:
+    """Pair the start of every collective of a program with the waits for its members.
+
+    Args:
+        graph: the program.
+        own: include the collectives that the user's step calls itself.
+    """
+    places: dict[Var, int] = {}
+    for i, e in enumerate(graph.eqns):
+        if rules(e).waits and (own or rules(e).reads_futures):
+            places.setdefault(e.ins[0], i)
+    starts: dict[Eqn, Started] = {}
+    members: dict[Var, Waited] = {}
+    for i, e in enumerate(graph.eqns):
+        if rules(e).starts and (own or is_start(e)):
+            waits = tuple(places[out] for out in e.outs if out in places)
+            starts[e] = Started(e, i, waits, min(waits, default=len(graph.eqns)))
+            members.update((out, Waited(starts[e], k)) for k, out in enumerate(e.outs) if out is not None)
+    waiting = (e for e in graph.eqns if rules(e).waits and e.ins[0] in members)
+    return Pairs(starts, {e: members[e.ins[0]] for e in waiting})
