@@ -26,7 +26,7 @@ from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
 from .residency import Value, residency
-from .simulate import COPIES, lane, messages, seconds
+from .simulate import COPIES, NO_COPIES, lane, messages, seconds
 from .solver.problem import Gather, Problem, Reduction, Wire
 
 
@@ -172,7 +172,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     link, ranks = cluster.link(axis), graph.axes[axis]
     latency, pace = link.seconds(start.op.name, 1, ranks)
     known = dict(link.unpack).get(start.op.name)
-    copies = COPIES[start.op].times if known is None else 0
+    copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(
         lane(start),
         link.name,

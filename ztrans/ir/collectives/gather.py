@@ -26,7 +26,7 @@ class Gather(Start):
     lane = "gather"
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = torch.cat(self.on_wire(eqn, terms), cut_over(eqn.ins[index], self.axis(eqn)).dim)
+        whole = torch.cat(list(terms), cut_over(eqn.ins[index], self.axis(eqn)).dim)
         return [whole for _ in terms]
 
     def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:

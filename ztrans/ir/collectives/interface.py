@@ -99,9 +99,14 @@ class Memberwise(Rules):
 
     def meaning(self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]) -> list[Sequence[Any]]:
         eqn = eqns[0]
-        results = (self.member(eqn, k, [env[eqn.ins[k]] for env in values]) for k in range(len(eqn.outs)))
+        members = (self.sent(eqn, [env[eqn.ins[k]] for env in values]) for k in range(len(eqn.outs)))
+        results = (self.member(eqn, k, terms) for k, terms in enumerate(members))
         return list(zip(*results))
 
+    def sent(self, eqn: Eqn, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The values of one argument on every rank of a group, in the dtype in which they cross the wire."""
+        return terms
+
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Result `index` on every rank of a group, of argument `index` on every rank; by default the same."""
+        """Result `index` on every rank of a group, from the terms that each of them sent; by default the same."""
         return terms

@@ -27,7 +27,7 @@ class Reduction(Start):
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
-        return ops.reduce(self.on_wire(eqn, terms), eqn.kwargs["op"], eqn.outs[index].dtype)
+        return ops.reduce(terms, eqn.kwargs["op"], eqn.outs[index].dtype)
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
         """A member is sent as it is where it crosses alone and needs neither a cast nor padding."""

@@ -38,10 +38,9 @@ class Start(Memberwise):
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 
-    def on_wire(self, eqn: Eqn, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The members of the ranks of a group, as they cross the wire."""
+    def sent(self, eqn: Eqn, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         dtype = eqn.kwargs["dtype"]
-        return [term if dtype is None else term.to(dtype) for term in terms]
+        return terms if dtype is None else [term.to(dtype) for term in terms]
 
     def shares_buffer(self, eqn: Eqn, index: int) -> bool:
         out = eqn.outs[index]

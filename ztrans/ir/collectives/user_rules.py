@@ -11,8 +11,8 @@ import torch
 
 from ... import ops
 from ..graph import Eqn
-from ..printer import op_name
 from ..source import where
+from ..user_collectives import functional_name
 from .interface import Memberwise
 
 
@@ -28,7 +28,7 @@ class UserStart(Memberwise):
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         how, ranks = eqn.args[1:-1], range(len(terms))
-        match op_name(eqn.op).removesuffix("_coalesced"):
+        match functional_name(eqn.op).removesuffix("_coalesced"):
             case "all_reduce":
                 whole = _total(how[0], terms)
                 return [whole for _ in ranks]
