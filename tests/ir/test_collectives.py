@@ -79,10 +79,10 @@ def program(ranks=RANKS):
     x, b = var("x", 8, 4), var("b", 8, 4)
     twice = Eqn(aten.mul.Tensor, (x, 2), (var("twice", 8, 4),))
     start = broadcast(twice.outs, ["first"], "dp", provenance=Provenance("param", ("x",), "dp"))
-    between = Eqn(aten.add.Tensor, (twice.outs[0], b), (var("between", 8, 4),))
-    end = wait(start.outs[0])
-    cast = Eqn(aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16})
-    y = Eqn(aten.add.Tensor, (between.outs[0], cast.outs[0]), (var("y", 8, 4),))
+    between = Eqn(aten.add.Tensor, (twice.outs[0], b), (var("between", 8, 4),), region="update")
+    end = wait(start.outs[0], region="update")
+    cast = Eqn(aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16}, "update")
+    y = Eqn(aten.add.Tensor, (between.outs[0], cast.outs[0]), (var("y", 8, 4),), region="update")
     eqns = (twice, start, between, end, cast, y)
     return Graph("f", (x, b), eqns, (x, y.outs[0]), 1, batch=frozenset([b]), mesh=(("dp", ranks),))
 
@@ -111,13 +111,15 @@ def test_a_new_collective_means_what_its_rules_say():
 
 def test_what_a_new_collective_sends_lives_until_its_wait():
     graph = program()
-    (started,), (waited,) = pair(graph).starts.values(), pair(graph).waits.values()
+    pairs = pair(graph)
+    (started,), (waited,) = pairs.starts.values(), pairs.waits.values()
     assert (started.place, started.waits, started.need) == (1, (3,), 3)
-    assert (waited.started, waited.member) == (started, 0)
+    assert waited.started is started and waited.member == 0
     sent = graph.eqns[0].outs[0]
     assert liveness(graph).last[sent] == started.need
     assert graph.eqns[2] not in donation(graph).twins, "it reads `twice`, which is under way"
-    assert first_write(writes_last(graph)) == started.need + 1
+    assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
+    assert first_write(writes_last(graph)) == 3
 
 
 def test_a_new_collective_has_bytes_a_lane_and_buckets():

@@ -96,10 +96,11 @@ class _Storages:
 
     def pass_by(self, e: Eqn, released: int | None) -> None:
         """Note the results of an equation, and its arguments if it is a collective that reads them until `released`."""
-        for v in e.ins if released is not None else ():
-            self.read[self.owner(v)] = max(released, self.read.get(self.owner(v), -1))
+        if released is not None:
+            for owner in map(self.owner, e.ins):
+                self.read[owner] = max(released, self.read.get(owner, -1))
         if not rules(e).shares(e):
-            self.filling.update(out for out in e.outs if out is not None and not out.future)
+            self.filling.update(out for out in e.results if not out.future)
 
 
 def _let_go(graph: Graph) -> dict[Eqn, int]:
@@ -183,7 +184,10 @@ def onto(op: Any, place: int) -> Callable:
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
     (True, 0.5)
     """
-    form, out = _into(op)
+    target = _into(op)
+    if target is None:
+        raise ValueError(f"{op} has no form that writes where it reads.")
+    form, out = target
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):

@@ -141,6 +141,11 @@ class Eqn:
         """The variables read, in order, repeats included."""
         return (*variables(self.args), *variables(self.kwargs))
 
+    @functools.cached_property
+    def results(self) -> tuple[Var, ...]:
+        """The variables bound: `outs` without the results that nothing reads, which are None there."""
+        return tuple(out for out in self.outs if out is not None)
+
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
 

@@ -8,21 +8,20 @@ part of it. Every transform is tested against this file. It knows nothing of pro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .ambient import refuse_inside, without_autocast
 from .collectives import rules
-from .graph import Graph, Var, substitute, variables
+from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
     """The outputs of a program on one rank, from its flat inputs.
 
-    >>> from ztrans.ir import Eqn
     >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (2,))
     >>> double = Graph("double", (x,), (Eqn(torch.ops.aten.mul.Tensor, (x, 2), (y,)),), (y,), 0)
     >>> evaluate(double, torch.tensor([1.0, 2.0]))
@@ -56,15 +55,23 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
     with torch.no_grad(), without_autocast():
         for i, eqn in enumerate(graph.eqns):
-            for group in _groups(places, rules(eqn).axis(eqn)):
-                here = [localize(eqn, graph.axes, places[rank]) for rank in group]
-                results = rules(eqn).meaning(here, [values[rank] for rank in group])
-                for rank, outs in zip(group, results):
-                    values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
+            _run(eqn, graph.axes, places, values)
             for dead in {v for v in eqn.ins if last[v] == i}:
                 for env in values:
                     del env[dead]
     return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in values]
+
+
+def _run(
+    eqn: Eqn, sizes: Mapping[str, int], places: Sequence[Mapping[str, int]], values: Sequence[dict[Var, Any]]
+) -> None:
+    """Compute one equation on every rank, group by group, and add its results to `values`."""
+    rule = rules(eqn)
+    for group in _groups(places, rule.axis(eqn)):
+        localized = [localize(eqn, sizes, places[rank]) for rank in group]
+        results = rule.meaning(localized, [values[rank] for rank in group])
+        for rank, outs in zip(group, results):
+            values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
 
 
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -90,7 +97,7 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
     return full
 
 
-def _groups(places: Sequence[dict[str, int]], axis: str | None) -> list[list[int]]:
+def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[int]]:
     """The ranks that differ only along `axis`, each group in the order of the axis; single ranks for no axis."""
     if axis is None:
         return [[rank] for rank in range(len(places))]

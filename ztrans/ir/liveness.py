@@ -29,14 +29,13 @@ def liveness(graph: Graph) -> Liveness:
     for e in graph.eqns:
         waited = waits.get(e)
         shares = rules(waited.start).shares_buffer(waited.start, waited.member) if waited else rules(e).shares(e)
-        root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.outs if out is not None)
+        root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.results)
     for i, e in enumerate(graph.eqns):
         last.update((root[v], i) for v in e.ins)
         waited = waits.get(e)
         if waited and rules(waited.start).sends_own(waited.start, waited.member, graph.axes):
             last[root[waited.start.ins[waited.member]]] = i
-        for out in e.outs:
-            if out is not None:
-                last.setdefault(root[out], i)
+        for out in e.results:
+            last.setdefault(root[out], i)
     last.update((root[v], len(graph.eqns)) for v in variables(graph.outputs))
     return Liveness(root, last)

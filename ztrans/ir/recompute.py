@@ -41,11 +41,12 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
         for e in needed(v):
             copies.update(
                 (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
-                for out in e.outs
-                if out is not None and root[out] in again
+                for out in e.results
+                if root[out] in again
             )
             args, kwargs = (substitute(x, lambda v: copies.get(v, v)) for x in (e.args, e.kwargs))
-            eqns.append(e.replace(args=args, kwargs=kwargs, outs=tuple(map(copies.get, e.outs)), region="backward"))
+            outs = tuple(out and copies.get(out) for out in e.outs)
+            eqns.append(e.replace(args=args, kwargs=kwargs, outs=outs, region="backward"))
         return copies.get(v, v)
 
     for e in graph.eqns:

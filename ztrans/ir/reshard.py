@@ -49,10 +49,10 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
         return [made, *more], out
     if isinstance(have, Split):
         start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
-        end = wait(start.outs[0], **site.eqn)
+        end = wait(start.results[0], **site.eqn)
         if to is None:
-            return [start, end], end.outs[0]
-        more, out = redistribute(end.outs[0], to, axis, site, name)
+            return [start, end], end.results[0]
+        more, out = redistribute(end.results[0], to, axis, site, name)
         return [start, end, *more], out
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
@@ -67,8 +67,8 @@ def reduced(
     if to is not None and to.dim >= len(v.shape):
         to = None
     start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
-    end = wait(start.outs[0], **site.eqn)
-    return [start, end], end.outs[0]
+    end = wait(start.results[0], **site.eqn)
+    return [start, end], end.results[0]
 
 
 def _norm(v: Var, p: float, to, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:

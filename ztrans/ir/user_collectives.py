@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from .graph import Eqn, Graph, Layout, Split
+from .layout import mesh_axes
 
 _NAMESPACE = "_c10d_functional::"
 _ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor")
@@ -50,12 +51,12 @@ def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
     """Name axes instead of groups."""
-    return _renamed(graph, {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names})
+    return _renamed(graph, {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)})
 
 
 def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
     """Name this rank's groups instead of axes: the inverse of `by_axis`."""
-    return _renamed(graph, {axis: mesh.get_group(axis).group_name for axis in mesh.mesh_dim_names})
+    return _renamed(graph, {axis: mesh.get_group(axis).group_name for axis, _ in mesh_axes(mesh)})
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:

@@ -23,7 +23,7 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
         drawn = is_random(eqn.op) and not _on_shards(eqn, over)
         axes_of = frozenset(axes) if drawn else rules(eqn).varies(eqn, over)
         if axes_of:
-            over.update((out, axes_of) for out in eqn.outs if out is not None)
+            over.update((out, axes_of) for out in eqn.results)
     return over
 
 

@@ -29,9 +29,8 @@ def check(graph: Graph) -> Graph:
         problem = rules(eqn).problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
-        for out in eqn.outs:
-            if out is not None:
-                _bind(out, bound, names, waited, eqn)
+        for out in eqn.results:
+            _bind(out, bound, names, waited, eqn)
     _check_outputs(graph, bound)
     for var, done in waited.items():
         if not done:

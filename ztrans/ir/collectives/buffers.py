@@ -18,7 +18,7 @@ def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
     """Bytes of a member of a started collective on the wire: the padded parts of all ranks together."""
-    member, future, axis = eqn.ins[index], eqn.outs[index], eqn.kwargs["axis"]
+    member, future, axis = eqn.ins[index], eqn.results[index], eqn.kwargs["axis"]
     total = wire_dtype(eqn, member).itemsize
     cuts = {s.dim: s.axis for v in (member, future) for s in v.layout if isinstance(s, Split)}
     for dim, rows in enumerate(member.shape):

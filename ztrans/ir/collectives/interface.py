@@ -42,7 +42,7 @@ class Rules:
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         """What is wrong with the types of an equation, for the verifier; None if nothing is."""
-        if any(out is not None and out.future for out in eqn.outs):
+        if any(out.future for out in eqn.results):
             return "an operation that is no collective has a future among its results"
         return None
 

@@ -55,6 +55,6 @@ MARKS = (GRADIENT, PMEAN, PSUM)
 
 def erase_marks(graph: Graph) -> Graph:
     """Drop the marks that no transform has used; without a transform they are the identity."""
-    marked = {e.outs[0]: e.args[0] for e in graph.eqns if e.op in MARKS}
+    marked = {e.results[0]: e.args[0] for e in graph.eqns if e.op in MARKS}
     eqns = tuple(e for e in graph.eqns if e.op not in MARKS)
     return rename(graph.replace(eqns=eqns), marked)

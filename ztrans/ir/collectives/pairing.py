@@ -60,15 +60,19 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
         own: include the collectives that the user's step calls itself.
     """
     places: dict[Var, int] = {}
+    waiting = {}
     for i, e in enumerate(graph.eqns):
         if rules(e).waits and (own or rules(e).reads_futures):
+            waiting[e] = e.ins[0]
             places.setdefault(e.ins[0], i)
-    starts: dict[Eqn, Started] = {}
-    members: dict[Var, Waited] = {}
-    for i, e in enumerate(graph.eqns):
-        if rules(e).starts and (own or is_start(e)):
-            waits = tuple(places[out] for out in e.outs if out in places)
-            starts[e] = Started(e, i, waits, min(waits, default=len(graph.eqns)))
-            members.update((out, Waited(starts[e], k)) for k, out in enumerate(e.outs) if out is not None)
-    waiting = (e for e in graph.eqns if rules(e).waits and e.ins[0] in members)
-    return Pairs(starts, {e: members[e.ins[0]] for e in waiting})
+    starting = ((i, e) for i, e in enumerate(graph.eqns) if rules(e).starts and (own or is_start(e)))
+    starts = {e: _started(graph, i, places) for i, e in starting}
+    members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
+    return Pairs(starts, {e: members[future] for e, future in waiting.items() if future in members})
+
+
+def _started(graph: Graph, place: int, places: Mapping[Var, int]) -> Started:
+    """The collective that starts at `place`, given the places at which futures are waited for."""
+    start = graph.eqns[place]
+    waits = tuple(places[out] for out in start.results if out in places)
+    return Started(start, place, waits, min(waits, default=len(graph.eqns)))

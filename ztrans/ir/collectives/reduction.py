@@ -27,12 +27,12 @@ class Reduction(Start):
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
-        return ops.reduce(terms, eqn.kwargs["op"], eqn.outs[index].dtype)
+        return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
         """A member is sent as it is where it crosses alone and needs neither a cast nor padding."""
         member, ranks = eqn.ins[index], sizes[self.axis(eqn)]
-        split = eqn.outs[index].split
+        split = eqn.results[index].split
         even = split is None or (split.dim == 0 and member.shape[0] % ranks == 0)
         return even and wire_dtype(eqn, member) == member.dtype and is_alone(eqn, index, sizes)
 
@@ -41,7 +41,7 @@ class ReduceScatter(Reduction):
     """Rules of reduce_scatter. A rank receives its shard of each other rank's term, and adds these up."""
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole, split = self.total(eqn, index, terms), cut_over(eqn.outs[index], self.axis(eqn))
+        whole, split = self.total(eqn, index, terms), cut_over(eqn.results[index], self.axis(eqn))
         # clone: a part must not keep the whole alive
         return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
 

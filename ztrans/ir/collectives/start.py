@@ -43,8 +43,7 @@ class Start(Memberwise):
         return terms if dtype is None else [term.to(dtype) for term in terms]
 
     def shares_buffer(self, eqn: Eqn, index: int) -> bool:
-        out = eqn.outs[index]
-        return out is not None and wire_dtype(eqn, eqn.ins[index]) == out.dtype
+        return wire_dtype(eqn, eqn.ins[index]) == eqn.results[index].dtype
 
     def wire_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
         ranks = sizes[self.axis(eqn)]

@@ -21,11 +21,11 @@ def erase_trivial(graph: Graph) -> Graph:
     eqns: list[Eqn] = []
     for e in graph.eqns:
         if isinstance(e.op, Primitive) and rules(e).axis(e) in trivial:
-            for member, out in zip(e.ins, e.outs):
+            for member, out in zip(e.ins, e.results):
                 casts, alias[out] = _rounded(member, out, e)
                 eqns += casts
         elif rules(e).waits and e.ins[0] in alias:
-            alias[e.outs[0]] = e.ins[0]
+            alias[e.results[0]] = e.ins[0]
         else:
             eqns.append(e)
     return _without_axes(rename(graph.replace(eqns=tuple(eqns)), alias), trivial)
@@ -45,7 +45,7 @@ def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
 
 def _without_axes(graph: Graph, axes: set[str]) -> Graph:
     """The program with nothing laid out over `axes`, which have one rank each."""
-    values = {*graph.inputs, *(out for e in graph.eqns for out in e.outs if out is not None)}
+    values = {*graph.inputs, *(out for e in graph.eqns for out in e.results)}
     whole = {
         v: dataclasses.replace(v, layout=tuple(part for part in v.layout if part.axis not in axes))
         for v in values
