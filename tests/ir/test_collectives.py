@@ -113,10 +113,10 @@ def test_what_a_new_collective_sends_lives_until_its_wait():
     graph = program()
     pairs = pair(graph)
     (started,), (waited,) = pairs.starts.values(), pairs.waits.values()
-    assert (started.place, started.waits, started.need) == (1, (3,), 3)
+    assert (started.index, started.waits, started.first_wait) == (1, (3,), 3)
     assert waited.started is started and waited.member == 0
     sent = graph.eqns[0].outs[0]
-    assert liveness(graph).last[sent] == started.need
+    assert liveness(graph).last[sent] == started.first_wait
     assert graph.eqns[2] not in donation(graph).twins, "it reads `twice`, which is under way"
     assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
     assert first_write(writes_last(graph)) == 3
@@ -184,9 +184,9 @@ def test_buckets_and_the_steps_own_collectives_are_paired():
     graph = Graph("f", (a, b, c), (start, own, early, own_wait, late), (), 0, mesh=(("dp", 2), ("tp", 2)))
     ours, every = pair(graph), pair(graph, own=True)
     assert list(ours.starts) == [start] and list(every.starts) == [start, own]
-    assert (ours.starts[start].waits, ours.starts[start].need) == ((4, 2), 2)
+    assert (ours.starts[start].waits, ours.starts[start].first_wait) == ((4, 2), 2)
     assert [(w.start, w.member) for w in ours.waits.values()] == [(start, 1), (start, 0)]
-    assert every.waits[own_wait].start is own and every.starts[own].need == 3
+    assert every.waits[own_wait].start is own and every.starts[own].first_wait == 3
     unread = replace(graph, eqns=(start, own, early, late))
-    assert pair(unread, own=True).starts[own].need == 4, "nothing waits for it"
+    assert pair(unread, own=True).starts[own].first_wait == 4, "nothing waits for it"
     assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == ("tp (step)", "tp", True, False)

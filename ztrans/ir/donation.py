@@ -111,9 +111,9 @@ def _let_go(graph: Graph) -> dict[Eqn, int]:
     """
     started = pair(graph, own=True).starts.values()
     packed = [s for s in started if rules(s.start).packs]
-    events = sorted({s.place for s in packed} | {s.need for s in packed})
-    released = {s.start: s.need for s in started}
-    return released | {s.start: events[bisect_right(events, s.place)] for s in packed}
+    events = sorted({s.index for s in packed} | {s.first_wait for s in packed})
+    released = {s.start: s.first_wait for s in started}
+    return released | {s.start: events[bisect_right(events, s.index)] for s in packed}
 
 
 def _fits(e: Eqn, written: Written) -> bool:

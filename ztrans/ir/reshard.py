@@ -3,7 +3,7 @@
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
 split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
-split, and without elements -> whole    new_empty
+split, no elements -> whole             new_empty
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .source import Source
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where new equations belong: their region, the user's line, fresh names and provenance."""
+    """What new equations get: their region, the user's line, fresh names and a provenance."""
 
     region: Region
     source: Source | None
@@ -38,15 +38,16 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
     have = on_axis(v.layout, axis)
     if have == to:
         return [], v
+    split = to if isinstance(to, Split) else None
     if isinstance(have, Partial) and have.op.startswith("norm"):
-        return _norm(v, float(have.op.removeprefix("norm")), to, axis, site, name)
+        return _norm(v, float(have.op.removeprefix("norm")), split, axis, site, name)
     if isinstance(have, Partial):
-        return reduced(v, have.op, to if isinstance(to, Split) else None, axis, site, name)
+        return reduced(v, have.op, split, axis, site, name)
     if isinstance(have, Split) and v.numel == 0:  # nothing needs to move
         whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
-        made = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
+        empty = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
         more, out = redistribute(whole, to, axis, site, name)
-        return [made, *more], out
+        return [empty, *more], out
     if isinstance(have, Split):
         start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
         end = wait(start.results[0], **site.eqn)
@@ -71,8 +72,8 @@ def reduced(
     return [start, end], end.results[0]
 
 
-def _norm(v: Var, p: float, to, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """Norms of parts: their powers add up (for p = inf, their greatest counts)."""
+def _norm(v: Var, p: float, to: Split | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+    """Combine the p-norms of parts: add up their p-th powers; for an infinite p take the greatest or least of them."""
     aten = torch.ops.aten
     if p in (float("inf"), float("-inf")):
         return reduced(v, "max" if p > 0 else "min", to, axis, site, name)

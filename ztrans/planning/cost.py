@@ -142,7 +142,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
                 allocated = received_bytes(e, e.outs.index(out), graph.axes) if out.future else size(out)
                 found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if sent := sent_bytes(e, graph.axes):
-            end = starts[e].need
+            end = starts[e].first_wait
             found.append(Held(i, end, e.outs[0], sent, "send buffer"))
             found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
     return found

@@ -173,7 +173,7 @@ def skeleton(graph: Graph) -> Skeleton:
     # What a reduction yields may be reduced again, over the replicated axis: that one follows it. A gather
     # of it has nowhere to go, and stays where it is.
     second = {e: made[e.ins[0]] for e in hinted if made.get(e.ins[0]) in pairs.waits}
-    waited = {e: graph.eqns[pairs.starts[e].need] for e in hinted}
+    waited = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
     following = {first: e for e, first in second.items() if e.order.place == "reduce"}
     planned = {}
     for e in hinted:

@@ -147,7 +147,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         kind, moved = _moved(e, graph)
         link = cluster.link(axis)
         latency, moving = link.seconds(kind, moved, graph.axes[axis])
-        message = Message(started.place + 1, started.need, lane(e), link.name, latency, moving)
+        message = Message(started.index + 1, started.first_wait, lane(e), link.name, latency, moving)
         sent.append((e, message, moved))
     return sent
 

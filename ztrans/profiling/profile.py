@@ -198,7 +198,7 @@ def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
         if e in pairs.starts:
             end = next(started)
         elif waited is not None:
-            if waited.started.need != i:
+            if waited.started.first_wait != i:
                 continue  # the first wait of a bucket unpacks it
             key, begin = f"{signature(waited.start, graph)} wait", next(came)
         taken.setdefault(key, []).append([b - a for a, b in zip(begin, end)])
@@ -214,6 +214,6 @@ def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
     for _ in range(1000):
         mark(record)
     reading = record.times().end / 1000
-    starts = [started.place for started in pair(graph).starts.values()]
+    starts = [started.index for started in pair(graph).starts.values()]
     watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in every)
     return reading * (len(graph.eqns) + len(starts)) + watching

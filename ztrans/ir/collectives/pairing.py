@@ -1,8 +1,8 @@
 """Pairing: which waits belong to which start, and where they stand in a program.
 
-    place 4:  f, g = all_gather([a, b], axis=dp)        Started(start, place=4, waits=(5, 9), need=5)
-    place 5:  x = wait(f)                               Waited(that, member=0)
-    place 9:  y = wait(g)                               Waited(that, member=1)
+    equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
+    equation 5:  x = wait(f)                               Waited(that, member=0)
+    equation 9:  y = wait(g)                               Waited(that, member=1)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Started:
 
     Attributes:
         start: the equation that starts it.
-        place: the index of that equation.
+        index: the index of that equation in the program.
         waits: by member, the index of its wait. Not every result of the user's own collectives need have one.
-        need: the index of the first wait; the number of equations where nothing waits.
+        first_wait: the least of these; the number of equations where nothing waits.
     """
 
     start: Eqn
-    place: int
+    index: int
     waits: tuple[int, ...]
-    need: int
+    first_wait: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +59,20 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
         graph: the program.
         own: include the collectives that the user's step calls itself.
     """
-    places: dict[Var, int] = {}
-    waiting = {}
+    indices: dict[Var, int] = {}  # by future, of its first wait
+    waiting: dict[Eqn, Var] = {}
     for i, e in enumerate(graph.eqns):
         if rules(e).waits and (own or rules(e).reads_futures):
             waiting[e] = e.ins[0]
-            places.setdefault(e.ins[0], i)
+            indices.setdefault(e.ins[0], i)
     starting = ((i, e) for i, e in enumerate(graph.eqns) if rules(e).starts and (own or is_start(e)))
-    starts = {e: _started(graph, i, places) for i, e in starting}
+    starts = {e: _started(graph, i, indices) for i, e in starting}
     members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
     return Pairs(starts, {e: members[future] for e, future in waiting.items() if future in members})
 
 
-def _started(graph: Graph, place: int, places: Mapping[Var, int]) -> Started:
-    """The collective that starts at `place`, given the places at which futures are waited for."""
-    start = graph.eqns[place]
-    waits = tuple(places[out] for out in start.results if out in places)
-    return Started(start, place, waits, min(waits, default=len(graph.eqns)))
+def _started(graph: Graph, index: int, indices: Mapping[Var, int]) -> Started:
+    """The collective that equation `index` starts, given the indices of the waits for each future."""
+    start = graph.eqns[index]
+    waits = tuple(indices[out] for out in start.results if out in indices)
+    return Started(start, index, waits, min(waits, default=len(graph.eqns)))

@@ -160,7 +160,7 @@ def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
         waited = pairs.waits.get(e)
         if waited is None:
             yield e
-        elif waited.started.need == i:
+        elif waited.started.first_wait == i:
             yield from (graph.eqns[k] for k in sorted(waited.started.waits))
 
 
