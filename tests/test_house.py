@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ztrans.ir import collectives
 from ztrans.tracing import versions
 
 ROOT = Path(__file__).parents[1]
@@ -272,6 +273,52 @@ def test_nothing_is_verified_with_assert():
         if isinstance(node, ast.Assert)
     ]
     assert not wrong, f"{wrong}: raise an error"
+
+
+PRIMITIVES = {primitive.name.upper() for primitive in collectives.PRIMITIVES}
+KINDS = {"starts", "waits", "reads_futures"}  # rules that tell which primitive an equation has, and little else
+RECOGNITIONS = 25
+
+
+def recognitions(tree: ast.Module) -> Iterator[ast.AST]:
+    """Where code looks which primitive an equation has, instead of asking for its rules.
+
+    A comparison with a primitive or its name counts, and so does a predicate that stands for one: `is_start(e)`,
+    `rules(e).starts`, `isinstance(rules(e), Start)`. Explicit tables, which have a row for each primitive, do not.
+    """
+    names = lambda node: {getattr(x, "id", getattr(x, "attr", None)) for x in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            found = names(node) & PRIMITIVES
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).split(".")[-1]
+            found = called == "is_start" or (called == "isinstance" and "rules" in names(node.args[0]))
+        elif isinstance(node, ast.Attribute):
+            found = node.attr in KINDS and isinstance(node.value, ast.Call) and "rules" in names(node.value.func)
+        else:
+            found = isinstance(node, ast.MatchValue) and names(node) & PRIMITIVES
+        if found:
+            yield node
+
+
+def test_collectives_are_asked_for_their_rules():
+    places = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for name, path in modules().items()
+        if not f"{name}.".startswith("ir.collectives.")
+        for node in recognitions(parse(path))
+    ]
+    assert len(places) < RECOGNITIONS, "\n".join(places)
+
+
+def test_recognitions_are_found():
+    code = """
+        e.op is WAIT; op not in (PMEAN, PSUM); self.kind == ALL_GATHER.name; is_start(e); collectives.is_start(e)
+        rules(e).starts; isinstance(rules(e), Start); any(e.op is GRADIENT for e in eqns)
+        rules(e).lane == "gather"; {ALL_GATHER: 2}[e.op]; Eqn(SHARD, (v,), (out,)); e.op is CAST; started.waits
+    """
+    tree = ast.parse("\n".join(line.strip() for line in code.splitlines()))
+    assert len(list(recognitions(tree))) == 8
 
 
 @pytest.mark.slow

@@ -13,9 +13,14 @@ from .collectives import (
     REDUCE_SCATTER,
     SHARD,
     WAIT,
+    Rules,
+    Start,
     all_gather,
     is_start,
+    lane,
+    pair,
     reduce,
+    rules,
     wait,
 )
 from .graph import (
@@ -43,7 +48,8 @@ from .verifier import ProgramError, check
 
 __all__ = [
     "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
-    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Split", "Var",
-    "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "op_name",
-    "producers", "program", "reduce", "rename", "substitute", "users", "variables", "wait",
+    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Rules",
+    "Split", "Start", "Var",
+    "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "lane",
+    "op_name", "pair", "producers", "program", "reduce", "rename", "rules", "substitute", "users", "variables", "wait",
 ]  # fmt: skip

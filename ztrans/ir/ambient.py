@@ -1,7 +1,7 @@
 """The state of PyTorch around a call: what a trace depends on, and where a program cannot run.
 
-A step is traced under the caller's autocast, default dtype and default device, so these are part of
-what a program is made for. A program then holds every cast that autocast made, and runs without it.
+A step is traced under the caller's autocast, default dtype and default device, so a program holds for these alone. It
+contains every cast that autocast inserted, and runs without autocast.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 
 @functools.cache
 def _devices() -> tuple[str, ...]:
-    """The types of device that may have an autocast of their own here."""
+    """The types of device on this machine that have an autocast of their own."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def ambient() -> dict[str, Any]:
-    """What a trace reads of PyTorch's own state, by name."""
+    """The parts of PyTorch's own state on which a trace depends, by name."""
     casts = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()}
     return {
         **{f"autocast on {device}": dtype for device, dtype in casts.items()},
@@ -39,7 +39,7 @@ def ambient() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Run what is inside as it is written: the casts of the caller's autocast are in the program already."""
+    """Turn autocast off inside: a program contains the casts of the caller's autocast already."""
     with contextlib.ExitStack() as off:
         for device in _devices():
             if torch.is_autocast_enabled(device):
@@ -49,7 +49,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage: each collection would walk the whole growing graph, which makes tracing quadratic."""
+    """Collect no garbage inside: each collection would walk the growing graph, which makes tracing quadratic."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +60,7 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_inside(name: str, arguments: Any) -> None:
-    """Raise where the call of a program, `name`, stands inside something that must see into it.
+    """Refuse to run the program `name` inside of a transform of PyTorch that would have to see into it.
 
     Raises: TypeError inside of torch.func's transforms, forward-mode differentiation, or another trace.
     """

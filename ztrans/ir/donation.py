@@ -1,32 +1,38 @@
 """Donation: which equations may write their result over an argument that nothing reads any more.
 
-The state of a step is donated: its storage is the caller's to lose. Elementwise updates of it are
-done in place, and so are those of temporaries, where an argument fills its storage, dies with the
-equation, and is not read by a collective under way.
+The state of a step is donated: the caller gives its storage away. So elementwise updates of the state are done in
+place. So are those of temporaries, where an argument fills its storage, is read for the last time by the equation, and
+is not read by a collective under way.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .collectives import SHARD, WAIT, is_start
-from .graph import Eqn, Graph, Var, producers
+from .collectives import pair, rules
+from .graph import Eqn, Graph, Var
 from .liveness import liveness
-from .operations import is_view
-from .user_collectives import is_wait
 from .write_order import first_write
+
+Written = list[tuple[Var, Var | None]]  # arguments that are written, each with the result that takes its place
 
 
 @dataclass(frozen=True)
 class Donation:
-    """`twins`: the in-place operation of each equation that has one; `last`: as in `Liveness`, with results
-    in the storage of arguments taken into account; `owner`: who first had the storage of each value; `read`:
-    where each storage is let go by the collectives that read it."""
+    """Which equations write over their arguments, and what that means for storages.
+
+    Attributes:
+        twins: by equation, the operation that writes in place, where there is one.
+        last: as in `Liveness`, with results that took the storage of an argument.
+        owner: by value, the first value that had its storage.
+        read: by storage, the index of the last equation during which a collective still reads it.
+    """
 
     twins: dict[Eqn, Any]
     last: dict[Var, int]
@@ -35,79 +41,101 @@ class Donation:
 
 
 def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
-    """Decide for every equation whether it writes over its arguments, but for those `apart`, which do not."""
-    live = liveness(graph)
-    last = dict(live.last)
-    state, writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
-    exact = set(state)  # values that fill a storage which the program may write
-    moved: dict[Var, Var] = {}  # results that live in the storage of an argument
-    until = _let_go(graph)
-    read: dict[Var, int] = {}  # by storage, where the last collective that reads it lets it go
-
-    def owner(v: Var) -> Var:
-        v = live.root[v]
-        while v in moved:
-            v = moved[v]
-        return v
-
-    def may(i: int, e: Eqn, pairs: list[tuple[Var, Var | None]]) -> bool:
-        owners = [owner(v) for v, _ in pairs]
-        others = [v for v in e.ins if all(v is not target for target, _ in pairs)]
-        if others and not e.outs[0].shape and len(pairs) == 1:
-            return False  # of scalars one may lie on a CPU and the other, and with it the result, on a GPU
-        return (
-            all(v in exact and last[owner(v)] == i and _alike(v, out) for v, out in pairs)
-            and len(set(owners)) == len(owners)
-            and not any(owner(v) in owners for v in others)
-            and all(read.get(v, -1) < i for v in owners)
-            and (i >= writes_from or state.isdisjoint(owners))
-        )
-
-    found: dict[Eqn, Any] = {}
+    """Decide for every equation whether it writes over its arguments; those in `apart` never do."""
+    storages, released = _Storages(graph), _let_go(graph)
+    twins: dict[Eqn, Any] = {}
     for i, e in enumerate(graph.eqns):
         choices = _choices(e) if e not in apart else ()
-        twin, pairs = next(((t, p) for t, p in choices if p and may(i, e, p)), (None, []))
+        twin, written = next(((t, w) for t, w in choices if _fits(e, w) and storages.may_write(i, e, w)), (None, []))
         if twin is not None:
-            found[e] = twin
-            for target, out in pairs:  # from here on the storage holds the result
-                last[owner(target)] = last[out]
-                moved[out] = owner(target)
-        for v in e.ins if e in until else ():
-            read[owner(v)] = max(until[e], read.get(owner(v), -1))
-        if not is_view(e) and e.op is not SHARD:
-            exact.update(out for out in e.outs if out is not None and not out.future)
-    return Donation(found, last, {v: owner(v) for v in live.root}, read)
+            twins[e] = twin
+            storages.write(written)
+        storages.pass_by(e, released.get(e))
+    return Donation(twins, storages.last, {v: storages.owner(v) for v in storages.root}, storages.read)
+
+
+class _Storages:
+    """The owner of each storage, and until when it is needed, while results take the storage of arguments."""
+
+    def __init__(self, graph: Graph) -> None:
+        live = liveness(graph)
+        self.root, self.last = live.root, dict(live.last)
+        self.state, self.writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
+        self.filling = set(self.state)  # values that fill a storage which the program may write
+        self.taken: dict[Var, Var] = {}  # results, each with the owner of the storage that it took
+        self.read: dict[Var, int] = {}
+
+    def owner(self, v: Var) -> Var:
+        """The first value that had the storage of `v`."""
+        v = self.root[v]
+        while v in self.taken:
+            v = self.taken[v]
+        return v
+
+    def may_write(self, place: int, e: Eqn, written: Written) -> bool:
+        """Whether no one else needs the storages that an equation would write."""
+        owners = [self.owner(v) for v, _ in written]
+        return self._are_apart(e, written, owners) and all(self._is_free(place, v) for v in owners)
+
+    def _are_apart(self, e: Eqn, written: Written, owners: Sequence[Var]) -> bool:
+        """Whether the written arguments fill storages of their own, which no other argument shares."""
+        distinct = len(set(owners)) == len(owners) and all(v in self.filling for v, _ in written)
+        return distinct and not any(self.owner(v) in owners for v in _others(e, written))
+
+    def _is_free(self, place: int, storage: Var) -> bool:
+        """Whether the equation at `place` is the last that needs a storage, collectives included."""
+        dies = self.last[storage] == place and self.read.get(storage, -1) < place
+        return dies and (place >= self.writes_from or storage not in self.state)
+
+    def write(self, written: Written) -> None:
+        """From here on the storage of each written argument holds the result."""
+        for target, result in written:
+            if result is not None:
+                self.last[self.owner(target)] = self.last[result]
+                self.taken[result] = self.owner(target)
+
+    def pass_by(self, e: Eqn, released: int | None) -> None:
+        """Note the results of an equation, and its arguments if it is a collective that reads them until `released`."""
+        if released is not None:
+            for owner in map(self.owner, e.ins):
+                self.read[owner] = max(released, self.read.get(owner, -1))
+        if not rules(e).shares(e):
+            self.filling.update(out for out in e.results if not out.future)
 
 
 def _let_go(graph: Graph) -> dict[Eqn, int]:
-    """Of every equation that starts a collective, the index of the one up to which its members are read.
+    """By the start of each collective, the index of the equation up to which its members are read.
 
-    A GPU packs them beside what follows, until the next start or the first wait for one; the user's own
-    collectives read theirs until they are waited for. What is sent as it lies is alive until then anyway.
+    A GPU packs them while what follows runs, until the next start or the next first wait. The user's own collectives
+    read theirs until they are waited for. Members that are sent from their own storage are alive until then anyway.
     """
-    made, waited = producers(graph.eqns), set[Eqn]()
-    found: dict[Eqn, int] = {}
-    packing: Eqn | None = None
-    for i, e in enumerate(graph.eqns):
-        start = made[e.args[0]] if e.op is WAIT or is_wait(e) else None
-        first = start is not None and start not in waited
-        if first:
-            waited.add(start)
-        if first and is_wait(e):
-            found[start] = i
-        elif packing is not None and (first or is_start(e)):
-            found[packing], packing = i, None
-        if is_start(e):
-            packing = e
-    return found
+    started = pair(graph, own=True).starts.values()
+    packed = [s for s in started if rules(s.start).packs]
+    events = sorted({s.index for s in packed} | {s.first_wait for s in packed})
+    released = {s.start: s.first_wait for s in started}
+    return released | {s.start: events[bisect_right(events, s.index)] for s in packed}
+
+
+def _fits(e: Eqn, written: Written) -> bool:
+    """Whether every written argument has the type of its result, and lies on the same device.
+
+    Of several scalars one may lie on a CPU and another, and with it the result, on a GPU.
+    """
+    scalars = len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
+    return bool(written) and not scalars and all(_alike(v, out) for v, out in written)
+
+
+def _others(e: Eqn, written: Written) -> list[Var]:
+    """The arguments of an equation that are not written."""
+    return [v for v in e.ins if all(v is not target for target, _ in written)]
 
 
 def _alike(v: Var, out: Var | None) -> bool:
     return out is not None and (v.shape, v.dtype, v.layout) == (out.shape, out.dtype, out.layout)
 
 
-def _choices(e: Eqn) -> Iterator[tuple[Any, list[tuple[Var, Var | None]]]]:
-    """The ways to write over arguments: what does so, and what it writes, each with the result that this makes."""
+def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
+    """The ways to write over arguments: the operation that does so, and what it writes."""
     twin = in_place(e.op)
     if twin is not None:
         yield twin, _written(e, twin)
@@ -119,7 +147,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, list[tuple[Var, Var | None]]]]:
 
 @functools.cache
 def in_place(op: Any) -> Any:
-    """The in-place twin of an elementwise operation or of a fused optimizer's."""
+    """The in-place twin of an elementwise operation, or of a fused optimizer's update; None where there is none."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
     namespace, name = op._schema.name.split("::")
@@ -129,34 +157,37 @@ def in_place(op: Any) -> Any:
     return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
 
 
-# Every row of what these make needs that row of their arguments alone, and is written when it has been read.
+# Each row of their results needs only that row of their arguments, and is written after that row was read.
 _BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
 
 
 @functools.cache
 def _into(op: Any) -> tuple[Any, str] | None:
-    """The form with `out=` of an operation that may write where it reads, and that argument's name."""
+    """The form with `out=` of an operation that may write where it reads, and the name of that argument."""
     if not isinstance(op, torch._ops.OpOverload) or not (torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW):
         return None
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = getattr(getattr(torch.ops, op._schema.name.split("::")[0]), op._schema.name.split("::")[1])
     forms = [getattr(packet, name) for name in packet.overloads()]
-    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # those make a result and copy it
+    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # generated ones copy a new result
         *given, last = form._schema.arguments or [None]
-        if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == wanted:
+        if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == signature:
             return form, last.name
     return None
 
 
 @functools.cache
 def onto(op: Any, place: int) -> Callable:
-    """`op` that writes its result over its argument `place`, where all that it reads is contiguous.
+    """`op` as a function that writes its result over argument number `place`, where all its arguments are contiguous.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
     (True, 0.5)
     """
-    form, out = _into(op)
+    target = _into(op)
+    if target is None:
+        raise ValueError(f"{op} has no form that writes where it reads.")
+    form, out = target
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
@@ -167,15 +198,15 @@ def onto(op: Any, place: int) -> Callable:
     return over
 
 
-def _written(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
-    """The arguments that the in-place twin writes, each with the result that this makes."""
+def _written(e: Eqn, twin: Any) -> Written:
+    """The arguments that the in-place twin writes, each with the result that takes its place."""
     pairs = updated(e, twin)
-    # A fused optimizer writes its gradients only to unscale them, which is not asked of it here.
+    # A fused optimizer writes its gradients only to unscale them, which no step asks of it here.
     return pairs[:1] + pairs[2:] if _declared(twin)[0] and e.kwargs.get("grad_scale") is None else pairs
 
 
-def updated(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
-    """The arguments that the in-place twin declares to write, each with the result that this makes, or would."""
+def updated(e: Eqn, twin: Any) -> Written:
+    """The arguments that the in-place twin declares to write, each with its result."""
     _, declared = _declared(twin)
     flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
     return list(zip(flat, e.outs)) if len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat) else []
@@ -183,6 +214,6 @@ def updated(e: Eqn, twin: Any) -> list[tuple[Var, Var | None]]:
 
 @functools.cache
 def _declared(twin: Any) -> tuple[bool, list[bool]]:
-    """Whether it is a fused optimizer's, and which arguments it writes."""
+    """Whether the twin is that of a fused optimizer, and which arguments it writes."""
     writes = [s.alias_info is not None and s.alias_info.is_write for s in twin._schema.arguments]
     return twin._schema.name.startswith("aten::_fused_"), writes

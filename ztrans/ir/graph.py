@@ -3,10 +3,10 @@
     graph  ::=  inputs eqn* outputs          eqn  ::=  var, ... = op(arg, ..., key=arg)
     var    ::=  name: dtype[shape]           arg  ::=  var | literal | list of args
 
-A `Var` is bound once. Its shape is global; its layout says how it lies over the mesh:
-`f32[32@dp,16]` is split along dim 0, `f32[]{sum@dp}` is a sum whose terms lie on the ranks of dp,
-`f32[4,16]` is whole on every rank, and `f32[4,16]!` is a future: started, not yet waited for.
-Everything here is frozen; a pass is a function from a `Graph` to another.
+A `Var` is bound once. Its shape is global, and its layout says which part of it each rank holds:
+`f32[32@dp,16]` is split along dim 0 over the ranks of dp, `f32[]{sum@dp}` is a sum of one term on each rank of dp,
+`f32[4,16]` is whole on every rank, and `f32[4,16]!` is a future, which was started and not yet waited for.
+Everything here is frozen. A pass is a function from one `Graph` to another.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .source import Source
+
+if TYPE_CHECKING:  # the rules of primitives are about equations, so their module imports this one
+    from .collectives.interface import Rules
 
 Region = Literal["forward", "backward", "update"]
 DTYPES = {
@@ -78,7 +81,7 @@ class Var:
 
     @property
     def split(self) -> Split | None:
-        """How the value is cut over the mesh, if it is."""
+        """The first split of the value over the mesh; None if it has none."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
 
     def __repr__(self) -> str:
@@ -87,9 +90,10 @@ class Var:
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """An operation of ours, beside the ATen ones (see `collectives`)."""
+    """An operation of ztrans, which is none of PyTorch's, and its rules (see `collectives`)."""
 
     name: str
+    rules: Rules
 
     def __repr__(self) -> str:
         return self.name
@@ -97,8 +101,11 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Why a collective exists: its role, the state leaves it serves, its mesh axis; `again` says that it gathers
-    what an earlier one gathered: that value may be kept instead ("auto"), or must have been dropped ("always")."""
+    """Why a collective exists: its role, the state leaves that it serves, and its mesh axis.
+
+    `again` marks a gather of a value that an earlier one gathered. With "auto" a plan may keep the earlier value
+    instead; with "always" the earlier value must be dropped.
+    """
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
     paths: tuple[str, ...]
@@ -108,9 +115,16 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Order:
-    """A scheduling hint, solved by `schedule` and the plan: `birth` moves an equation to where its inputs
-    are born; `gather` lets a collective start early, `reduce` lets one be waited for late, in buckets
-    and within the limits given here, all in bytes but `between`, in matmuls."""
+    """A scheduling hint, which planning follows.
+
+    Attributes:
+        place: "birth" moves an equation right after the last of its arguments is computed. "gather" lets a collective
+            start early. "reduce" lets the wait for a collective come late.
+        in_flight: bytes that may be started and not yet waited for.
+        bucket: bytes that a bucket may hold.
+        between: matmuls that may run between two starts.
+        update: whether updates run as soon as they can, or last.
+    """
 
     place: Literal["birth", "gather", "reduce"]
     in_flight: int | None = None
@@ -121,7 +135,7 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Eqn:
-    """One equation: `outs = op(*args, **kwargs)`, with what is known about where it came from."""
+    """One equation, `outs = op(*args, **kwargs)`, and where it came from."""
 
     op: torch._ops.OpOverload | Primitive
     args: tuple
@@ -137,18 +151,26 @@ class Eqn:
         """The variables read, in order, repeats included."""
         return (*variables(self.args), *variables(self.kwargs))
 
+    @functools.cached_property
+    def results(self) -> tuple[Var, ...]:
+        """The variables bound: `outs` without the results that nothing reads, which are None there."""
+        return tuple(out for out in self.outs if out is not None)
+
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A program: the first `num_state` inputs are the train state, and so are the outputs.
+    """A program. Its first `num_state` inputs are the train state, and its first `num_state` outputs are the new state.
 
-    `batch` holds the inputs that differ from rank to rank. `mesh` names axes and sizes. With `writes_last`
-    the program writes its state only when every collective is done, and forward and backward with it. `budget`
-    are the bytes that may be live on a rank, if `prefetch(memory=...)` was asked. `notes` say what a transform did
-    that its name does not say.
+    Attributes:
+        batch: the inputs that differ from rank to rank.
+        mesh: the axes of the mesh and their sizes.
+        history: the transforms that were applied.
+        writes_last: whether the program writes its state only after every collective, forward and backward.
+        budget: the bytes that may be live on a rank, where `prefetch(memory=...)` set them.
+        notes: what a transform did beyond what its name says.
     """
 
     name: str
@@ -225,17 +247,17 @@ def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
 
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
-    """Which equation binds each variable."""
-    return {out: eqn for eqn in eqns for out in eqn.outs if out is not None}
+    """By variable, the equation that binds it."""
+    return {out: eqn for eqn in eqns for out in eqn.results}
 
 
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
-    """Which equations read each variable, in program order, each once."""
-    found: dict[Var, list[Eqn]] = {}
+    """By variable, the equations that read it, in program order, each once."""
+    readers: dict[Var, list[Eqn]] = {}
     for eqn in graph.eqns:
         for var in dict.fromkeys(eqn.ins):
-            found.setdefault(var, []).append(eqn)
-    return found
+            readers.setdefault(var, []).append(eqn)
+    return readers
 
 
 @functools.cache

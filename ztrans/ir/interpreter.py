@@ -1,31 +1,22 @@
 """The meaning of a program: its equations, one after the other, on plain tensors.
 
-`evaluate` runs a program on one rank; `lockstep` runs all ranks of a lowered program in one
-process, equation by equation, so that what eight ranks compute is known in milliseconds; the step's
-own collectives (see `groups`) among them. Every transform is tested against this file; it knows
-nothing of processes, streams or buffers.
+`evaluate` runs a program on one rank. `lockstep` runs all ranks of a lowered program in one process, equation by
+equation, so that the result of eight ranks is known in milliseconds; collectives that the user's own step calls are
+part of it. Every transform is tested against this file. It knows nothing of processes, streams or buffers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .. import ops
 from .ambient import refuse_inside, without_autocast
-from .collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, is_start
-from .graph import Eqn, Graph, Split, Var, substitute, variables
+from .collectives import rules
+from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
-from .operations import called
-from .printer import op_name
-from .source import where
-from .user_collectives import is_users
-
-Env = dict[Var, Any]
-_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
@@ -40,7 +31,7 @@ def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
 
 
 def coordinates(mesh: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
-    """Where each rank of a mesh lies, in rank order.
+    """The index of each rank along every axis of a mesh, in rank order.
 
     >>> coordinates([("host", 2), ("dp", 2)])[2]
     {'host': 1, 'dp': 0}
@@ -60,23 +51,27 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     places = coordinates(graph.mesh)
     if len(ranks) != len(places):
         raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
-    envs: list[Env] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
+    values: list[dict[Var, Any]] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
     last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
     with torch.no_grad(), without_autocast():
         for i, eqn in enumerate(graph.eqns):
-            if is_start(eqn):
-                for group in _groups(places, eqn.kwargs["axis"]):
-                    _collective(eqn, [envs[r] for r in group])
-            elif is_users(eqn) and eqn.op is not _WAIT_TENSOR:
-                for group in _groups(places, eqn.args[-1]):
-                    _users_own(eqn, [envs[r] for r in group])
-            else:
-                for env, at in zip(envs, places):
-                    _local(eqn, env, graph, at)
+            _run(eqn, graph.axes, places, values)
             for dead in {v for v in eqn.ins if last[v] == i}:
-                for env in envs:
+                for env in values:
                     del env[dead]
-    return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in envs]
+    return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in values]
+
+
+def _run(
+    eqn: Eqn, sizes: Mapping[str, int], places: Sequence[Mapping[str, int]], values: Sequence[dict[Var, Any]]
+) -> None:
+    """Compute one equation on every rank, group by group, and add its results to `values`."""
+    rule = rules(eqn)
+    for group in _groups(places, rule.axis(eqn)):
+        localized = [localize(eqn, sizes, places[rank]) for rank in group]
+        results = rule.meaning(localized, [values[rank] for rank in group])
+        for rank, outs in zip(group, results):
+            values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
 
 
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -97,80 +92,18 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
-            group = next(_groups(places, v.split.axis))
-            full[i] = torch.cat([ranks[r][i] for r in group], v.split.dim)
+            group = _groups(places, v.split.axis)[0]
+            full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
     return full
 
 
-def _groups(places: list[dict[str, int]], axis: str) -> Iterator[list[int]]:
-    """The ranks that differ only along `axis`, each group in the order of the axis."""
+def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[int]]:
+    """The ranks that differ only along `axis`, each group in the order of the axis; single ranks for no axis."""
+    if axis is None:
+        return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
     groups: dict[tuple, list[int]] = {}
     for rank, at in enumerate(places):
         groups.setdefault(tuple((a, i) for a, i in at.items() if a != axis), []).append(rank)
-    return iter(groups.values())
-
-
-def _local(eqn: Eqn, env: Env, graph: Graph, at: dict[str, int]) -> None:
-    read = env.__getitem__
-    if eqn.op in (WAIT, _WAIT_TENSOR, GRADIENT, PMEAN, PSUM):  # marks that no transform has used mean nothing
-        env[eqn.outs[0]] = env[eqn.args[0]]
-    elif eqn.op is SHARD:
-        split = Split(eqn.kwargs["axis"], eqn.args[1])
-        env[eqn.outs[0]] = cut(env[eqn.args[0]], split, graph.axes[split.axis], at[split.axis])
-    else:
-        here = localize(eqn, graph.axes, at)
-        out = called(here.op)(*substitute(here.args, read), **substitute(here.kwargs, read))
-        outs = out if isinstance(out, (tuple, list)) else (out,)
-        outs = [x for o in outs for x in (o if isinstance(o, list) else (o,))]
-        env.update((var, value) for var, value in zip(eqn.outs, outs) if var is not None)
-
-
-def _collective(eqn: Eqn, envs: list[Env]) -> None:
-    """One collective, on the ranks of one group."""
-    for member, future in zip(eqn.ins, eqn.outs):
-        parts = [env[member] for env in envs]
-        wire = eqn.kwargs["dtype"]
-        if wire is not None:
-            parts = [p.to(wire) for p in parts]
-        if eqn.op is ALL_GATHER:
-            whole = torch.cat(parts, member.split.dim)
-        elif eqn.op not in (REDUCE_SCATTER, ALL_REDUCE):
-            raise ValueError(f"lockstep: {eqn.op} is no collective.")
-        else:
-            whole = ops.reduce(parts, eqn.kwargs["op"], future.dtype)
-        for rank, env in enumerate(envs):
-            if eqn.op is REDUCE_SCATTER:
-                # clone: a part must not keep the whole alive
-                env[future] = cut(whole, future.split, len(envs), rank).clone()
-            else:
-                env[future] = whole
-
-
-def _users_own(eqn: Eqn, envs: list[Env]) -> None:
-    """One of the step's own collectives, on the ranks of one group."""
-    for member, out in zip(eqn.ins, eqn.outs):
-        for env, value in zip(envs, _exchanged(eqn, [env[member] for env in envs])):
-            env[out] = value
-
-
-def _exchanged(eqn: Eqn, terms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank has of `terms`, one from each rank, after one of the step's own collectives."""
-    how = eqn.args[1:-1]
-    kind, ranks = op_name(eqn.op).removesuffix("_coalesced"), range(len(terms))
-    if kind in ("all_reduce", "reduce_scatter_tensor"):
-        whole = ops.reduce(terms, {"avg": "mean"}.get(how[0], how[0]), terms[0].dtype)
-        return [whole for _ in ranks] if kind == "all_reduce" else [c.clone() for c in whole.chunk(len(ranks))]
-    if kind == "all_gather_into_tensor":
-        return [torch.cat(terms) for _ in ranks]
-    if kind == "broadcast":
-        return [terms[how[0]] for _ in ranks]
-    if kind == "all_to_all_single":
-        sent = [term.split(how[1]) for term in terms]
-        return [torch.cat([sent[r][rank] for r in ranks]) for rank in ranks]
-    raise ValueError(
-        f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one program.\n"
-        f"  at {where(eqn.source)}\n"
-        f"Run the step on real ranks, lowered.compile() on each, or send with a collective (all_to_all, broadcast)."
-    )
+    return list(groups.values())

@@ -1,30 +1,30 @@
-"""How a leaf is cut over a mesh: the only place that knows.
+"""How a leaf of the state is cut over a mesh. No other module knows this.
 
-A value split over n ranks is cut like `torch.chunk` and DTensor's `Shard`: rank r holds rows
-[r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective
-every part is padded to c rows; between steps nothing is padded. A leaf with fewer rows than half of the
-ranks is not cut.
+A value that is split over n ranks is cut as `torch.chunk` and DTensor's `Shard` cut it: rank r holds the rows
+[r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is
+padded to c rows; between steps nothing is padded. A leaf with fewer rows than half of the ranks is not cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .graph import Eqn, Layout, Split, Var
+from .graph import Eqn, Layout, Partial, Split, Var
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class AbstractMesh:
-    """Axes and sizes with no devices behind them, as `jax.sharding.AbstractMesh`: enough to trace,
-    lower, print and cost a program for any number of ranks on one machine.
+    """A mesh of axes and their sizes, without devices, as `jax.sharding.AbstractMesh`.
+
+    It is enough to trace, lower, print and cost a program for any number of ranks on one machine.
 
     >>> AbstractMesh(host=2, dp=4)
     AbstractMesh(host=2, dp=4)
@@ -63,8 +63,10 @@ def chunk(rows: int, size: int) -> int:
 
 
 def is_worth_cutting(rows: int, size: int) -> bool:
-    """Whether a leaf of so many rows is cut over `size` ranks: not if it would be gathered, padded, in a buffer of
-    more than twice its bytes, as it is with fewer rows than half of the ranks.
+    """Whether a leaf with `rows` rows is cut over `size` ranks.
+
+    A leaf with fewer rows than half of the ranks is not: it would be gathered in a buffer of more than twice its
+    bytes, because each part is padded.
 
     >>> is_worth_cutting(10, 4), is_worth_cutting(2, 4), is_worth_cutting(1, 4)
     (True, True, False)
@@ -82,6 +84,27 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
     return start, min(chunk(rows, size), rows - start)
 
 
+def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
+    """What `layout` says about `axis`; None when the value is whole there."""
+    return next((p for p in layout if p.axis == axis), None)
+
+
+def without(layout: Layout, axis: str) -> Layout:
+    """`layout` with nothing on `axis`."""
+    return tuple(p for p in layout if p.axis != axis)
+
+
+def cut_over(var: Var, axis: str) -> Split:
+    """How `var` is cut over `axis`.
+
+    Raises: ValueError when it is not.
+    """
+    split = on_axis(var.layout, axis)
+    if not isinstance(split, Split):
+        raise ValueError(f"{var} is not cut over {axis!r}.")
+    return split
+
+
 def local_shape(var: Var, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of `var` on the rank at coordinates `at`."""
     shape = list(var.shape)
@@ -97,9 +120,10 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
 
 
 def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
-    """`eqn` with the sizes among its arguments made those of this rank; they are global in a program.
+    """`eqn` with the sizes of this rank's parts among its arguments. In a program these sizes are global.
 
-    So are the dims of size 1 that `squeeze` removes: a part may have one row of a dim that has more.
+    `squeeze` is given the dims that it removes from the whole value, because a part may have a single row of a dim
+    that has more.
     """
     out = eqn.outs[0]
     if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
@@ -121,8 +145,9 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     ([0, 2], [0])
     """
     rank = max(len(x.shape), 1)
-    asked = range(len(x.shape)) if dims is None else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
-    return [d for d in asked if x.shape[d : d + 1] == (1,)]
+    listed = [dims] if isinstance(dims, int) else dims
+    candidates = range(len(x.shape)) if listed is None else [d % rank for d in listed]
+    return [d for d in candidates if x.shape[d : d + 1] == (1,)]
 
 
 def placements(layout: Layout, mesh: DeviceMesh) -> list:
@@ -132,37 +157,44 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
 
 
 def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None) -> DTensor:
-    """A full tensor (the same on every rank, or good only on rank `source`, or meta) as a DTensor."""
+    """A full tensor as a DTensor. It is the same on every rank, or valid only on rank `source`, or meta."""
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
     leaf, wanted, trained = leaf.detach(), placements(layout, mesh), leaf.requires_grad
     if source is not None:
         if leaf.is_meta:
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-        else:  # what is sent whole is otherwise the leaf itself
+        else:  # without the copy, a leaf that is replicated would be the caller's own tensor
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
+        return _trained(distribute_tensor(leaf, mesh, wanted, src_data_rank=source), trained)
     local = leaf
     for split in layout:
         if isinstance(split, Split):
-            axis = mesh.mesh_dim_names.index(split.axis)
+            axis = [name for name, _ in mesh_axes(mesh)].index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
     if leaf.is_meta:
         local = torch.empty(local.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-    else:  # a copy: the step writes its state in place, never the tensors it was made from
+    else:  # a copy: the step writes its state in place, and must not write the caller's tensors
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
-    whole = {"shape": leaf.shape, "stride": stride}
-    return DTensor.from_local(local, mesh, wanted, run_check=False, **whole).requires_grad_(trained)
+    dtensor = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+    return _trained(dtensor, trained)
+
+
+def _trained(leaf: DTensor, trained: bool) -> DTensor:
+    leaf.requires_grad_(trained)
+    return leaf
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor, contiguous and with memory of its own."""
+    """A contiguous copy of a tensor."""
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
 
 def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A DTensor, of this mesh or another, copied and laid out like this: a collective call where it lies otherwise."""
+    """A copy of a DTensor, of this mesh or another, in the given layout. Every rank must call it where that differs."""
     if leaf.device_mesh != mesh:
         return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
-    return copied(leaf.detach().redistribute(mesh, placements(layout, mesh))).requires_grad_(leaf.requires_grad)
+    with torch.no_grad():
+        moved = copied(leaf.redistribute(mesh, placements(layout, mesh)))
+    return _trained(cast(DTensor, moved), leaf.requires_grad)

@@ -1,16 +1,16 @@
 """Liveness: which values share storage, and how long each storage is needed.
 
-A view shares the storage of what it shows. What a collective sends as it lies is needed until its
-wait, not its start. Storage of the state and of outputs is needed to the end.
+A view shares the storage of its argument. The value of a future may share the storage in which it was received. What
+a collective sends from its own storage is needed until its wait, and not only until its start. The storage of the
+state and of outputs is needed to the end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .collectives import REDUCE_SCATTER, SHARD, WAIT, sends_as_it_lies, wire_dtype
-from .graph import Graph, Var, producers, variables
-from .operations import is_view
+from .collectives import pair, rules
+from .graph import Graph, Var, variables
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,19 @@ class Liveness:
 
 def liveness(graph: Graph) -> Liveness:
     """Storage and lifetimes of every value of a program."""
+    waits = pair(graph).waits
     root: dict[Var, Var] = {v: v for v in graph.inputs}
-    made = producers(graph.eqns)
-    for e in graph.eqns:
-        # What a reduce_scatter receives is one part of each rank; its value is made of them at the wait.
-        start = made[e.args[0]] if e.op is WAIT else None
-        same = start and start.op is not REDUCE_SCATTER and wire_dtype(start, e.outs[0]) == e.outs[0].dtype
-        shares = (is_view(e) and e.ins) or e.op is SHARD or same
-        root.update((out, root[e.ins[0]] if shares else out) for out in e.outs if out is not None)
     last: dict[Var, int] = {}
+    for e in graph.eqns:
+        waited = waits.get(e)
+        shares = rules(waited.start).shares_buffer(waited.start, waited.member) if waited else rules(e).shares(e)
+        root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.results)
     for i, e in enumerate(graph.eqns):
-        for v in e.ins:
-            last[root[v]] = i
-        if e.op is WAIT:
-            start = made[e.args[0]]
-            k = start.outs.index(e.args[0])
-            if sends_as_it_lies(start, k, graph.axes):
-                last[root[start.ins[k]]] = i
-        for out in e.outs:
-            if out is not None:
-                last.setdefault(root[out], i)
-    for v in variables(graph.outputs):
-        last[root[v]] = len(graph.eqns)
+        last.update((root[v], i) for v in e.ins)
+        waited = waits.get(e)
+        if waited and rules(waited.start).sends_own(waited.start, waited.member, graph.axes):
+            last[root[waited.start.ins[waited.member]]] = i
+        for out in e.results:
+            last.setdefault(root[out], i)
+    last.update((root[v], len(graph.eqns)) for v in variables(graph.outputs))
     return Liveness(root, last)

@@ -1,21 +1,21 @@
-"""What is known of PyTorch's operations: which are views, which are matrix products.
+"""Facts about PyTorch's operations: which are views, which are matrix products, and what computes them.
 
-A view of a program may lie in memory in another way than it did in the trace: PyTorch's operations without values
-do not always say how the real ones lay out their results. Batch norm of a transposed input is contiguous, and was
-transposed in the trace. A view that was possible there may then need a copy (see `called`). A program is functional,
-so whether a view shares memory with its argument changes no value.
+PyTorch's operations on fake tensors do not always lay out their results as the real operations do. For instance,
+batch norm of a transposed input returns a contiguous tensor, and a transposed one in a trace. A view that was possible
+in the trace may then need a copy (see `called`). A program is functional, so whether a view shares memory with its
+argument changes no value.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from .graph import Eqn
+from .graph import Eqn, Var, substitute
 
 aten = torch.ops.aten
 _LAZY = (aten._conj.default, aten._neg_view.default)
@@ -28,20 +28,23 @@ def is_view(eqn: Eqn) -> bool:
 
 @functools.cache
 def shows_argument(op: Any) -> bool:
-    """Whether what `op` returns shares memory with what it is given, and is not that itself."""
+    """Whether `op` returns a new tensor that shares memory with an argument."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def rearranges(eqn: Eqn) -> bool:
-    """Whether a view shows elements of its argument as they are, so that it commutes with what works on each alone:
-    one that reads the same bytes as another dtype does not, nor one that negates or conjugates when it is read."""
+    """Whether an equation is a view that shows the elements of its argument unchanged.
+
+    Such a view commutes with an operation that works on each element alone. A view of the same bytes as another dtype
+    does not, and neither does a view that negates or conjugates when it is read.
+    """
     same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
     return is_view(eqn) and same_dtype and eqn.op not in _LAZY
 
 
 def is_view_or_cast(eqn: Eqn) -> bool:
-    """A view or a cast of one value: cheap to do again, and to do elsewhere."""
+    """Whether an equation is a view or a cast of one value, which is cheap to repeat and to move."""
     return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is aten._to_copy.default)
 
 
@@ -51,7 +54,7 @@ def is_matmul(eqn: Eqn) -> bool:
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.view(dtype)`, of a copy where the elements of a row do not lie side by side.
+    """`x.view(dtype)`; of a contiguous copy of `x` where its strides allow no view.
 
     >>> bits(torch.ones(2, 4).t(), torch.float64).shape
     torch.Size([4, 1])
@@ -63,7 +66,7 @@ def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """`torch.view_as_complex(pairs)`, of a copy where a pair does not lie side by side.
+    """`torch.view_as_complex(pairs)`; of a contiguous copy where the strides allow no view.
 
     >>> as_complex(torch.ones(2, 3).t())
     tensor([1.+1.j, 1.+1.j, 1.+1.j])
@@ -75,7 +78,7 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def reshape(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
-    """A value in another shape, with strides of its own."""
+    """`x` in another shape; the strides of the result are its own."""
     return aten.reshape.default(x, size)
 
 
@@ -89,5 +92,13 @@ _CALLED: dict[Any, Callable] = {
 
 
 def called(op: Any) -> Callable:
-    """What computes `op` however its argument lies."""
+    """A function that computes `op` for arguments of any strides."""
     return _CALLED.get(op, op)
+
+
+def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
+    """The results of an ordinary equation, computed from `values`: one for each of its `outs`."""
+    read = values.__getitem__
+    returned = called(eqn.op)(*substitute(eqn.args, read), **substitute(eqn.kwargs, read))
+    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [x for out in outs for x in (out if isinstance(out, list) else (out,))]

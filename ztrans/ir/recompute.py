@@ -1,10 +1,10 @@
-"""recompute: values of forward that backward computes for itself, instead of reading those that were kept.
+"""recompute: backward computes values of forward once more, instead of reading values that were kept.
 
     a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
     ...                              -->    ...
     dw = mm(dy, a)                          a' = gelu(h); dw = mm(dy, a')
 
-Which values these are is the choice of a transform (see `transforms.remat`), or of the user, by a checkpoint.
+A transform chooses the values (see `transforms.remat`), or the user does, by a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, var
 from .liveness import liveness
 
 
-def recompute(graph: Graph, again: Set[Var]) -> Graph:
-    """Let backward compute the values of `again`, each the first in its storage, where it first reads them.
+def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
+    """Let backward compute the values in `chosen` once more, where it first reads each of them.
 
-    What computes them computes the views of them as well, and in its turn reads what backward has computed.
+    Args:
+        graph: the program.
+        chosen: values of forward, each the owner of its storage. Views of them are computed with them. The copies
+            read copies in turn, where their arguments are in `chosen` too.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
     place = {e: i for i, e in enumerate(graph.eqns)}
@@ -28,11 +31,11 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
     copies: dict[Var, Var] = {}
 
     def needed(v: Var) -> list[Eqn]:
-        """The equations that compute `v` anew, in their order."""
+        """The equations of forward that compute `v`, in their order."""
         equations, reads = set[Eqn](), [v]
         while reads:
             v = reads.pop()
-            if root[v] in again and v not in copies and makers[v].region == "forward" and makers[v] not in equations:
+            if root[v] in chosen and v not in copies and makers[v].region == "forward" and makers[v] not in equations:
                 equations.add(makers[v])
                 reads += makers[v].ins
         return sorted(equations, key=place.__getitem__)
@@ -41,11 +44,12 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
         for e in needed(v):
             copies.update(
                 (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
-                for out in e.outs
-                if out is not None and root[out] in again
+                for out in e.results
+                if root[out] in chosen
             )
             args, kwargs = (substitute(x, lambda v: copies.get(v, v)) for x in (e.args, e.kwargs))
-            eqns.append(e.replace(args=args, kwargs=kwargs, outs=tuple(map(copies.get, e.outs)), region="backward"))
+            outs = tuple(out and copies.get(out) for out in e.outs)
+            eqns.append(e.replace(args=args, kwargs=kwargs, outs=outs, region="backward"))
         return copies.get(v, v)
 
     for e in graph.eqns:
@@ -58,10 +62,13 @@ def recompute(graph: Graph, again: Set[Var]) -> Graph:
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
     """Recompute the values that selective checkpoints drop, matrix products included.
 
-    `checkpoint` has the number of the checkpoint that computes a value, `drops` the values that are not to be stored.
+    Random draws are kept. So is a value that the update or an output of the step reads anyway, and one that is read
+    outside of its checkpoint, because the next checkpoint begins with it.
 
-    Kept are random draws, what the update or an output of the step reads anyway, and what leaves its checkpoint:
-    that is what the next one begins with.
+    Args:
+        graph: the program.
+        checkpoint: by value, the number of the checkpoint that computes it.
+        drops: the values that the checkpoints do not store.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
     dropped = {v for v in makers if root[v] is v and v in drops and not is_random(makers[v].op)}
@@ -69,7 +76,7 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         return graph
     kept = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
-        here = next((checkpoint.get(v) for v in e.outs if v is not None), None)
+        number = next((checkpoint.get(v) for v in e.results), None)
         if e.region != "backward":
-            kept.update(root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != here)
+            kept.update(root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != number)
     return recompute(graph, dropped - kept)

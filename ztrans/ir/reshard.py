@@ -3,7 +3,7 @@
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
 split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
-split, and without elements -> whole    new_empty
+split, no elements -> whole             new_empty
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable
 
 import torch
 
-from .collectives import SHARD, all_gather, reduce, wait, without
-from .graph import Eqn, Layout, Partial, Provenance, Region, Split, Var
+from .collectives import SHARD, all_gather, reduce, wait
+from .graph import Eqn, Partial, Provenance, Region, Split, Var
+from .layout import on_axis, without
 from .source import Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where new equations belong: their region, the user's line, fresh names and provenance."""
+    """What new equations get: their region, the user's line, fresh names and a provenance."""
 
     region: Region
     source: Source | None
@@ -32,31 +33,27 @@ class Site:
         return {"region": self.region, "source": self.source}
 
 
-def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
-    """What `layout` says about `axis`; None when the value is whole there."""
-    return next((p for p in layout if p.axis == axis), None)
-
-
 def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
     """Equations that lay `v` out as `to` over `axis`, and their result, called `name`."""
     have = on_axis(v.layout, axis)
     if have == to:
         return [], v
+    split = to if isinstance(to, Split) else None
     if isinstance(have, Partial) and have.op.startswith("norm"):
-        return _norm(v, float(have.op.removeprefix("norm")), to, axis, site, name)
+        return _norm(v, float(have.op.removeprefix("norm")), split, axis, site, name)
     if isinstance(have, Partial):
-        return reduced(v, have.op, to if isinstance(to, Split) else None, axis, site, name)
+        return reduced(v, have.op, split, axis, site, name)
     if isinstance(have, Split) and v.numel == 0:  # nothing needs to move
         whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
-        made = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
+        empty = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
         more, out = redistribute(whole, to, axis, site, name)
-        return [made, *more], out
+        return [empty, *more], out
     if isinstance(have, Split):
         start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
-        end = wait(start.outs[0], **site.eqn)
+        end = wait(start.results[0], **site.eqn)
         if to is None:
-            return [start, end], end.outs[0]
-        more, out = redistribute(end.outs[0], to, axis, site, name)
+            return [start, end], end.results[0]
+        more, out = redistribute(end.results[0], to, axis, site, name)
         return [start, end, *more], out
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
@@ -71,12 +68,12 @@ def reduced(
     if to is not None and to.dim >= len(v.shape):
         to = None
     start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
-    end = wait(start.outs[0], **site.eqn)
-    return [start, end], end.outs[0]
+    end = wait(start.results[0], **site.eqn)
+    return [start, end], end.results[0]
 
 
-def _norm(v: Var, p: float, to, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """Norms of parts: their powers add up (for p = inf, their greatest counts)."""
+def _norm(v: Var, p: float, to: Split | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+    """Combine the p-norms of parts: add up their p-th powers; for an infinite p take the greatest or least of them."""
     aten = torch.ops.aten
     if p in (float("inf"), float("-inf")):
         return reduced(v, "max" if p > 0 else "min", to, axis, site, name)

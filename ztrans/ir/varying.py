@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .collectives import GRADIENT, PMEAN, PSUM
+from .collectives import rules
 from .graph import Eqn, Graph, Var, is_random
 
 Varying = dict[Var, frozenset[str]]
@@ -20,19 +20,13 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     """The axes of `axes` over which each value differs; a value that is missing is invariant."""
     over: Varying = {var: frozenset(axes) for var in graph.batch}
     for eqn in graph.eqns:
-        if eqn.op is GRADIENT:
-            axes_of = over.get(eqn.args[1], INVARIANT) & over.get(eqn.args[0], INVARIANT)
-        elif eqn.op in (PMEAN, PSUM):
-            axes_of = over.get(eqn.args[0], INVARIANT) - {eqn.args[1]}
-        elif is_random(eqn.op) and not _on_shards(eqn, over):
-            axes_of = frozenset(axes)
-        else:
-            axes_of = INVARIANT.union(*(over.get(v, INVARIANT) for v in eqn.ins))
+        drawn = is_random(eqn.op) and not _on_shards(eqn, over)
+        axes_of = frozenset(axes) if drawn else rules(eqn).varies(eqn, over)
         if axes_of:
-            over.update((out, axes_of) for out in eqn.outs if out is not None)
+            over.update((out, axes_of) for out in eqn.results)
     return over
 
 
 def _on_shards(eqn: Eqn, over: Varying) -> bool:
-    """Whether a draw is one of the update, shaped like an invariant value: each rank draws for its own part."""
+    """Whether an equation draws for the update, in the shape of an invariant value, each rank for its own part."""
     return eqn.region == "update" and any(v.shape for v in eqn.ins) and not any(v in over for v in eqn.ins)

@@ -1,13 +1,13 @@
-"""verifier: whether a program is well formed. Every program that a transform or a plan makes is checked."""
+"""verifier: whether a program is well formed. Every program that a transform or a plan returns is checked."""
 
 from __future__ import annotations
 
-from .collectives import WAIT
+from .collectives import rules
 from .graph import Eqn, Graph, Var, variables
 
 
 class ProgramError(ValueError):
-    """A program is not well formed. What made it is wrong: a transform, or a plan."""
+    """A program is not well formed: the transform or the plan that returned it is wrong."""
 
 
 def check(graph: Graph) -> Graph:
@@ -26,12 +26,10 @@ def check(graph: Graph) -> Graph:
         _bind(var, bound, names, waited, None)
     for eqn in graph.eqns:
         _check_reads(eqn, bound, waited)
-        outs = [out for out in eqn.outs if out is not None]
-        if eqn.op is WAIT:
-            _check_wait(eqn, outs)
-        elif any(out.future for out in outs):
-            _check_collective(eqn, outs, graph)
-        for out in outs:
+        problem = rules(eqn).problem(eqn, graph.axes)
+        if problem is not None:
+            raise _wrong(problem, eqn)
+        for out in eqn.results:
             _bind(out, bound, names, waited, eqn)
     _check_outputs(graph, bound)
     for var, done in waited.items():
@@ -59,7 +57,7 @@ def _check_reads(eqn: Eqn, bound: set[Var], waited: dict[Var, bool]) -> None:
     for var in eqn.ins:
         if var not in bound:
             raise _wrong(f"{var} is read before it is bound", eqn)
-        if eqn.op is not WAIT:
+        if not rules(eqn).reads_futures:
             if var.future:
                 raise _wrong(f"{var} is a future and is read before its wait", eqn)
             continue
@@ -68,25 +66,6 @@ def _check_reads(eqn: Eqn, bound: set[Var], waited: dict[Var, bool]) -> None:
         if waited[var]:
             raise _wrong(f"{var} is waited for twice", eqn)
         waited[var] = True
-
-
-def _check_wait(eqn: Eqn, outs: list[Var]) -> None:
-    if len(eqn.ins) != len(outs):
-        raise _wrong("a wait has another number of results than of futures", eqn)
-    for future, out in zip(eqn.ins, outs):
-        if out.future or (future.dtype, future.shape, future.layout) != (out.dtype, out.shape, out.layout):
-            raise _wrong(f"wait changes the type of {future}", eqn)
-
-
-def _check_collective(eqn: Eqn, outs: list[Var], graph: Graph) -> None:
-    if eqn.provenance is None:
-        raise _wrong("a collective has no provenance", eqn)
-    if eqn.provenance.axis not in graph.axes:
-        raise _wrong("no such mesh axis", eqn)
-    if len(outs) != len(eqn.ins):
-        raise _wrong("members and futures differ in number", eqn)
-    if any(member.shape != out.shape for member, out in zip(eqn.ins, outs)):
-        raise _wrong("shapes differ", eqn)
 
 
 def _check_outputs(graph: Graph, bound: set[Var]) -> None:

@@ -1,8 +1,8 @@
 """write_order: the part of a program after which its state may be written, where writes come last.
 
-Updates are done in place. If a rank fails between two of them, its state is half updated. With `writes_last` what
-writes the state runs after all that can fail on another rank: every collective, forward and backward. A step that
-fails before that point leaves the old state whole.
+Updates are done in place. If a rank fails between two of them, its state is half updated. With `writes_last`, the
+equations that write the state run after everything that can fail on another rank: every collective, forward and
+backward. A step that fails before that point leaves the old state whole.
 
     m1 = mul(m, 0.9)                 n = norm(g)
     n = norm(g)               -->    s = wait(all_reduce(n))
@@ -11,9 +11,8 @@ fails before that point leaves the old state whole.
 
 from __future__ import annotations
 
-from .collectives import WAIT, is_start
+from .collectives import rules
 from .graph import Eqn, Graph, is_random, producers
-from .user_collectives import is_users
 
 
 def writes_last(graph: Graph) -> Graph:
@@ -38,5 +37,5 @@ def first_write(graph: Graph) -> int:
 
 
 def _can_fail(e: Eqn) -> bool:
-    """Whether the step may fail here because of another rank, or still computes what the update is made of."""
-    return e.region != "update" or e.op is WAIT or is_start(e) or is_users(e)
+    """Whether the step may fail here because of another rank, or still computes what the update reads."""
+    return e.region != "update" or rules(e).remote

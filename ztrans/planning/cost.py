@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.collectives import SHARD, WAIT, is_start, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
+from ..ir.collectives import pair, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Var
+from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
@@ -97,10 +97,9 @@ def cost(graph: Graph) -> Cost:
     size = local_bytes(graph)
     operations, traffic, wire = 0, 0, Counter()
     for e in graph.eqns:
-        if is_start(e):
-            axis = e.kwargs["axis"]
-            wire[axis, e.provenance.role] += wire_bytes(e, graph.axes)
-        elif e.op not in (WAIT, SHARD) and not is_view(e):
+        if e.provenance is not None:
+            wire[e.kwargs["axis"], e.provenance.role] += wire_bytes(e, graph.axes)
+        elif not isinstance(e.op, Primitive) and not is_view(e):
             traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
             operations += flops(e, graph)
     return Cost(operations, traffic, tuple(sorted(wire.items())))
@@ -141,16 +140,16 @@ def held(graph: Graph, given: Donation) -> list[Held]:
     outputs replace them.
     """
     size, n = local_bytes(graph), len(graph.eqns)
-    waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
+    starts = pair(graph).starts
     lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
     found = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
     for i, e in enumerate(graph.eqns):
         for out in e.outs:
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
+                allocated = received_bytes(e, e.outs.index(out), graph.axes) if out.future else size(out)
                 found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
-        if is_start(e) and (sent := sent_bytes(e, graph.axes)):
-            end = min(waits[f] for f in e.outs)
+        if sent := sent_bytes(e, graph.axes):
+            end = starts[e].first_wait
             found.append(Held(i, end, e.outs[0], sent, "send buffer"))
             found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
     return found

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.collectives import is_start
 from ..ir.graph import Eqn, Graph, Var, is_random, variables
 from ..ir.printer import equation, header, op_name
 
@@ -44,7 +43,7 @@ def update_fingerprint(graph: Graph) -> str:
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:
-        if e.region == "update" and not is_start(e) and not any(out in sized for out in e.outs):
+        if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
             read = lambda v: numbers.setdefault(v, len(numbers))
             digest.update(repr((str(e.op), _literals(e.args, read), _literals(e.kwargs, read))).encode())
             digest.update(_constants(e))
@@ -56,7 +55,7 @@ def _batch_sized(graph: Graph) -> set[Var]:
     sized = set(graph.batch)
     for e in graph.eqns:
         depends = is_random(e.op) or any(v in sized for v in e.ins)
-        if is_start(e):
+        if e.provenance is not None:
             depends = e.provenance.role in _BATCH_SIZED
         if depends:
             sized.update(out for out in e.outs if out is not None)

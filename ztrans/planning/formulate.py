@@ -11,9 +11,7 @@ import functools
 from collections.abc import Sequence, Set
 
 from ..ir.collectives import (
-    ALL_GATHER,
     ALONE,
-    REDUCE_SCATTER,
     bucket_key,
     buffer_bytes,
     received_bytes,
@@ -28,7 +26,7 @@ from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
 from .residency import Value, residency
-from .simulate import lane, messages, seconds
+from .simulate import COPIES, NO_COPIES, lane, messages, seconds
 from .solver.problem import Gather, Problem, Reduction, Wire
 
 
@@ -174,7 +172,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     link, ranks = cluster.link(axis), graph.axes[axis]
     latency, pace = link.seconds(start.op.name, 1, ranks)
     known = dict(link.unpack).get(start.op.name)
-    copies = {ALL_GATHER: 2, REDUCE_SCATTER: 1}.get(start.op, 0) if known is None else 0  # times that a byte is moved
+    copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(
         lane(start),
         link.name,

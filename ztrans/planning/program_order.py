@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..ir.collectives import WAIT, is_start
+from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users, variables
 from ..ir.layout import local_shape
 from ..ir.liveness import Liveness, liveness
-from ..ir.user_collectives import is_users
 from ..ir.write_order import first_write
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
@@ -124,7 +123,7 @@ class Skeleton:
         movable: dict[Eqn, None] = {}
         free: dict[Var, Eqn] = {}
         for e in self.ops:
-            if e.region != "update" or is_random(e.op) or is_start(e) or is_users(e) or e.op is WAIT:
+            if e.region != "update" or is_random(e.op) or rules(e).remote:
                 continue
             outs = [o for o in e.outs if o is not None]
             if any(v in after for v in e.ins):
@@ -169,11 +168,12 @@ def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
     graph = hoist(graph)
     used, made = users(graph), producers(graph.eqns)
-    hinted = [e for e in graph.eqns if is_start(e) and e.order is not None]
+    pairs = pair(graph)
+    hinted = [e for e in pairs.starts if e.order is not None]
     # What a reduction yields may be reduced again, over the replicated axis: that one follows it. A gather
     # of it has nowhere to go, and stays where it is.
-    second = {e: made[e.ins[0]] for e in hinted if e.ins[0] in made and made[e.ins[0]].op is WAIT}
-    waited = {e: used[e.outs[0]][0] for e in hinted}
+    second = {e: made[e.ins[0]] for e in hinted if made.get(e.ins[0]) in pairs.waits}
+    waited = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
     following = {first: e for e, first in second.items() if e.order.place == "reduce"}
     planned = {}
     for e in hinted:

@@ -7,55 +7,50 @@ each axis, and one for the step's own collectives. The play itself is `play`'s.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import ALL_GATHER, REDUCE_SCATTER, SHARD, WAIT, is_alone, is_start, sends_as_it_lies, wire_bytes
-from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
+from ..ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    is_alone,
+    lane,
+    pair,
+    rules,
+    sends_as_it_lies,
+    wire_bytes,
+)
+from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var, variables
 from ..ir.layout import local_shape
-from ..ir.operations import is_matmul, is_view
+from ..ir.operations import is_matmul
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_users
 from .cluster import Cluster
 from .cost import flops, local_bytes, memory
 from .event_simulator import Message, play
 from .timeline import COMPUTE, Event, Timeline
 
-_WAIT_TENSOR = "wait_tensor"
-
-
-def lane(eqn: Eqn) -> str:
-    """The communicator of a started collective: gathers and reductions of an axis never queue behind each other."""
-    if is_users(eqn):
-        return f"{eqn.args[-1]} (step)"
-    return f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
-
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
-    size, measured = local_bytes(graph), dict(cluster.measured)
-    made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
-    found = []
+    measured, waits = dict(cluster.measured), pair(graph).waits
 
-    def known(e: Eqn, part: str = "") -> float | None:
-        return measured.get(signature(e, graph) + part) if measured else None
+    def timed(e: Eqn, part: str, estimate: Callable[[Eqn, Graph, Cluster], float]) -> float:
+        known = measured.get(signature(e, graph) + part) if measured else None
+        return estimate(e, graph, cluster) if known is None else known
 
-    for e in graph.eqns:
-        if is_start(e):
-            took = known(e)
-            found.append(_packing(e, graph, cluster) if took is None else took)
-        elif e.op is WAIT:
-            start = made[e.args[0]]
-            first = start.outs[0] is e.args[0]  # the first member's wait unpacks the bucket
-            took = known(start, " wait")
-            found.append((_unpacking(start, graph, cluster) if took is None else took) if first else 0.0)
-        elif e.op is SHARD or is_view(e):
-            found.append(0.0)
-        else:
-            took = known(e)
-            found.append(_roofline(e, graph, cluster, size) if took is None else took)
-    return found
+    def duration(e: Eqn) -> float:
+        waited = waits.get(e)
+        if waited is not None:
+            # the wait for the first member unpacks the bucket
+            return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
+        if rules(e).shares(e):
+            return 0.0
+        return timed(e, "", _packing if rules(e).packs else _roofline)
+
+    return list(map(duration, graph.eqns))
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
@@ -75,8 +70,8 @@ def signature(eqn: Eqn, graph: Graph) -> str:
     return f"{op_name(eqn.op)}({', '.join(parts)})"
 
 
-def _roofline(e: Eqn, graph: Graph, cluster: Cluster, size: Any) -> float:
-    device = cluster.device
+def _roofline(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    device, size = cluster.device, local_bytes(graph)
     moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
     return device.launch + max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
 
@@ -108,42 +103,60 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(e.op.name)
     if known is not None:
         return cluster.device.launch + known * wire_bytes(e, graph.axes)
-    size = local_bytes(graph)
-    packed = [o for k, o in enumerate(e.outs) if not is_alone(e, k, graph.axes)]
-    copied = 2 * sum(map(size, packed)) if e.op is ALL_GATHER else 0
-    if e.op is REDUCE_SCATTER:
-        copied = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs)
+    copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
+
+
+def _packed_members(e: Eqn, graph: Graph) -> int:
+    """A gather copies the members that cross together out of the buffer in which they were received."""
+    packed = [out for k, out in enumerate(e.outs) if not is_alone(e, k, graph.axes)]
+    return 2 * sum(map(local_bytes(graph), packed))
+
+
+def _terms_and_sums(e: Eqn, graph: Graph) -> int:
+    """A reduce_scatter reads the terms of every rank and writes their sum."""
+    size = local_bytes(graph)
+    return sum(map(size, e.ins)) + sum(map(size, e.outs))
+
+
+class Copies(NamedTuple):
+    """The bytes that are copied to make the values of a collective once its messages have arrived.
+
+    `exact` counts them; `times` is how often the planner takes each received byte to be copied.
+    """
+
+    exact: Callable[[Eqn, Graph], int]
+    times: int
+
+
+NO_COPIES = Copies(lambda e, graph: 0, 0)
+COPIES: Mapping[Any, Copies] = {
+    ALL_GATHER: Copies(_packed_members, 2),
+    REDUCE_SCATTER: Copies(_terms_and_sums, 1),
+    ALL_REDUCE: NO_COPIES,
+}
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
     """Every started collective as a message, with the bytes that it moves; equation i is operation i."""
-    waits = {e.args[0]: i for i, e in reversed(list(enumerate(graph.eqns))) if e.op is WAIT or _waits(e)}
-    found = []
-    for i, e in enumerate(graph.eqns):
-        if is_start(e):
-            axis, kind, moved = e.kwargs["axis"], e.op.name, wire_bytes(e, graph.axes)
-            need = min(waits[f] for f in e.outs)
-        elif is_users(e) and not _waits(e):
-            axis = e.args[-1]
-            if axis not in graph.axes:
-                continue  # a group that is none of the mesh's axes: nothing is known of it
-            kind, moved = _users_bytes(e, graph.axes[axis], local_bytes(graph))
-            need = min((waits[o] for o in variables(e.outs) if o in waits), default=len(graph.eqns))
-        else:
-            continue
+    sent = []
+    for e, started in pair(graph, own=True).starts.items():
+        axis = rules(e).axis(e)
+        if axis not in graph.axes:
+            continue  # a group that is none of the mesh's axes: nothing is known of it
+        kind, moved = _moved(e, graph)
         link = cluster.link(axis)
         latency, moving = link.seconds(kind, moved, graph.axes[axis])
-        found.append((e, Message(i + 1, need, lane(e), link.name, latency, moving), moved))
-    return found
+        message = Message(started.index + 1, started.first_wait, lane(e), link.name, latency, moving)
+        sent.append((e, message, moved))
+    return sent
 
 
-def _waits(e: Eqn) -> bool:
-    return is_users(e) and op_name(e.op) == _WAIT_TENSOR
-
-
-def _users_bytes(e: Eqn, ranks: int, size: Any) -> tuple[str, int]:
-    """The kind of one of the step's own collectives, and the bytes that a rank receives."""
+def _moved(e: Eqn, graph: Graph) -> tuple[str, int]:
+    """The kind of a collective, which may be one of the step's own, and the bytes that a rank receives."""
+    if isinstance(e.op, Primitive):
+        return e.op.name, wire_bytes(e, graph.axes)
+    size, ranks = local_bytes(graph), graph.axes[rules(e).axis(e)]
     name, whole = op_name(e.op), max(sum(map(size, e.ins)), sum(size(o) for o in variables(e.outs)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
     return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks

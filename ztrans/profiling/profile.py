@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import WAIT, is_start
+from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
 from ..ir.printer import format_seconds
 from ..planning.cluster import Cluster, assumed
@@ -144,7 +144,8 @@ def _sent(graph: Graph) -> list[tuple[Eqn, Message, int]]:
 
 
 def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
-    ours = [each for each in _sent(graph) if is_start(each[0])]
+    starts = pair(graph).starts
+    ours = [each for each in _sent(graph) if each[0] in starts]
     came = dict(zip(sorted(range(len(ours)), key=lambda k: ours[k][1].need), t.came))
     found = []
     for k, ((e, m, moved), issued, done) in enumerate(zip(ours, t.started, t.done)):
@@ -158,8 +159,8 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
     if len(t.marks) != n + 1:
         raise ValueError(f"profile: {len(t.marks)} readings of the clock for {n} equations; it is read after each.")
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
-    sent = _sent(graph)
-    ours = [k for k, (e, _, _) in enumerate(sent) if is_start(e)]
+    sent, starts = _sent(graph), pair(graph).starts
+    ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
     started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
     came = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.came))
     bars, free = [], dict[str, float]()
@@ -187,21 +188,19 @@ def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
     What holds a step up, as messages that arrive, meets other equations in each step: medians of single
     equations know nothing of it, those of whole steps do.
     """
-    made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
+    pairs = pair(graph)
     taken: dict[str, list[list[float]]] = {}  # of each equation, of each step
     started, came = (iter(zip(*(t[k] for t in every))) for k in (1, 3))
-    waited = set()
     for i, e in enumerate(graph.eqns):
         begin, end = ([t.marks[k] for t in every] for k in (i, i + 1))
         key = signature(e, graph)
-        if is_start(e):
+        waited = pairs.waits.get(e)
+        if e in pairs.starts:
             end = next(started)
-        elif e.op is WAIT:
-            start = made[e.args[0]]
-            if start in waited:
+        elif waited is not None:
+            if waited.started.first_wait != i:
                 continue  # the first wait of a bucket unpacks it
-            waited.add(start)
-            key, begin = f"{signature(start, graph)} wait", next(came)
+            key, begin = f"{signature(waited.start, graph)} wait", next(came)
         taken.setdefault(key, []).append([b - a for a, b in zip(begin, end)])
     usual = {key: [median(steps) for steps in eqns] for key, eqns in taken.items()}
     known = sum(map(sum, usual.values()))
@@ -215,6 +214,6 @@ def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
     for _ in range(1000):
         mark(record)
     reading = record.times().end / 1000
-    starts = [i for i, e in enumerate(graph.eqns) if is_start(e)]
+    starts = [started.index for started in pair(graph).starts.values()]
     watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in every)
     return reading * (len(graph.eqns) + len(starts)) + watching

@@ -26,27 +26,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..ir.ambient import without_autocast
-from ..ir.collectives import ALL_GATHER, GRADIENT, PMEAN, PSUM, SHARD, WAIT, is_start
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Split, Var, substitute
-from ..ir.layout import cut, localize
+from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
+from ..ir.layout import localize
 from ..ir.operations import called
 from ..ir.user_collectives import by_group
-from .collectives import channel, wait
 from .cuda.streams import Streams
-from .cuda.symmetric_start import side_streams, start
+from .cuda.symmetric_start import side_streams
+from .emission import EMITTERS, Emission, Emitter
 from .inductor.fusion import Group
-
-
-class _Cut(torch.nn.Module):
-    """This rank's part of a whole value."""
-
-    def __init__(self, split: Split, size: int, rank: int) -> None:
-        super().__init__()
-        self.split, self.size, self.rank = split, size, rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cut(x, self.split, self.size, self.rank)
 
 
 @dataclass(frozen=True)
@@ -68,6 +56,7 @@ def to_fx(
     calls: Mapping[Eqn, Callable] = MappingProxyType({}),
     streams: Streams | None = None,
     on_write: Callable[[], None] | None = None,
+    emitters: Mapping[Primitive, Emitter] = EMITTERS,
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
 
@@ -75,7 +64,7 @@ def to_fx(
     side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
     equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
     carries the region and the user's line, and the equations of a group. The program calls `on_write` before the
-    first equation that writes over the state.
+    first equation that writes over the state. `emitters` has what emits the calls for each primitive.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     graph = by_group(graph, mesh) if mesh is not None else graph
@@ -84,6 +73,7 @@ def to_fx(
     env: dict[Var, Any] = {}
     for v in graph.inputs:
         env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
+    emission = Emission(out, module, env, graph.axes, at, mesh, streams)
     apart = {e for group in kernels for e in group.eqns}
     given = donation(graph, apart) if donate else Donation({}, {}, {}, {})
     over, state = given.twins, set(graph.inputs[: graph.num_state])
@@ -107,20 +97,8 @@ def to_fx(
             for e, values in zip(group.eqns, _updates(out, group.eqns, over[eqn], env)):
                 env.update((v, x) for v, x in zip(e.outs, values) if v is not None)
             results = []
-        elif is_start(eqn):
-            axis = eqn.kwargs["axis"]
-            messages = channel(mesh, axis, eqn.op is ALL_GATHER) if mesh is not None else None
-            module.add_module(f"{eqn.op.name}_{i}", start(eqn, graph.axes, at, messages, streams))
-            made = out.call_module(f"{eqn.op.name}_{i}", tuple(env[v] for v in eqn.ins))
-            results = [out.call_function(operator.getitem, (made, k)) for k in range(len(eqn.outs))]
-        elif eqn.op is WAIT:
-            results = [out.call_function(wait, (env[eqn.args[0]],))]
-        elif eqn.op in (GRADIENT, PMEAN, PSUM):
-            results = [env[eqn.args[0]]]
-        elif eqn.op is SHARD:
-            axis = eqn.kwargs["axis"]
-            module.add_module(f"shard_{i}", _Cut(Split(axis, eqn.args[1]), graph.axes[axis], at[axis]))
-            results = [out.call_module(f"shard_{i}", (env[eqn.args[0]],))]
+        elif isinstance(eqn.op, Primitive):
+            results = emitters[eqn.op](emission, eqn, i)
         else:
             results = _call(out, localize(eqn, graph.axes, at), calls.get(eqn) or over.get(eqn), env, module)
         env.update((v, r) for v, r in zip(eqn.outs, results) if v is not None)

@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-from ..ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class _Reduced:
 
 
 def _once(graph: Graph) -> tuple[Graph, bool]:
-    made, used = producers(graph.eqns), users(graph)
+    made, used, waits = producers(graph.eqns), users(graph), pair(graph).waits
     outputs = set(variables(graph.outputs))
 
     def once(v: Var) -> bool:
@@ -48,10 +48,10 @@ def _once(graph: Graph) -> tuple[Graph, bool]:
 
     def as_reduced(v: object) -> _Reduced | None:
         end = made.get(v) if isinstance(v, Var) and once(v) else None
-        if end is None or end.op is not WAIT:
+        if end is None or end not in waits:
             return None
-        start = made[end.args[0]]
-        ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and start.provenance.role == "grad" and len(start.ins) == 1
+        start = waits[end].start
+        ok = start.provenance.role == "grad" and len(start.ins) == 1
         return _Reduced(start.ins[0], start, end) if ok else None
 
     def holds(v: object, r: _Reduced) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ir.collectives import ALL_GATHER
+from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.operations import rearranges
 from .base import Transform
@@ -46,7 +46,7 @@ class _FuseCastGather(Transform):
         narrow: dict[Var, torch.dtype] = {}  # values that become narrower
         alias: dict[Var, Var] = {}  # results of casts that disappear
         for e in graph.eqns:
-            if e.op is ALL_GATHER and e.kwargs["dtype"] is None and len(e.outs) == 1:
+            if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
                 (end,) = used[e.outs[0]]
                 whole = torch.empty(end.outs[0].shape, dtype=end.outs[0].dtype, device="meta")
                 found = _readers(end.outs[0], whole, used, outputs)
@@ -61,7 +61,7 @@ class _FuseCastGather(Transform):
                 continue
             if any(out in new for out in e.outs):
                 e = e.replace(outs=tuple(new.get(out, out) for out in e.outs))
-                if e.op is ALL_GATHER:
+                if rules(e).moves:
                     e = e.replace(kwargs={**e.kwargs, "dtype": e.outs[0].dtype})
             eqns.append(e)
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})

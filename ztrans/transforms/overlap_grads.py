@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
@@ -81,7 +80,7 @@ class _OverlapGrads(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         made, used = producers(graph.eqns), users(graph)
         starts = [
-            e for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role in ("grad", "pmean")
+            e for e in graph.eqns if e.provenance is not None and e.provenance.role in ("grad", "pmean")
         ]
         if not starts:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ir.collectives import ALL_GATHER
+from ..ir.collectives import rules
 from ..ir.graph import Graph, Order
 from .base import Transform
 
@@ -52,6 +52,7 @@ class _Prefetch(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         hint, budget = Order("gather", self.max_in_flight), None if self.memory == "auto" else self.memory
-        gathers = {e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"}
+        params = (e for e in graph.eqns if e.provenance is not None and e.provenance.role == "param")
+        gathers = {e for e in params if rules(e).moves}
         eqns = tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns)
         return graph.replace(eqns=eqns, budget=budget)

@@ -24,6 +24,8 @@ from ..ir.varying import INVARIANT, varying
 from .dtensor_rules import NoRule, rule
 from .value_layouts import Options, Values
 
+REDUCTIONS = {PMEAN: "mean", PSUM: "sum"}
+
 
 class Sharding:
     """One walk over the program. The equations of `whole` run on whole values, although they are of the update."""
@@ -39,14 +41,13 @@ class Sharding:
         inputs = [dataclasses.replace(v, layout=self.layout(v, i)) for i, v in enumerate(g.inputs)]
         for old, new in zip(g.inputs, inputs):
             self.values.bind(old, new)
+        marks = {GRADIENT: self.gradient, PMEAN: self.explicit, PSUM: self.explicit}
         for eqn in g.eqns:
             self.values.advance(eqn)
             if is_random(eqn.op) and eqn.region == "update" and not self.varies(eqn):
                 self.check_draw(eqn)
-            if eqn.op is GRADIENT:
-                self.gradient(eqn)
-            elif eqn.op in (PMEAN, PSUM):
-                self.explicit(eqn)
+            if eqn.op in marks:
+                marks[eqn.op](eqn)
             elif eqn.region == "update" and self.has_parts(eqn) and not self.varies(eqn):
                 self.on_shards(eqn)
             elif self.varies(eqn) or not self.values.defer(eqn):
@@ -144,8 +145,8 @@ class Sharding:
             only_update = readers and all(e.region == "update" for e in readers)
             cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
             to = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and cut else None
-            self.values.reduce(eqn, x, out, {axis}, to, "pmean", out.name, "mean" if eqn.op is PMEAN else "sum")
-        elif eqn.op is PSUM:
+            self.values.reduce(eqn, x, out, {axis}, to, "pmean", out.name, REDUCTIONS[eqn.op])
+        elif REDUCTIONS[eqn.op] == "sum":
             times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
             self.on_whole(times)
         else:

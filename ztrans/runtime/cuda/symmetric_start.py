@@ -33,9 +33,10 @@ class SymmetricStart(StreamedStart):
 
     def __init__(self, eqn: Eqn, *where: Any) -> None:
         super().__init__(eqn, *where)
-        self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered}[eqn.op]
+        # how a message is made, and how many parts of it a rank sends
+        messages = {ALL_GATHER: (self._gathered, 1), REDUCE_SCATTER: (self._scattered, self.size)}
+        self.message, rows = messages[eqn.op]
         self.near = self.streams.near
-        rows = 1 if eqn.op is ALL_GATHER else self.size
         self.near.reserve(
             self.group, max(rows * sum(self.parts[k] for k in ks) for ks in self.groups) * self.wire.itemsize
         )

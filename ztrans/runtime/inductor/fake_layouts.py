@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ir.collectives import SHARD, WAIT, is_start
+from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var, substitute
 from ...ir.layout import local_shape, localize
@@ -51,10 +51,10 @@ def strides(
     lies = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
     seen: dict[str, list[Strided | None]] = {}
     for e in graph.eqns:
-        if is_start(e) or e.op is WAIT:  # a value that comes is contiguous, whatever was sent
+        if rules(e).strides == "contiguous":  # as what a collective receives is, whatever was sent
             shapes = [local_shape(v, graph.axes, at) for v in e.outs]
             lies.update((v, Strided(v.dtype, s, _dense(s), lies[e.ins[0]].device)) for v, s in zip(e.outs, shapes))
-        elif e.op is SHARD:
+        elif rules(e).strides == "argument":
             lies[e.outs[0]] = lies[e.args[0]]._replace(shape=local_shape(e.outs[0], graph.axes, at))
         elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # which fake tensors would really compute
             lies.update((out, lies[v]) for v, out in pairs if out is not None)

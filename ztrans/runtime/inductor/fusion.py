@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...ir.collectives import WAIT, is_start
-from ...ir.graph import Eqn, Graph, Var, is_random, producers, variables
+from ...ir.collectives import Pairs, pair
+from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
 
 MOST = 64  # equations of a group: beyond that compiling takes longer than the fusion is worth
@@ -130,7 +130,8 @@ def _items(graph: Graph) -> list[_Item]:
         target.eqns.append(e)
         home.update((out, target) for out in e.outs if out is not None)
 
-    for e in _waits_together(graph):
+    pairs = pair(graph)
+    for e in _waits_together(graph, pairs):
         if all(v in free for v in e.ins) and (_shows(e) or _name(e) in _MAKES) and (e.ins or _name(e) in _MAKES):
             free.update((out, e) for out in e.outs if out is not None)
             continue
@@ -147,21 +148,20 @@ def _items(graph: Graph) -> list[_Item]:
             updates += [items[-1]] if call is None else []
         else:
             place(e, None)
-            updates = [] if e.op is WAIT or is_start(e) else updates
+            updates = [] if e in pairs.starts or e in pairs.waits else updates
     while free:
         place(next(iter(free.values())), None)
     return sorted(items, key=lambda item: item.place)
 
 
-def _waits_together(graph: Graph) -> Iterator[Eqn]:
+def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
     """The equations, all waits for a bucket where the first of them was."""
-    made = producers(graph.eqns)
-    waits: dict[Eqn, list[Eqn]] = {}
-    for e in graph.eqns:
-        if e.op is WAIT:
-            waits.setdefault(made[e.args[0]], []).append(e)
-    for e in graph.eqns:
-        yield from waits.pop(made[e.args[0]], ()) if e.op is WAIT else (e,)
+    for i, e in enumerate(graph.eqns):
+        waited = pairs.waits.get(e)
+        if waited is None:
+            yield e
+        elif waited.started.first_wait == i:
+            yield from (graph.eqns[k] for k in sorted(waited.started.waits))
 
 
 def _may_join(e: Eqn, item: _Item, home: dict[Var, _Item]) -> bool:

@@ -1,0 +1,192 @@
+"""Collectives own their rules: a new one is a file like this, and rows in the tables of planning and of the runtime."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ztrans as zt
+from ztrans.ir.collectives import (
+    PRIMITIVES,
+    STARTS,
+    Start,
+    bucket_key,
+    coalesce,
+    erase_trivial,
+    is_start,
+    lane,
+    pair,
+    received_bytes,
+    rules,
+    sends_as_it_lies,
+    wait,
+    wire_bytes,
+)
+from ztrans.ir.donation import donation
+from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
+from ztrans.ir.liveness import liveness
+from ztrans.ir.verifier import ProgramError, check
+from ztrans.ir.write_order import first_write, writes_last
+from ztrans.planning.cluster import cluster
+from ztrans.planning.cost import cost, memory
+from ztrans.planning.make_plan import make
+from ztrans.planning.simulate import COPIES, simulate
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.emission import EMITTERS
+
+aten = torch.ops.aten
+RANKS = 4
+
+
+class Broadcast(Start):
+    """Rules of a new collective: the value of the first rank of an axis, on every rank."""
+
+    moves = True
+    lane = "gather"
+
+    def member(self, eqn, index, terms):
+        return [terms[0] for _ in terms]
+
+    def sends_own(self, eqn, index, sizes):
+        return True
+
+    def wire_bytes(self, eqn, sizes):
+        return sum(self.received_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+
+
+BROADCAST = Primitive("broadcast", Broadcast())
+
+
+def broadcast(values, names, axis, **eqn):
+    futures = tuple(Var(f"{name}'", v.dtype, v.shape, v.layout, True) for v, name in zip(values, names))
+    return Eqn(BROADCAST, (list(values),), futures, {"dtype": None, "axis": axis}, **eqn)
+
+
+def copied(emission, eqn, place):
+    """An emitter for a single rank: what the first rank sends is what it has."""
+    return [emission.out.call_function(operator.getitem, ((emission.nodes[v],), 0)) for v in eqn.ins]
+
+
+def var(name, *shape, dtype=torch.float32):
+    return Var(name, dtype, shape)
+
+
+def program(ranks=RANKS):
+    """y = x0 * 2 + x, where x0 is the first rank's x, and reaches the sum as bf16."""
+    x, b = var("x", 8, 4), var("b", 8, 4)
+    twice = Eqn(aten.mul.Tensor, (x, 2), (var("twice", 8, 4),))
+    start = broadcast(twice.outs, ["first"], "dp", provenance=Provenance("param", ("x",), "dp"))
+    between = Eqn(aten.add.Tensor, (twice.outs[0], b), (var("between", 8, 4),), region="update")
+    end = wait(start.outs[0], region="update")
+    cast = Eqn(aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16}, "update")
+    y = Eqn(aten.add.Tensor, (between.outs[0], cast.outs[0]), (var("y", 8, 4),), region="update")
+    eqns = (twice, start, between, end, cast, y)
+    return Graph("f", (x, b), eqns, (x, y.outs[0]), 1, batch=frozenset([b]), mesh=(("dp", ranks),))
+
+
+def inputs(ranks=RANKS):
+    return [(torch.full((8, 4), float(rank) + 0.1), torch.ones(8, 4)) for rank in range(ranks)]
+
+
+START = program().eqns[1]
+AXES = {"dp": RANKS}
+
+
+def test_a_new_collective_is_verified_and_printed():
+    graph = check(program())
+    assert "  first': f32[8,4]! = broadcast([twice], axis=dp)" in str(graph)
+    nameless = graph.replace(eqns=tuple(e.replace(provenance=None) for e in graph.eqns))
+    with pytest.raises(ProgramError, match="a collective has no provenance, at first'"):
+        check(nameless)
+
+
+def test_a_new_collective_means_what_its_rules_say():
+    for rank, (_, y) in enumerate(zt.lockstep(program(), inputs())):
+        first = torch.full((8, 4), 0.1) * 2
+        assert torch.equal(y, (torch.full((8, 4), rank + 0.1) * 2 + 1) + first.bfloat16())
+
+
+def test_what_a_new_collective_sends_lives_until_its_wait():
+    graph = program()
+    pairs = pair(graph)
+    (started,), (waited,) = pairs.starts.values(), pairs.waits.values()
+    assert (started.index, started.waits, started.first_wait) == (1, (3,), 3)
+    assert waited.started is started and waited.member == 0
+    sent = graph.eqns[0].outs[0]
+    assert liveness(graph).last[sent] == started.first_wait
+    assert graph.eqns[2] not in donation(graph).twins, "it reads `twice`, which is under way"
+    assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
+    assert first_write(writes_last(graph)) == 3
+
+
+def test_a_new_collective_has_bytes_a_lane_and_buckets():
+    assert (wire_bytes(START, AXES), received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
+    assert is_start(START) and sends_as_it_lies(START, 0, AXES)
+    other = broadcast([var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp"))
+    assert bucket_key(other) == bucket_key(START)
+    both = coalesce([START, other])
+    assert both.op is BROADCAST and both.outs == (*START.outs, *other.outs) and both.provenance.paths == ("x", "z")
+
+
+def test_on_an_axis_of_one_rank_a_new_collective_vanishes():
+    alone = erase_trivial(program(ranks=1))
+    assert not pair(alone).starts
+    assert torch.equal(zt.lockstep(alone, inputs(1))[0][1], zt.lockstep(program(ranks=1), inputs(1))[0][1])
+
+
+def test_transforms_treat_a_new_collective_by_its_rules():
+    graph = program()
+    fused = zt.fuse_cast_gather().rewrite(graph)
+    (start,) = pair(check(fused)).starts
+    assert start.kwargs["dtype"] is torch.bfloat16 and wire_bytes(start, AXES) == 64
+    for before, after in zip(zt.lockstep(graph, inputs()), zt.lockstep(fused, inputs())):
+        assert torch.equal(before[1], after[1])
+
+
+def test_planning_places_and_costs_a_new_collective():
+    machines = cluster("cpu", dp="ethernet-1g")
+    graph = program()
+    assert cost(graph).over("dp", "param") == 128
+    assert memory(graph).peak > memory(graph).state
+    bars = [event for event in simulate(graph, machines).events if event.lane == "dp gather"]
+    assert [(bar.eqn.op, bar.bytes) for bar in bars] == [(BROADCAST, 128)]
+    plan, planned = make(zt.prefetch().rewrite(graph), machines)
+    assert [members for members, _ in plan.gathers] == [("first'",)]
+    assert torch.equal(zt.lockstep(planned, inputs())[1][1], zt.lockstep(graph, inputs())[1][1])
+
+
+def test_code_for_a_new_collective_is_a_row_in_a_table():
+    graph, (mine, *_) = program(), inputs()
+    with pytest.raises(KeyError, match="broadcast"):
+        to_fx(graph)
+    ends = {**EMITTERS, BROADCAST: copied, graph.eqns[3].op: copied}
+    run = to_fx(graph, emitters=ends)
+    assert torch.equal(run(*mine)[1], zt.lockstep(graph, inputs())[0][1])
+
+
+def test_every_primitive_has_its_rows():
+    assert set(EMITTERS) == set(PRIMITIVES)
+    assert set(COPIES) == set(STARTS)
+    assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
+    assert len({p.name for p in PRIMITIVES}) == len({type(p.rules) for p in PRIMITIVES}) == len(PRIMITIVES)
+
+
+def test_buckets_and_the_steps_own_collectives_are_paired():
+    a, b, c = var("a", 4), var("b", 4), var("c", 4)
+    start = coalesce([broadcast([v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")) for v in (a, b)])
+    late, early = wait(start.outs[0]), wait(start.outs[1])
+    c10d = torch.ops._c10d_functional
+    own = Eqn(c10d.all_reduce.default, (c, "sum", "tp"), (var("s", 4),))
+    own_wait = Eqn(c10d.wait_tensor.default, own.outs, (var("t", 4),))
+    graph = Graph("f", (a, b, c), (start, own, early, own_wait, late), (), 0, mesh=(("dp", 2), ("tp", 2)))
+    ours, every = pair(graph), pair(graph, own=True)
+    assert list(ours.starts) == [start] and list(every.starts) == [start, own]
+    assert (ours.starts[start].waits, ours.starts[start].first_wait) == ((4, 2), 2)
+    assert [(w.start, w.member) for w in ours.waits.values()] == [(start, 1), (start, 0)]
+    assert every.waits[own_wait].start is own and every.starts[own].first_wait == 3
+    unread = replace(graph, eqns=(start, own, early, late))
+    assert pair(unread, own=True).starts[own].first_wait == 4, "nothing waits for it"
+    assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == ("tp (step)", "tp", True, False)

@@ -1,0 +1,60 @@
+"""Marks of the trace: where a gradient arises, and what the user asked to be reduced.
+
+g = gradient(g0, w)                   g0 is the gradient of w
+y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step
+
+A transform that shards a program puts reductions in their place. Marks that no transform uses are the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph import Eqn, Graph, Primitive, Var, rename
+from .interface import Memberwise
+
+_NOWHERE: frozenset[str] = frozenset()
+
+
+class Mark(Memberwise):
+    """What all marks share: the result is the first argument."""
+
+    strides = "argument"
+
+    def shares(self, eqn: Eqn) -> bool:
+        return True
+
+
+class Gradient(Mark):
+    """Rules of gradient: it differs only where the value does of which it is the gradient, for it will be reduced."""
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
+        gradient, value = eqn.args
+        return over.get(gradient, _NOWHERE) & over.get(value, _NOWHERE)
+
+
+class Mean(Mark):
+    """Rules of pmean: the mean over an axis, so the same on all its ranks."""
+
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
+        value, axis = eqn.args
+        return over.get(value, _NOWHERE) - {axis}
+
+
+class Sum(Mean):
+    """Rules of psum: the sum over an axis."""
+
+
+
+GRADIENT = Primitive("gradient", Gradient())
+PMEAN = Primitive("pmean", Mean())
+PSUM = Primitive("psum", Sum())
+MARKS = (GRADIENT, PMEAN, PSUM)
+
+
+def erase_marks(graph: Graph) -> Graph:
+    """Drop the marks that no transform has used; without a transform they are the identity."""
+    marked = {e.results[0]: e.args[0] for e in graph.eqns if e.op in MARKS}
+    eqns = tuple(e for e in graph.eqns if e.op not in MARKS)
+    return rename(graph.replace(eqns=eqns), marked)

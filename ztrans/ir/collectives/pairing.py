@@ -1,0 +1,78 @@
+"""Pairing: which waits belong to which start, and where they stand in a program.
+
+    equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
+    equation 5:  x = wait(f)                               Waited(that, member=0)
+    equation 9:  y = wait(g)                               Waited(that, member=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph import Eqn, Graph, Var
+from .table import is_start, rules
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A collective of a program.
+
+    Attributes:
+        start: the equation that starts it.
+        index: the index of that equation in the program.
+        waits: by member, the index of its wait. Not every result of the user's own collectives need have one.
+        first_wait: the least of these; the number of equations where nothing waits.
+    """
+
+    start: Eqn
+    index: int
+    waits: tuple[int, ...]
+    first_wait: int
+
+
+@dataclass(frozen=True, eq=False)
+class Waited:
+    """A wait of a program: the collective for which it waits, and the number of its member."""
+
+    started: Started
+    member: int
+
+    @property
+    def start(self) -> Eqn:
+        """The equation that starts the collective."""
+        return self.started.start
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The collectives of a program by their starts, in program order, and its waits by themselves."""
+
+    starts: Mapping[Eqn, Started]
+    waits: Mapping[Eqn, Waited]
+
+
+def pair(graph: Graph, own: bool = False) -> Pairs:
+    """Pair the start of every collective of a program with the waits for its members.
+
+    Args:
+        graph: the program.
+        own: include the collectives that the user's step calls itself.
+    """
+    indices: dict[Var, int] = {}  # by future, of its first wait
+    waiting: dict[Eqn, Var] = {}
+    for i, e in enumerate(graph.eqns):
+        if rules(e).waits and (own or rules(e).reads_futures):
+            waiting[e] = e.ins[0]
+            indices.setdefault(e.ins[0], i)
+    starting = ((i, e) for i, e in enumerate(graph.eqns) if rules(e).starts and (own or is_start(e)))
+    starts = {e: _started(graph, i, indices) for i, e in starting}
+    members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
+    return Pairs(starts, {e: members[future] for e, future in waiting.items() if future in members})
+
+
+def _started(graph: Graph, index: int, indices: Mapping[Var, int]) -> Started:
+    """The collective that equation `index` starts, given the indices of the waits for each future."""
+    start = graph.eqns[index]
+    waits = tuple(indices[out] for out in start.results if out in indices)
+    return Started(start, index, waits, min(waits, default=len(graph.eqns)))

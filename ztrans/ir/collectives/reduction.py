@@ -1,0 +1,89 @@
+"""reduce_scatter and all_reduce: the terms of a sum, one on each rank, become the sum.
+
+f, g = reduce_scatter([a, b], mean, axis=dp)    one term a rank -> this rank's shard of the sum
+f, g = all_reduce([a, b], mean, axis=dp)        one term a rank -> the whole sum, on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ... import ops
+from ..graph import Eqn, Primitive, Split, Var
+from ..layout import cut, cut_over, without
+from .buffers import buffer_bytes, is_alone, wire_dtype
+from .start import Start
+
+
+class Reduction(Start):
+    """What reduce_scatter and all_reduce share: the sum of the terms, which is the same on every rank."""
+
+    lane = "reduce"
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
+        return super().varies(eqn, over) - {self.axis(eqn)}
+
+    def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
+        return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
+
+    def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+        """A member is sent as it is where it crosses alone and needs neither a cast nor padding."""
+        member, ranks = eqn.ins[index], sizes[self.axis(eqn)]
+        split = eqn.results[index].split
+        even = split is None or (split.dim == 0 and member.shape[0] % ranks == 0)
+        return even and wire_dtype(eqn, member) == member.dtype and is_alone(eqn, index, sizes)
+
+
+class ReduceScatter(Reduction):
+    """Rules of reduce_scatter. A rank receives its shard of each other rank's term, and adds these up."""
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole, split = self.total(eqn, index, terms), cut_over(eqn.results[index], self.axis(eqn))
+        # clone: a part must not keep the whole alive
+        return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
+
+    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+        return False  # the buffer holds the terms, and their sum is a new value
+
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
+        ranks = sizes[self.axis(eqn)]
+        return buffer_bytes(eqn, index, sizes) * (ranks - 1) // ranks
+
+
+class AllReduce(Reduction):
+    """Rules of all_reduce. Between two ranks each sends its whole term to the other. Among more the sum is made in
+    the buffer that is sent, which is then the buffer in which it is received."""
+
+    crossings = 2
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole = self.total(eqn, index, terms)
+        return [whole for _ in terms]
+
+    def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+        return sizes[self.axis(eqn)] == 2 and super().sends_own(eqn, index, sizes)
+
+    def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
+        return 0 if sizes[self.axis(eqn)] > 2 else super().sent_bytes(eqn, sizes)
+
+
+REDUCE_SCATTER = Primitive("reduce_scatter", ReduceScatter())
+ALL_REDUCE = Primitive("all_reduce", AllReduce())
+
+
+def reduce(
+    terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, result=None, **eqn
+) -> Eqn:
+    """Start the reduction of `terms` over `axis`: a reduce_scatter when `to` cuts the result, else an all_reduce.
+
+    Terms cross the wire as `dtype` and become a sum of dtype `result`; both default to the terms' own.
+    """
+    futures = (
+        Var(f"{name}'", result or t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)
+        for t, name in zip(terms, names)
+    )
+    start = REDUCE_SCATTER if to else ALL_REDUCE
+    return Eqn(start, (list(terms),), tuple(futures), {"op": op, "dtype": dtype, "axis": axis}, **eqn)

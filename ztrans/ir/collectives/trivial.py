@@ -1,0 +1,57 @@
+"""Collectives over an axis of one rank, which move nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..graph import Eqn, Graph, Primitive, Var, dce, rename
+from .table import rules
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+def erase_trivial(graph: Graph) -> Graph:
+    """Drop the collectives of axes of size 1: each member becomes its own result, cast as on the wire."""
+    trivial = {axis for axis, size in graph.mesh if size == 1}
+    if not trivial:
+        return graph
+    alias: dict[Var, Var] = {}
+    eqns: list[Eqn] = []
+    for e in graph.eqns:
+        if isinstance(e.op, Primitive) and rules(e).axis(e) in trivial:
+            for member, out in zip(e.ins, e.results):
+                casts, alias[out] = _rounded(member, out, e)
+                eqns += casts
+        elif rules(e).waits and e.ins[0] in alias:
+            alias[e.results[0]] = e.ins[0]
+        else:
+            eqns.append(e)
+    return _without_axes(rename(graph.replace(eqns=tuple(eqns)), alias), trivial)
+
+
+def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
+    """The casts that round a member to the dtype of the wire and to that of its result, and their value."""
+    casts: list[Eqn] = []
+    for dtype in (start.kwargs.get("dtype"), out.dtype):
+        if dtype is not None and dtype != member.dtype:
+            name = f"{out.name.removesuffix(chr(39))}.{dtype}".replace("torch.", "")
+            value = Var(name, dtype, member.shape, member.layout)
+            casts.append(Eqn(_CAST, (member,), (value,), {"dtype": dtype}, start.region, start.source))
+            member = value
+    return casts, member
+
+
+def _without_axes(graph: Graph, axes: set[str]) -> Graph:
+    """The program with nothing laid out over `axes`, which have one rank each."""
+    values = {*graph.inputs, *(out for e in graph.eqns for out in e.results)}
+    whole = {
+        v: dataclasses.replace(v, layout=tuple(part for part in v.layout if part.axis not in axes))
+        for v in values
+        if v.layout
+    }
+    eqns = tuple(e.replace(outs=tuple(whole.get(o, o) if o is not None else None for o in e.outs)) for e in graph.eqns)
+    inputs = tuple(whole.get(v, v) for v in graph.inputs)
+    batch = frozenset(whole.get(v, v) for v in graph.batch)
+    return dce(rename(graph.replace(inputs=inputs, eqns=eqns, batch=batch), whole))
