@@ -11,11 +11,13 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from ztrans.runtime.codegen import check_compiler
 
@@ -98,3 +100,11 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group() -> Iterator[None]:
+    """Files of tests follow each other in one process: a file leaves no process group to the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from fuzz import check
-from fuzz.check import Case, failure
-from fuzz.layer import Layer
-from fuzz.optimizers import OPTIMIZERS
-from fuzz.programs import LAYERS, PATTERNS, STYLES
-from fuzz.truth import doubles
+
+from tests.fuzz import check
+from tests.fuzz.check import Case, failure
+from tests.fuzz.layer import Layer
+from tests.fuzz.optimizers import OPTIMIZERS
+from tests.fuzz.programs import LAYERS, PATTERNS, STYLES
+from tests.fuzz.truth import doubles
 
 RUNS = 200  # python -m tests.fuzz --runs 5000 is the rest
 EACH = 10

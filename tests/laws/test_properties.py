@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzz.check import Case
-from fuzz.steps import step_of
-from fuzz.truth import doubles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ztrans as zt
+from tests.fuzz.check import Case
+from tests.fuzz.steps import step_of
+from tests.fuzz.truth import doubles
 from tests.support.worlds import slices
 from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, received_bytes
 
