@@ -175,65 +175,72 @@ def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, An
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
 
-def executable(
-    graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None
-) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-    """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs.
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A program of one rank as a function from flat inputs to flat outputs.
 
-    It calls `on_write` before the first write.
+    It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
+    write. `program` is the FX module that runs.
     """
+
+    program: fx.GraphModule
+    num_state: int
+    on_write: Callable[[], None] | None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch.no_grad(), without_autocast():
+            outputs = self.program(*inputs)
+            if self.on_write is not None:
+                self.on_write()
+            _write_back(inputs[: self.num_state], outputs)
+        return outputs
+
+
+def executable(graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None) -> Executable:
+    """The program of this rank of `mesh`, ready to run eagerly, equation by equation."""
     return bind(graph, to_fx(graph, mesh, donate=True, on_write=on_write), on_write)
 
 
-def bind(
-    graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
-) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-    """The FX module of a program as such a function."""
-
-    def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.no_grad(), without_autocast():
-            outputs = program(*inputs)
-            if on_write is not None:
-                on_write()
-            _write_back(inputs[: graph.num_state], outputs)
-        return outputs
-
-    run.program = program  # type: ignore[attr-defined]  # for those who want to read the code
-    return run
+def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
+    """An FX module that `to_fx` made of `graph`, ready to run."""
+    return Executable(program, graph.num_state, on_write)
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
-    homes = {s.untyped_storage().data_ptr() for s in state if s.numel()}
+    storages = {s.untyped_storage().data_ptr() for s in state if s.numel()}
 
-    def apart(x: Any) -> Any:
-        """What shows the state's storage must not change when that is written, now or in the next step."""
-        shows = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in homes
-        return x.clone() if shows else x
+    def unshared(x: Any) -> Any:
+        """`x`, cloned if it shares the state's storage: it must not change when that is written, now or later."""
+        is_shared = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages
+        return x.clone() if is_shared else x
 
-    outputs[len(state) :] = map(apart, outputs[len(state) :])
-    there = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
-    new = [None if done else apart(x) for done, x in zip(there, outputs)]
-    for i, (old, value) in enumerate(zip(state, new)):
-        if value is not None:
-            old.copy_(value)
+    outputs[len(state) :] = map(unshared, outputs[len(state) :])
+    in_place = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
+    copies = [None if done else unshared(x) for done, x in zip(in_place, outputs)]
+    for i, (old, new) in enumerate(zip(state, copies)):
+        if new is not None:
+            old.copy_(new)
         outputs[i] = old
 
 
 @contextlib.contextmanager
 def fake() -> Iterator[FakeTensorMode]:
-    """Tensors made in here have types and strides, and no elements."""
+    """Tensors created inside have types and strides, and no elements."""
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
         yield mode
 
 
 def fused(
-    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), alike: bool = False
+    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), deterministic: bool = False
 ) -> Callable[[list], Sequence]:
-    """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
-    write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it.
-    Where ranks must have kernels that are `alike`, none is chosen by the clock."""
-    from torch._inductor import config  # here, for it takes a second to import
+    """Compile `function` with Inductor, as one kernel if possible.
+
+    The kernel takes a list of tensors with the dtypes, shapes and strides of those that `like` creates. It may write
+    over the arguments whose positions are in `donated`. With `deterministic` no timing decides how it computes, so
+    that all ranks have the same kernel.
+    """
+    from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -241,22 +248,29 @@ def fused(
     with fake() as mode:
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        with config.patch(joint_graph_constant_folding=False):  # of x * 1 it makes x, which is somebody else's
+        # Constant folding would replace x * 1 by x, whose storage the result must not share.
+        with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
-    made = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
+    result_strides = [x.meta["val"].stride() for x in output.args[0]]
+    output.meta.update(
+        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
+    )
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        node.target = f"donated_{k}" if k in donated else f"given_{k}"  # Inductor's cache knows it by its text alone
+        # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
+        node.target = f"donated_{k}" if k in donated else f"given_{k}"
     module.recompile()
+    # Inductor donates buffers to the backward pass of a compiled model only, so this is compiled as one. Of the
+    # metadata of such a pass it reads these two fields.
     context = TracingContext(mode)
-    context.fw_metadata = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
-    with torch.no_grad(), tracing(context), config.patch(deterministic=alike):
+    metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
+    context.fw_metadata = metadata
+    with torch.no_grad(), tracing(context), config.patch(deterministic=deterministic):
         return compile_fx_inner(module, fakes, is_backward=True)
 
 
 def check_compiler() -> None:
-    """Raises: ValueError where Inductor has no C++ compiler; RuntimeError for a torch that ztrans does not know."""
+    """Raises: ValueError when Inductor finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
