@@ -19,6 +19,7 @@ from torch import fx
 
 from ..ir.collectives import ALL_GATHER, WAIT, is_start
 from ..runtime.collectives import Member, Work
+from ..runtime.cuda.streams import Done
 
 
 class Times(NamedTuple):
@@ -95,10 +96,10 @@ def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
     """Note that a collective has been started, and have its end noted too."""
     future, k = members[0].future, len(record.started)
     record.started.append(record.read())
-    if record.device == "cpu":
-        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
-    else:
+    if isinstance(future.work, Done):
         record.done[k] = record.read(future.work.lane)
+    elif future.work is not None:
+        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
 
 
 def _wait(record: Record, work: Work, k: int) -> None:

@@ -45,8 +45,8 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     samples = [s for s in samples if s.received > 0 and s.seconds > 0]
     figures = Figures((link,), [(0, s.kind) for s in samples])
 
-    def predict(values: Sequence[float]) -> list[float]:
-        (changed,) = figures.put(values)
+    def predict(values: np.ndarray) -> list[float]:
+        (changed,) = figures.put(values.tolist())
         return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
 
     (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))

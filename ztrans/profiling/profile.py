@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -125,13 +125,13 @@ def profile(
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
     device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")  # some state may be on the CPU
-    module = recorded(program)
+    module: Any = recorded(program)
     run = bind(graph, module)
     runs = []
     with watching() as watchers:
         for _ in range(steps):
             record = Record(device, watchers)
-            setattr(module, "record", record)
+            module.record = record
             together()
             run(inputs)
             runs.append(record.times())
@@ -203,8 +203,9 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
             finish, stall = (end[wait], end[wait] - begin[wait]) if wait is not None else (t.end, 0.0)
         if wait is not None and stall:
             begin[wait] = finish = begin[wait] + stall
-        start = min(max(issue, free.get(m.lane, 0.0)), finish)
-        free[m.lane] = finish
+        # A busy host may notice the end of a message later than that of the next one in its lane.
+        start = max(issue, free.get(m.lane, 0.0))
+        free[m.lane] = finish = max(start, finish)
         bars.append(Event(m.lane, start, finish - start, e, stall, received))
     compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
     curve = tuple(zip(t.marks, memory(graph).live))

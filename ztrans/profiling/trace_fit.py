@@ -52,7 +52,7 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
     figures = Figures([link for _, link in links], [(axes.index(m.axis), m.kind) for m in observed])
     took = [max(m.done - m.issued, 0.0) + _NOISE for m in observed]
     slow = Figures([_slow(link, axis, observed) for axis, link in links], figures.seen)
-    predict = lambda values: _durations(dict(zip(axes, figures.put(values))), observed)
+    predict = lambda values: _durations(dict(zip(axes, figures.put(values.tolist()))), observed)
     fitted = solve(predict, took, figures.start, _PRIOR, slow.start)
     return tuple(zip(axes, figures.put(fitted)))
 

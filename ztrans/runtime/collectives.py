@@ -95,12 +95,12 @@ class Member(NamedTuple):
     """One member of a bucket: the bucket's future, and the member's position in it."""
 
     future: Future
-    index: int
+    position: int
 
 
 def wait(member: Member) -> torch.Tensor:
     """The value of a member of a started collective."""
-    return member.future.value(member.index)
+    return member.future.value(member.position)
 
 
 @functools.cache
@@ -123,22 +123,18 @@ class Start(torch.nn.Module):
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind, self.op = str(eqn.op), eqn.kwargs.get("op")
+        self.kind, self.op = str(eqn.op), str(eqn.kwargs.get("op", ""))
         self.size, self.rank = sizes[axis], at[axis]
         self._channel = channel
         self.direct = channel is not None and channel.is_direct
         self.outs: Sequence[Var] = [out for out in eqn.outs if out is not None]
-        splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *self.outs))
-        self.dim = next((s.dim for s in splits if isinstance(s, Split)), 0)
+        self.dim = _split_dim(eqn, axis)
         self.wire: torch.dtype = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
         # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
         self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
-        members = range(len(self.outs))
-        alone = [is_alone(eqn, k, sizes) for k in members]
-        packed = [k for k in members if not alone[k]]
-        self.groups = [[k] for k in members if alone[k]] + ([packed] if packed else [])
+        self.groups = _message_groups(eqn, sizes)
         starts = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}
         self.start = {str(primitive): start for primitive, start in starts.items()}[self.kind]
 
@@ -277,6 +273,19 @@ class _Holding:
 
     def wait(self) -> None:
         self.work.wait()
+
+
+def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
+    """The members that share a message: first each one that crosses alone, then those that are packed together."""
+    alone = [is_alone(eqn, k, sizes) for k in range(len(eqn.outs))]
+    packed = [k for k, is_large in enumerate(alone) if not is_large]
+    return [[k] for k, is_large in enumerate(alone) if is_large] + ([packed] if packed else [])
+
+
+def _split_dim(eqn: Eqn, axis: str) -> int:
+    """The dim along which the members, or the results, are cut over the axis; 0 where none is."""
+    splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs) if v is not None)
+    return next((s.dim for s in splits if isinstance(s, Split)), 0)
 
 
 def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:

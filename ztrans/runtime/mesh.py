@@ -32,12 +32,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_end, os.getpid())
+        _begin("nccl" if device == "cuda" else "gloo")
     world, known = dist.get_world_size(), math.prod(size for size in sizes.values() if size != -1)
     shape = tuple(world // known if size == -1 else size for size in sizes.values())
     if math.prod(shape) != world:
@@ -47,6 +42,15 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
         )
     return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
+
+
+def _begin(backend: str) -> None:
+    """Start torch.distributed, with a world of one where torchrun has not started this process."""
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_end, os.getpid())
 
 
 def _end(process: int) -> None:

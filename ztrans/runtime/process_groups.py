@@ -95,7 +95,8 @@ class Channel:
         """End the group, if ztrans made it, and with it the connections to the other ranks."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
-        group, self._group = self._group and self._group(), None
+        group = self._group() if self._group is not None else None
+        self._group = None
         if self.owned and group is not None:
             with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # if it has been destroyed already
                 dist.destroy_process_group(group)
@@ -225,7 +226,7 @@ def _rows(mesh: DeviceMesh, axis: Axis) -> list[list[int]]:
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The shorter of the time-outs of a group and of the world; None where the backend has none."""
     timeouts = []
-    for each in (group, dist.group.WORLD):
+    for each in filter(None, (group, dist.group.WORLD)):
         for device in each._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):
                 timeouts.append(each._get_backend(device).options._timeout)

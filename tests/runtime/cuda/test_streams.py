@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -36,10 +35,11 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ops.symmetric import in_one_process
+from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
 from ztrans.runtime.codegen import bind, to_fx
-from ztrans.runtime.cuda.streams import Done, Streams, in_a_row
-from ztrans.runtime.cuda.symmetric_memory import MOST, Near
+from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
+from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
 from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import flat
@@ -163,10 +163,10 @@ def test_a_transport_has_a_reason(kind, op, wire, said):
 
 def test_who_cannot_read_the_others_memory_is_told_why(mesh):
     group = mesh.get_group()
-    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
-    assert Near().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
+    assert SymmetricMemory().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32 MiB"
+    assert SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
     alone = dist.new_group([1])
-    assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
+    assert SymmetricMemory().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
 
 
 def test_the_checker_knows_what_a_kernel_reads_through_addresses():
@@ -179,13 +179,13 @@ def test_the_checker_knows_what_a_kernel_reads_through_addresses():
 
 
 def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
-    near = Near(lambda nbytes, group: in_one_process(2, nbytes)[0])
+    memory = SymmetricMemory(lambda nbytes, group: in_one_process(2, nbytes)[0])
     group = Channel("dp", "gathers")  # anything that can be referred to weakly
-    near.reserve(group, 8)
-    near.check()
-    near.memory(group).error.fill_(2)
+    memory.reserve(group, 8)
+    memory.check()
+    memory.buffer(group).error.fill_(2)
     with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
-        near.check()
+        memory.check()
 
 
 def test_the_program_says_what_carries_its_collectives(mesh):
@@ -221,7 +221,7 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     times = module.record.times()
     starts = [e for e in low.graph.eqns if is_start(e)]
     assert len(times.marks) == len(low.graph.eqns) + 1 and list(times.marks) == sorted(times.marks)
-    assert len(times.started) == len(times.done) == len(times.came) == len(starts)
+    assert len(times.started) == len(times.done) == len(times.arrived) == len(starts)
     assert all(a < b for a, b in zip(times.started, times.done))
     lanes = [r.stream for r in Reading.read if r.stream is not None]
     assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
@@ -234,7 +234,7 @@ def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeyp
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
     monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
     ran = []
-    assert in_a_row(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert back_to_back_seconds(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 

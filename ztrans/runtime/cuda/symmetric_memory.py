@@ -103,7 +103,9 @@ def refusal(group: dist.ProcessGroup, allocate: Allocate) -> str:
     return next(filter(None, _from_all(reason, group)), "")
 
 
-def _times(group: dist.ProcessGroup, allocate: Allocate, kind: Primitive, wire: torch.dtype, nbytes: int) -> Times | str:
+def _times(
+    group: dist.ProcessGroup, allocate: Allocate, kind: Primitive, wire: torch.dtype, nbytes: int
+) -> Times | str:
     """Time a message both ways, and compare the bits that arrive."""
     n = group.size()
     count = max(nbytes // wire.itemsize // n, 1)  # elements of one rank's part
@@ -118,7 +120,8 @@ def _times(group: dist.ProcessGroup, allocate: Allocate, kind: Primitive, wire: 
         def by_nccl() -> None:
             all_gather(theirs.view(torch.uint8), sent.view(torch.uint8), group=group)
     else:
-        sent, ours, theirs = new(n * count, dtype=wire), new(count, dtype=torch.float32), new(count, dtype=torch.float32)
+        sent = new(n * count, dtype=wire)
+        ours, theirs = new(count, dtype=torch.float32), new(count, dtype=torch.float32)
         terms = torch.empty_like(sent)
 
         def by_symmetric_memory() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ... import ops
 from ...ir.collectives import ALL_GATHER, without
-from ...ir.graph import Eqn
+from ...ir.graph import Eqn, Primitive
 from ...ir.layout import local_shape, part
 from ...ops.kernel import FLOATS
 from ..collectives import Start
@@ -113,13 +113,15 @@ def start(
     """The module that starts a collective equation, on side streams where there are any."""
     if streams is None or channel is None:
         return Start(eqn, sizes, at, channel)
-    axis, wire = eqn.kwargs["axis"], eqn.kwargs.get("dtype") or eqn.ins[0].dtype
+    if not isinstance(eqn.op, Primitive):
+        raise TypeError(f"start: {eqn.op} is not a collective of ztrans.")
+    kind, axis, wire = eqn.op, eqn.kwargs["axis"], eqn.kwargs.get("dtype") or eqn.ins[0].dtype
     outs = [out for out in eqn.outs if out is not None]
     whole = (local_shape(dataclasses.replace(v, layout=without(v.layout, axis)), sizes, at) for v in outs)
     nbytes = sum(map(math.prod, whole)) * wire.itemsize
     symmetric = streams.symmetric
-    times = lambda: symmetric.times(channel.group, eqn.op, wire, nbytes) if symmetric else "none was given"
-    by = transport(eqn.op, eqn.kwargs.get("op"), wire, times)
+    times = lambda: symmetric.times(channel.group, kind, wire, nbytes) if symmetric else "none was given"
+    by = transport(kind, eqn.kwargs.get("op"), wire, times)
     if symmetric is not None and by.is_symmetric:
         return SymmetricStart(eqn, sizes, at, channel, streams, by, symmetric)
     return StreamedStart(eqn, sizes, at, channel, streams, by)

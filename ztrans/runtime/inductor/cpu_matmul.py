@@ -32,7 +32,7 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-_BY_ONEDNN = {aten.mm.default: mm, aten.addmm.default: addmm}
+_BY_ONEDNN: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: mm, aten.addmm.default: addmm}
 
 
 def alternative(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:

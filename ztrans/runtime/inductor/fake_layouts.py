@@ -49,33 +49,43 @@ def infer_layouts(
     An equation with an in-place operation among `twins` writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    known: dict[str, list[Strided | None]] = {}
+    known: dict[str, list[Strided | None]] = {}  # by the text of an equation
     for e in graph.eqns:
-        outs = [out for out in e.outs if out is not None]
+        shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
+        results: Sequence[Strided | None]
         if is_start(e) or e.op is WAIT:  # a received value is contiguous, whatever was sent
-            device = layouts[e.ins[0]].device
-            shapes = [local_shape(v, graph.axes, at) for v in outs]
-            layouts.update((v, Strided(v.dtype, s, _dense(s), device)) for v, s in zip(outs, shapes))
+            results = [_dense(v.dtype, s, layouts[e.ins[0]].device) for v, s in zip(e.outs, shapes) if v]
         elif e.op is SHARD:
-            layouts[outs[0]] = layouts[e.args[0]]._replace(shape=local_shape(outs[0], graph.axes, at))
+            results = [layouts[e.args[0]]._replace(shape=shapes[0])]
         elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
-            layouts.update((out, layouts[v]) for v, out in pairs if out is not None)
+            results = [layouts[v] for v, _ in pairs]
         else:
-            twin = twins.get(e)
-            twin = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
-            e = localize(e.replace(op=twin), graph.axes, at)
-            key = as_text([e], e.ins, (), layouts)
-            if key not in known:
-                with fake():
-                    results = results_of(e, {v: layouts[v].empty() for v in e.ins})
-                known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
-            layouts.update((v, x) for v, x in zip(e.outs, known[key]) if v is not None and x is not None)
+            local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)
+            results = _run_fake(local, layouts, known)
+        layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
     return layouts
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+def _that_runs(e: Eqn, twin: Any) -> Any:
+    """The operation that computes the equation when the program runs: its in-place twin, if that returns results."""
+    return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
+
+
+def _run_fake(
+    e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]
+) -> list[Strided | None]:
+    """Run an equation on fake tensors, unless one of its kind is `known`."""
+    key = as_text([e], e.ins, (), layouts)
+    if key not in known:
+        with fake():
+            results = results_of(e, {v: layouts[v].empty() for v in e.ins})
+        known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
+    return known[key]
+
+
+def _dense(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Strided:
+    """The layout of a contiguous tensor."""
+    return Strided(dtype, shape, torch.empty(shape, device="meta").stride(), device)
 
 
 def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:

@@ -8,7 +8,7 @@ placed the collectives, so equal layers have equal groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,13 +54,15 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     for k, part in enumerate(parts):
         for v in (v for e in part for v in e.ins):
             readers.setdefault(v, set()).add(k)
-    groups = []
-    for k, part in enumerate(parts):
-        if len(part) > 1:
-            results = dict.fromkeys(out for e in part for out in e.outs if out is not None)
-            ins = dict.fromkeys(v for e in part for v in e.ins if v not in results)
-            groups.append(Group(tuple(part), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k})))
+    groups = (_group(part, k, readers) for k, part in enumerate(parts) if len(part) > 1)
     return graph.replace(eqns=tuple(e for part in parts for e in part)), tuple(groups)
+
+
+def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Group:
+    """The group of part k of the program; `readers` are the parts that read each value."""
+    results = dict.fromkeys(out for e in eqns for out in e.outs if out is not None)
+    ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
+    return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
 
 
 def is_update(e: Eqn) -> bool:
@@ -156,15 +158,19 @@ class _Items:
             for each in (*self.take_deferred(e), e):
                 self.append(each, item)
         else:
-            constants = self.take_deferred(e)
-            for each in constants:
-                self.append(each, self.new_item(each))
-            call = self.call_for(e, latest) if is_update(e) and not constants else None
-            self.append(e, call or self.new_item(e))
-            if is_update(e) and call is None:
-                self.updates.append(self.items[-1])
-            elif e.op is WAIT or is_start(e):
-                self.updates = []
+            self.add_alone(e, latest)
+
+    def add_alone(self, e: Eqn, latest: _Item) -> None:
+        """Put an equation that is not fused into an item of its own, or into one of updates that one call computes."""
+        constants = self.take_deferred(e)
+        for each in constants:
+            self.append(each, self.new_item(each))
+        call = self.call_for(e, latest) if is_update(e) and not constants else None
+        self.append(e, call or self.new_item(e))
+        if is_update(e) and call is None:
+            self.updates.append(self.items[-1])
+        elif e.op is WAIT or is_start(e):
+            self.updates = []
 
     def append(self, e: Eqn, item: _Item) -> None:
         """Put an equation at the end of an item, and let the item absorb those that it can."""
@@ -195,7 +201,7 @@ class _Items:
         """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
         needed = dict.fromkeys(self.deferred[v] for v in e.ins if v in self.deferred)
         for each in needed:
-            for out in each.outs:
+            for out in filter(None, each.outs):
                 self.deferred.pop(out, None)
         return [constant for each in needed for constant in (*self.take_deferred(each), each)]
 
@@ -236,15 +242,20 @@ def _is_same_call(a: Eqn, b: Eqn) -> bool:
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
     """The group of an item, if it has one; then, one by one, its other equations: views that only others read."""
+    grouped = set(_grouped(item))
+    if grouped:
+        yield [e for e in item.eqns if e in grouped]
+    yield from ([e] for e in item.eqns if e not in grouped)
+
+
+def _grouped(item: _Item) -> list[Eqn]:
+    """The equations of an item that run as one, with the views that they read."""
     grouped = [e for e in item.eqns if not _is_real_view(e)]
-    if item.fusible and sum(_is_fusible(e) for e in grouped) < 2:
-        grouped = []
+    if not grouped or (item.fusible and sum(map(_is_fusible, grouped)) < 2):
+        return []
     read = {v for e in grouped for v in e.ins}
-    for e in reversed(item.eqns if grouped else ()):
-        if _is_real_view(e) and any(out in read for out in e.outs):
+    for e in filter(_is_real_view, reversed(item.eqns)):
+        if not read.isdisjoint(e.outs):
             read.update(e.ins)
             grouped.append(e)
-    together = set(grouped)
-    if together:
-        yield [e for e in item.eqns if e in together]
-    yield from ([e] for e in item.eqns if e not in together)
+    return grouped
