@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.fake_cuda import TimedEvent
 from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.worlds import ALL, batches, slices
@@ -194,24 +194,9 @@ def test_the_program_says_what_carries_its_collectives(mesh):
     assert "by=nccl all_gather (moves bytes" in said and "by=nccl reduce_scatter (reduces float32" in said
 
 
-class Reading:
-    """An event that is read: what time it was on which stream."""
-
-    read: ClassVar[list] = []
-
-    def __init__(self, device, enable_timing):
-        assert (device, enable_timing) == ("cuda", True)
-
-    def record(self, stream=None):
-        self.at, self.stream = len(self.read), stream
-        self.read.append(self)
-
-    def elapsed_time(self, other):
-        return 1e3 * (other.at - self.at)
-
-
 def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
-    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.Event", TimedEvent)
+    monkeypatch.setattr(TimedEvent, "readings", [])
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
     low, local = lowered(mesh, "gpt_adam", 3)
     with Races() as cuda:
@@ -223,18 +208,18 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     assert len(times.marks) == len(low.graph.eqns) + 1 and list(times.marks) == sorted(times.marks)
     assert len(times.started) == len(times.done) == len(times.arrived) == len(starts)
     assert all(a < b for a, b in zip(times.started, times.done))
-    lanes = [r.stream for r in Reading.read if r.stream is not None]
+    lanes = [r.stream for r in TimedEvent.readings if r.stream is not None]
     assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
     assert cuda.races == []
 
 
 def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
-    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.Event", TimedEvent)
+    monkeypatch.setattr(TimedEvent, "readings", [])
     monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
-    monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
     ran = []
-    assert back_to_back_seconds(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert back_to_back_seconds(lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 

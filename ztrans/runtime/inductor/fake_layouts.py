@@ -53,8 +53,8 @@ def infer_layouts(
     for e in graph.eqns:
         shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
         results: Sequence[Strided | None]
-        if is_start(e) or e.op is WAIT:  # a received value is contiguous, whatever was sent
-            results = [_dense(v.dtype, s, layouts[e.ins[0]].device) for v, s in zip(e.outs, shapes) if v]
+        if is_start(e) or e.op is WAIT:
+            results = _contiguous(e, shapes, layouts[e.ins[0]].device)
         elif e.op is SHARD:
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
         elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
@@ -83,9 +83,10 @@ def _run_fake(
     return known[key]
 
 
-def _dense(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Strided:
-    """The layout of a contiguous tensor."""
-    return Strided(dtype, shape, torch.empty(shape, device="meta").stride(), device)
+def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Strided]:
+    """The layouts of received values, which are contiguous, whatever was sent."""
+    dense = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
 
 
 def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
