@@ -295,9 +295,9 @@ def test_tables_of_addresses(monkeypatch):
     monkeypatch.setattr("torch.cuda.current_stream", cuda.current_stream)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", cuda.is_current_stream_capturing)
     monkeypatch.setattr(tables, "on_device", lambda rows, device, shared: rows)
-    monkeypatch.setattr(tables, "_made", OrderedDict())
+    monkeypatch.setattr(tables, "_kept", OrderedDict())
     monkeypatch.setattr(tables, "_captured", [])
-    monkeypatch.setattr(tables, "_KEPT", 2)
+    monkeypatch.setattr(tables, "_MOST", 2)
     x, y, z = (torch.empty(k + 1) for k in range(3))
     of = lambda t: tables.addresses([t], torch.device("cuda"))
     first = of(x)
@@ -309,4 +309,4 @@ def test_tables_of_addresses(monkeypatch):
     of(y)
     of(x)
     of(z)  # y has not been asked for the longest, and is let go
-    assert [key[0] for key in tables._made] == [(x.data_ptr(),), (z.data_ptr(),)]
+    assert [key[0] for key in tables._kept] == [(x.data_ptr(),), (z.data_ptr(),)]
