@@ -5,8 +5,8 @@
     shapes  the whole shapes, of ranks * size elements or fewer; the rest is padding and is dropped
     ->      one contiguous tensor for each value; a value that is contiguous in the buffer is a view of it
 
-    ->      one contiguous tensor for each value, as a view of the buffer where the value is contiguous in it
-and one write of every element that is kept; none for a value gathered alone, or on one rank. One launch copies all
+Errors: a shape with more elements than the buffer has for it, a buffer of another length. Bytes moved at least: one
+read and one write of every element that is kept; none for a value gathered alone, or on one rank. One launch copies all
 values. It is needed where a gather cannot write its values in place.
 """
 
