@@ -97,12 +97,12 @@ def to_fx(
         if on_write is not None and _writes(group, eqn, kernels, given, state):
             out.call_function(on_write)
             before, on_write = len(out.nodes), None
-        if group in kernels:
+        if group is not None and group in kernels:
             kernel = kernels[group]
             module.add_module(f"kernel_{i}", kernel.call)
             made = out.call_module(f"kernel_{i}", tuple(env[v] for v in kernel.ins))
             env.update((v, out.call_function(operator.getitem, (made, k))) for k, v in enumerate(kernel.outs))
-            results = []
+            results: list[Any] = []
         elif group is not None:
             for e, values in zip(group.eqns, _updates(out, group.eqns, over[eqn], env)):
                 env.update((v, x) for v, x in zip(e.outs, values) if v is not None)
@@ -135,13 +135,15 @@ def _writes(
     group: Group | None, eqn: Eqn, kernels: Mapping[Group, Kernel], given: Donation, state: Collection[Var]
 ) -> bool:
     """Whether an equation, or the group that runs in its place, writes over the state."""
-    if group in kernels:
+    if group is not None and group in kernels:
         return kernels[group].writes
     written = (v for e in (group.eqns if group is not None else (eqn,)) if e in given.twins for v in e.outs)
     return any(given.owner.get(v) in state for v in written if v is not None)
 
 
 def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
+    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
+
     def read(x: Any) -> Any:
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
             name = f"constant_{len(list(module.buffers()))}"
@@ -152,23 +154,30 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    made = out.call_function(twin or called(eqn.op), args, kwargs)
-    returns = eqn.op._schema.returns
-    # An update over lists: the results are its arguments.
-    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:
+    call = out.call_function(twin or called(eqn.op), args, kwargs)
+    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
         return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
-    if all(isinstance(r.type, torch.ListType) for r in returns) and len(returns) > 1:
-        given = {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
-        filled = [k for k, r in enumerate(returns) if given[r.name.removesuffix("_out")]]  # momenta may be none
-        lists = [out.call_function(operator.getitem, (made, k)) for k in filled]
-        return [out.call_function(operator.getitem, (each, 0)) for each in lists]
-    if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
-        return [None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)]
-    return [made]
+    return _results(out, eqn, call)
+
+
+def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
+    """The node of each result of a call of an operation."""
+    op: Any = eqn.op
+    schema = op._schema
+    item = lambda node, k: out.call_function(operator.getitem, (node, k))
+    is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
+    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
+        given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
+        filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
+        lists = [item(call, k) for k in filled]
+        return [item(each, 0) for each in lists]
+    if len(is_list) > 1 or is_list[0]:
+        return [None if v is None else item(call, k) for k, v in enumerate(eqn.outs)]
+    return [call]
 
 
 def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
-    """One call of a fused optimizer for the updates of several tensors; of each update, its results."""
+    """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
     args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
     out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
     written = [s.alias_info is not None for s in twin._schema.arguments]
