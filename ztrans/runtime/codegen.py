@@ -1,9 +1,8 @@
-"""Graph -> callable: the program as generated code, values freed at last use, state updated in place.
+"""Code generation: the program of one rank as Python code that runs.
 
-`to_fx` writes the program as a `torch.fx.GraphModule`, whose generated code drops each value after
-its last use. `donate` makes elementwise equations write over a value that dies there, state first
-of all, so that a step holds one copy of its state and few temporaries. `fused` makes one kernel of a
-function, for those who choose what becomes one.
+`to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
+`donate`, elementwise equations write over values that nothing reads any more, above all over the state; so a step
+holds one copy of its state and few temporaries. `fused` compiles a function with Inductor.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -51,7 +50,7 @@ class _Cut(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What runs a group of equations: called with values of `ins`, it gives those of `outs`."""
+    """A module that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
 
     call: torch.nn.Module
     ins: tuple[Var, ...]
