@@ -1,6 +1,6 @@
 """Run by torchrun on two ranks: programs on streams that are not there, beside the same programs without.
 
-torchrun --standalone --nproc-per-node 2 tests/streamed.py
+torchrun --standalone --nproc-per-node 2 tests/support/streamed.py
 """
 
 from __future__ import annotations

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +15,7 @@ import ztrans as zt
 from tests.support.fake_cuda import TimedEvent
 from tests.support.programs import CASES
 from tests.support.races import Races
+from tests.support.torchrun import torchrun
 from tests.support.worlds import ALL, batches, slices
 from ztrans import ops
 from ztrans.ir import donation
@@ -299,14 +295,7 @@ def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, mon
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose calls of the same names give what NCCL's do."""
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(root / "tests/support/streamed.py")], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    figures = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    figures = torchrun(2, "streamed.py")
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
     assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_distributed import torchrun
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
+from tests.support.torchrun import torchrun
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
 from ztrans.runtime.codegen import fused
@@ -224,7 +224,7 @@ def test_products_by_another_library():
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    return torchrun(2, "inductor")
+    return torchrun(2, "ranks.py", "inductor")
 
 
 @pytest.mark.distributed
