@@ -10,7 +10,7 @@ from torch.func import grad_and_value
 import ztrans as zt
 from ztrans.runtime.codegen import bind, to_fx
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric_memory import Near
+from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
 from ztrans.tracing.arguments import flat
@@ -18,7 +18,7 @@ from ztrans.tracing.arguments import flat
 STEPS = 3
 
 
-class Always(Near):
+class Always(SymmetricMemory):
     """Symmetric memory, faster whatever the message."""
 
     def times(self, group, kind, wire, nbytes) -> Times:
@@ -50,7 +50,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     for batch in batches:
         run(flat(lowered.program, lowered.graph, mesh, mine, tuple(part[rank] for part in batch))[1])
         state, _ = lowered.lockstep(state, list(zip(*batch)))
-    streams.near.check()
+    streams.symmetric.check()
     for name, w in mine.items():  # not gathered: a group of gloo's may not gather what is on a GPU
         if not torch.equal(w.to_local(), state[name].chunk(ranks, w.placements[0].dim)[rank]):
             raise AssertionError(f"{name} is not what the program means")

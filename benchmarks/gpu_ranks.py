@@ -263,7 +263,7 @@ def one_process(folder: str, rank: int, ranks: int) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(wholes, truth)), "all_gather"
     summed = ops.reduce([e[rank] for e in everyone], "sum", torch.float32)
     assert torch.equal(torch.cat(parts).cpu(), summed), "reduce_scatter"
-    assert gpu_near.stepped(zt.make_mesh("cuda", dp=-1), Streams(near=gpu_near.Always())), "a step sends nothing"
+    assert gpu_near.stepped(zt.make_mesh("cuda", dp=-1), Streams(symmetric=gpu_near.Always())), "a step sends nothing"
     dist.barrier()
     dist.destroy_process_group()
 

@@ -37,9 +37,9 @@ BASE = "torch.compile(model), torch.optim.AdamW"
 FUSED = "torch.compile(model), torch.optim.AdamW(fused=True)"
 
 
-def lifted(layers: int, ranks: int = 1, bf16: bool = False, fused: bool = True) -> tuple[zt.Lowered, object, tuple]:
+def lifted(config: Config, ranks: int = 1, bf16: bool = False, fused: bool = True) -> tuple[zt.Lowered, object, tuple]:
     """The plain loop, lifted and lowered; in stage 3 where there are several ranks, which send nothing."""
-    task = Task(Config(layers=layers), ranks, 0, bf16)
+    task = Task(config, ranks, 0, bf16)
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters(), fused)
 
@@ -70,7 +70,7 @@ class Ours:
     """The same loop by ztrans."""
 
     def __init__(self, backend: str, bf16: bool, fused: bool = True) -> None:
-        lowered, self.state, self.batch = lifted(Config.layers, bf16=bf16, fused=fused)
+        lowered, self.state, self.batch = lifted(Config(), bf16=bf16, fused=fused)
         self.compiled = lowered.compile(backend=backend)
 
     def __call__(self) -> Tensor:
@@ -108,7 +108,7 @@ def steps(rounds: int, bf16: bool) -> dict:
 
 def compile_seconds(layers: int, ranks: int) -> dict:
     """What compiling one program takes."""
-    lowered, state, batch = lifted(layers, ranks)
+    lowered, state, batch = lifted(Config(layers=layers), ranks)
     calls = []
     compiled = lowered.compile(backend="inductor")
     for _ in range(3):

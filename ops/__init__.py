@@ -1,4 +1,4 @@
-"""Kernels and collective operations, one per file; they know torch and triton, never graphs.
+"""Kernels and collective operations, one per file. They import torch and triton, and know nothing of programs.
 
 Each file holds one operation: its contract, its reference in plain torch, its kernels, and its
 registration under `torch.ops.ztrans`.

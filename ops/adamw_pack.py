@@ -13,7 +13,7 @@
 The update is that of `torch.optim.AdamW`, to a few units of the last place. Errors: sizes, dtypes or devices that
 do not fit, params or moments that are not contiguous, a size too small. One launch for each dtype
 among the gradients. Bytes moved at least: 28 an element with fp32 gradients, 26 with bf16, and 2
-for what is written out: no pass for the clip, none for the cast.
+for each element of `out`. Neither the clip nor the cast needs a pass of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def adamw_pack(
 
 
 def reference(params, grads, ms, vs, step, lr, scale, beta1, beta2, eps, weight_decay, sizes, out, seed) -> None:
-    """What adamw_pack means, tensor by tensor."""
+    """The meaning of adamw_pack, tensor by tensor."""
     t, rate = float(step), float(lr)
     left1, left2 = 1 - beta1**t, 1 - beta2**t
     offset = 0
@@ -211,23 +211,36 @@ def _check(params, grads, ms, vs, step, lr, scale, sizes, out, seed) -> None:
     if len({len(params), len(grads), len(ms), len(vs), len(sizes)}) > 1:
         raise ValueError("adamw_pack: as many params as grads, exp_avgs, exp_avg_sqs and sizes.")
     for k, (p, g, m, v, size) in enumerate(zip(params, grads, ms, vs, sizes)):
-        if any(x.numel() != p.numel() for x in (g, m, v)) or size < p.numel():
-            raise ValueError(f"adamw_pack: tensors {k} are of different sizes, or {size} is too small for them.")
-        if not p.dtype == m.dtype == v.dtype == torch.float32 or g.dtype not in FLOATS:
-            raise TypeError(f"adamw_pack: param and moments {k} must be float32, the gradient of 16 or 32 bits.")
-        if not (p.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
-            raise ValueError(f"adamw_pack: param and moments {k} must be contiguous: they are updated in place.")
-    given = [x for x in (scale, out, seed) if x is not None]
-    check_device("adamw_pack", params[0].device, (*params, *grads, *ms, *vs, step, lr, *given))
+        _check_tensors(k, p, g, m, v, size)
+    optional = [x for x in (scale, out, seed) if x is not None]
+    check_device("adamw_pack", params[0].device, (*params, *grads, *ms, *vs, step, lr, *optional))
     numbers = [step, lr] if scale is None else [step, lr, scale]
     if any(x.dtype != torch.float32 or x.numel() != 1 for x in numbers):
         raise TypeError("adamw_pack: step, lr and scale must be float32 of one element.")
-    if out is not None and (out.dtype not in (torch.bfloat16, torch.float16) or not out.is_contiguous()):
+    if out is not None:
+        _check_out(out, sizes)
+    if seed is not None:
+        _check_seed(seed, out)
+
+
+def _check_tensors(k, p, g, m, v, size) -> None:
+    if any(x.numel() != p.numel() for x in (g, m, v)) or size < p.numel():
+        raise ValueError(f"adamw_pack: tensors {k} are of different sizes, or {size} is too small for them.")
+    if not p.dtype == m.dtype == v.dtype == torch.float32 or g.dtype not in FLOATS:
+        raise TypeError(f"adamw_pack: param and moments {k} must be float32, the gradient of 16 or 32 bits.")
+    if not (p.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
+        raise ValueError(f"adamw_pack: param and moments {k} must be contiguous: they are updated in place.")
+
+
+def _check_out(out, sizes) -> None:
+    if out.dtype not in (torch.bfloat16, torch.float16) or not out.is_contiguous():
         raise TypeError("adamw_pack: out must be bfloat16 or float16, and contiguous.")
-    if out is not None and out.numel() != sum(sizes):
+    if out.numel() != sum(sizes):
         raise ValueError(f"adamw_pack: out has {out.numel()} elements, sizes come to {sum(sizes)}.")
-    is_seed = seed is None or (seed.numel() == 1 and not seed.is_floating_point())
-    if not is_seed or (seed is not None and (out is None or out.dtype != torch.bfloat16)):
+
+
+def _check_seed(seed, out) -> None:
+    if seed.numel() != 1 or seed.is_floating_point() or out is None or out.dtype != torch.bfloat16:
         raise TypeError("adamw_pack: a seed is one integer, and out is bfloat16.")
 
 

@@ -1,16 +1,15 @@
-"""all_gather(memory, outs, sizes): every rank's parts, read from where they lie straight to where they are wanted.
+"""all_gather(memory, outs, sizes): read the parts of every rank out of its memory, straight into the whole values.
 
     memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
             `sizes` elements each: what cast_pack or adamw_pack wrote
-    outs    the whole values, of one dtype, contiguous, on the memory's device: parameters in place.
-            Elements r * size .. (r + 1) * size come from rank r; what no value has room for is padding
-    channels  blocks of the grid, each of which reads its share from every rank, 1 to 128
+    outs    the whole values, contiguous, of one dtype, on the memory's device; may be parameters, written in place.
+            Elements r * size .. (r + 1) * size come from rank r; elements beyond the end of a value are padding
+    channels  blocks of the grid, 1 to 128, each of which reads its share from every rank
 
-Two barriers: one before reading, so that every rank's parts are there, and one after, so that no
-rank writes the next ones too early. Errors: values larger than what is gathered, dtypes mixed, a
-buffer too small, an offset that does not fit the dtype, an earlier barrier that waited in vain.
-Bytes moved at least: over the wire the whole less this rank's part, in memory that and one write of
-the whole. No copy afterwards.
+There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
+rank overwrites its parts too early. Errors: values larger than what is gathered, mixed dtypes, a buffer that is too
+small, an offset that does not fit the dtype, an earlier barrier that waited in vain. Bytes moved at least: over the
+wire the whole less this rank's part; in memory that and one write of the whole. No copy follows.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def all_gather(
 
 
 def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) -> None:
-    """What all_gather means, and how processes that share memory do it."""
+    """The meaning of all_gather, and its implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     dtype, total = outs[0].dtype, sum(sizes)
     parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers + offset, total * dtype.itemsize)]
@@ -88,7 +87,7 @@ def _gather(
     i = tl.arange(0, BLOCK)
     s = 0
     while s < WORLD:
-        p = (rank + s) % WORLD  # all ranks read at once, each from another
+        p = (rank + s) % WORLD  # all ranks read at once, each from a different rank
         peer = tl.load(buffers + p) + offset
         k = block
         while k < count:

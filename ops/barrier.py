@@ -1,13 +1,13 @@
-"""barrier(memory): no rank goes on before all have come.
+"""barrier(memory): no rank goes on before all ranks have reached the barrier.
 
-Between rank a and rank b lies one signal each way: a waits until it is 0 and makes it 1, b waits
-until it is 1 and makes it 0, so it has one writer at a time. When a barrier is over the signals are
-as they were, no count is kept, and a captured CUDA graph may replay it. What was written before is
-seen after: the set releases, the wait acquires, for the whole system.
+From rank a to rank b there is one signal. Rank a waits until it is 0 and sets it to 1; rank b waits until it is 1 and
+sets it to 0. So the signal has one writer at a time. After a barrier all signals are as they were before it, and no
+count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: setting a signal
+releases, waiting for one acquires, at the scope of the whole system.
 
-A wait ends after `spins` looks at the signal: then `error` holds 1 + the rank that did not come,
-later barriers give up soon, and the host raises when it next looks. On the CPU it raises at once.
-Errors: `error` set before. Bytes moved at least: 4 to and from every other rank.
+A rank looks at a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not come, later
+barriers give up soon, and the host raises when it next looks. On the CPU the barrier raises at once.
+Errors: `error` set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
     others = [r for r in range(ranks) if r != rank]
     for before, after in ((0, 1), (1, 0)):
         for r in others:
-            place = signals[r][rank : rank + 1] if after else signals[rank][r : r + 1]
+            signal = signals[r][rank : rank + 1] if after else signals[rank][r : r + 1]
             for tries in range(spins):
-                if int(place) == before:
+                if int(signal) == before:
                     break
                 time.sleep(0 if tries < 1000 else 1e-4)
             else:
                 error.fill_(1 + r)
                 check(error, rank)
-            place.fill_(after)
+            signal.fill_(after)
 
 
 @kernel
 def _patience(error, looks, left):
-    # The error word is the host's memory, far away: looked at now and then. Threads may see it change at
-    # different looks, and must leave together: what one of them sees counts for all.
+    # The error word is in the host's memory, which is slow to read, so it is read at every 1024th look. Threads may
+    # see it change at different looks but must leave together, so what one of them sees counts for all.
     if looks % 1024 == 0:
         seen = tl.load(error + tl.zeros([256], tl.int32), volatile=True)
         left = tl.where(tl.max(seen, 0) == 0, left, 0)
@@ -70,7 +70,7 @@ def _patience(error, looks, left):
 @kernel
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     """The barrier of one block of the grid with the same block of every other rank."""
-    # A lane for each rank, one's own too; lanes beyond the ranks signal themselves.
+    # Each rank has a lane, this rank included. Lanes beyond the number of ranks signal themselves.
     LANES: tl.constexpr = 1 << (WORLD - 1).bit_length()
     lane = tl.arange(0, LANES)
     mine = tl.load(pads + rank)

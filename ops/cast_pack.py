@@ -1,4 +1,4 @@
-"""cast_pack(parts, sizes, dtype, ranks): many tensors to one send buffer, cast on the way, in one launch.
+"""cast_pack(parts, sizes, dtype, ranks): copy many tensors to one send buffer and cast them, in one launch.
 
     parts   tensors of one device; any shapes and dtypes, contiguous or not
     sizes   elements that each part has in a row of the buffer: at least numel / ranks
@@ -7,10 +7,10 @@
     ->      dtype[ranks * sum(sizes)]: row r holds elements r * size .. (r + 1) * size of every part,
             zero where a part has no more
 
-Errors: a size too small, several devices, and for `out` another dtype, device, length or stride.
-Bytes moved at least: one read of every part, one write of the buffer; fp32 to bf16 is 6 bytes an
-element. Parts of one dtype are one launch; a part that is not contiguous, or of a dtype that
-Triton casts otherwise than torch, is copied by torch.
+Errors: a size that is too small, several devices, and for `out` another dtype, device, length or stride. Bytes moved
+at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes an element. Parts of one dtype
+take one launch. Torch copies parts that are not contiguous, and those of a dtype that Triton and torch cast
+differently.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def cast_pack(
 
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    """What cast_pack means, part by part and row by row."""
+    """The meaning of cast_pack, part by part and row by row."""
     line, table, offset = out.view(-1), out.view(ranks, sum(sizes)), 0
     for part, size in zip(parts, sizes, strict=True):
-        if ranks == 1 and part.numel() == size:  # strides of any kind are copied in one pass
+        if ranks == 1 and part.numel() == size:  # one pass copies any strides
             line[offset : offset + size].view(part.shape).copy_(part)
         else:
             flat = part.reshape(-1)
@@ -67,7 +67,7 @@ def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, o
 
 
 def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    """cast_pack by the kernel: a launch for each dtype there is among the parts."""
+    """cast_pack by the kernel: one launch for each dtype among the parts."""
     dtypes = [p.dtype if p.is_contiguous() and is_movable(p.dtype, out.dtype) else None for p in parts]
     numels = tuple(p.numel() for p in parts)
     for dtype in dict.fromkeys(dtypes):

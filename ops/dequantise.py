@@ -51,7 +51,7 @@ def dequantise(
 
 
 def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, kind: str, out) -> None:
-    """What dequantise means, value by value and rank by rank."""
+    """The meaning of dequantise, value by value and rank by rank."""
     codes, scales = split(buffer.view(ranks, -1), sizes)
     at = group = 0
     for value, size in zip(out, sizes, strict=True):

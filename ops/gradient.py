@@ -1,11 +1,10 @@
-"""gradient(g, p): says that `g` is the gradient of `p`. The value is `g`.
+"""gradient(g, p): mark `g` as the gradient for `p`. The value is `g`.
 
-    g: any float tensor, p: the tensor that was differentiated for; the same shape.  ->  g
+    g: any float tensor, p: the tensor that `g` is the gradient for, of the same shape.  ->  g
 
-A traced program keeps the mark, so that a transform never has to guess which values are gradients.
-The derivative of the mark marks the cotangent: where the transform averages `g` over ranks, the
-cotangent must be averaged too, for averaging is its own transpose. Under `vmap` the mark vanishes,
-because per-sample gradients are the user's to reduce.
+A traced program keeps the mark, so no transform has to guess which values are gradients. The derivative of the mark
+marks the cotangent: where a transform averages `g` over ranks it must average the cotangent too, because averaging is
+its own transpose. Under `vmap` the mark vanishes: per-sample gradients are the user's to reduce.
 """
 
 from __future__ import annotations
@@ -42,5 +41,9 @@ class _Gradient(torch.autograd.Function):
 
 
 def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Mark `g` as the gradient of `p`."""
+    """Mark `g` as the gradient for `p`.
+
+    >>> gradient(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
     return _Gradient.apply(g, p)

@@ -4,9 +4,9 @@
     def _double(x, n, BLOCK: tl.constexpr): ...        written at module level, as any Triton kernel
     _double[grid](x, n, BLOCK=1024, num_warps=4)
 
-Triton is imported then and not before: a machine without it imports everything, and is told what is
-missing when it asks for a kernel. Inside, `tl` is `triton.language`, and the names of other kernels
-are theirs.
+Triton is imported at the first launch, not before. So a machine without it can import every module, and the error
+that names Triton is raised when a kernel is launched. Inside a kernel, `tl` is `triton.language`, and other kernels can
+be called by name.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from typing import Any
 
 import torch
 
-# What Triton casts as torch does; anything else is moved as bits, or by torch.
+# Triton casts between these dtypes as torch does. Others are moved as bits, or cast by torch.
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMES = {**FLOATS, torch.int8: "int8", torch.float8_e4m3fn: "fp8e4nv"}
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Kernel:
-    """A Triton kernel, compiled when it is needed."""
+    """A Triton kernel, compiled when it is first launched."""
+
+    __name__: str
 
     def __init__(self, function: Callable, numbers: str = "") -> None:
         self.function, self.numbers = function, numbers.split()
-        functools.update_wrapper(self, function)
+        self.__name__, self.__module__, self.__doc__ = function.__name__, function.__module__, function.__doc__
 
     @functools.cached_property
     def jit(self) -> Any:
         """The function as Triton's own object."""
         triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
         function, code = self.function, self.function.__code__
-        # A scope of its own: what the kernel names, and `tl`, without touching the module.
+        # The kernel gets a scope of its own, with `tl` and all that it names, so that the module stays as it is.
         used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
         scope = {name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()}
         scope |= {"__name__": function.__module__, "tl": triton.language}
@@ -44,14 +46,15 @@ class Kernel:
         return triton.jit(functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        # Every product and every sum rounds, as they do one by one in the reference.
+        # Every product and every sum is rounded by itself, as in the reference.
         return functools.partial(self.jit[grid], enable_fp_fusion=False)
 
 
 def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:
     """Mark `function` as a Triton kernel, or as a part of one.
 
-    No variants are compiled for the values of its arguments `numbers`: a rank that compiles is late.
+    Triton compiles no variants for special values of the arguments in `numbers`: a rank that compiles in the middle
+    of a step keeps the others waiting.
     """
     return Kernel(function, numbers) if function else functools.partial(Kernel, numbers=numbers)
 

@@ -1,12 +1,11 @@
-"""move: many pieces from where they lie to where they are wanted, cast on the way, in one launch.
+"""move: copy many pieces of tensors to places in other tensors and cast them, in one launch.
 
-    rows   int64[blocks, 6]  per block of BLOCK elements: tensor and element to read from, tensor and
-                             element to write to, elements there are, elements to write
+    rows   int64[blocks, 6]  for each block of BLOCK elements: tensor and element to read from, tensor and element to
+                             write to, elements to read, elements to write
     bases  int64[tensors]    addresses
 
-What there is not is written as zero: padding. Bytes moved at least: one read of every element there
-is, one write of every element wanted. Blocks that are whole and lie on 16 bytes at both ends move
-16 bytes at a time, whatever their neighbours do.
+Elements that are written but not read are zero: padding. Bytes moved at least: one read and one write of each of these
+elements. A full block whose source and destination are aligned to 16 bytes moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ Piece = tuple[int, int, int, int, int, int]
 
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
-    """The rows of pieces (from, at, to, at, elements there are, elements to write), on `device`."""
+    """The rows of pieces (from, at, to, at, elements to read, elements to write), on `device`."""
     return on_device(blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device)
 
 
 def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether the kernel gives what `copy_` gives: a cast between floats of at most 32 bits, or none."""
+    """Whether the kernel casts as `copy_` does: between floats of at most 32 bits, or not at all."""
     return (src in FLOATS and dst in FLOATS) or (src == dst and src.itemsize <= 8)
 
 
 def move(rows: torch.Tensor, tensors: Sequence[torch.Tensor], src: torch.dtype, dst: torch.dtype) -> None:
-    """Do what `rows` say with `tensors`, of which those read are `src` and those written are `dst`."""
+    """Move the pieces that `rows` describe between `tensors`: those read have dtype `src`, those written `dst`."""
     if not len(rows):
         return
     same = src == dst

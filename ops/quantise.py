@@ -5,11 +5,11 @@
     kind    "int8": the nearest of 255 steps, ties to even.  "fp8": float8_e4m3fn
     ->      uint8[row_bytes(sizes)], to be gathered as bytes: the codes, then float32 scales
 
-`dequantise` is the way back, and `all_gather` can carry the bytes in between. A group is 128
-neighbours of one part; its scale is its greatest magnitude over the greatest code. The error is at
+`dequantise` is the inverse, and `all_gather` can carry the bytes in between. A group is 128 adjacent
+elements of one part; its scale is its greatest magnitude over the greatest code. The error is at
 most half a step: 1/254 of the greatest magnitude of the group with int8, 1/16 of the value itself
-with fp8, subnormals aside. Groups below 2**-100 become zero, a group with an element that is not
-finite comes back as NaN. Changes numerics: it is only ever used by name.
+with fp8, subnormals aside. Groups below 2**-100 become zero; a group with an element that is not
+finite becomes NaN. It changes numerics, so it is used only where it is asked for by name.
 Errors: another kind, dtypes or devices mixed, a size too small. Bytes moved at least: 5.03 an
 element from fp32, and over the wire 1.03 for bf16's 2. One launch, after that of the zeros behind the
 codes; fp8 below sm_90 is done by torch.
@@ -61,7 +61,7 @@ def quantise(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str) -> 
 
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], kind: str, out: torch.Tensor) -> None:
-    """What quantise means, part by part."""
+    """The meaning of quantise, part by part."""
     out.zero_()
     codes, scales = split(out.view(1, -1), sizes)
     at = group = 0
@@ -158,7 +158,7 @@ def _padded(size: int) -> int:
 
 
 def has_kernel(kind: str, device: torch.device) -> bool:
-    """Whether the kernel knows `kind` on `device`: below sm_90 Triton rounds fp32 to fp8 by way of fp16."""
+    """Whether the kernel may be used: below sm_90 Triton rounds fp32 to fp8 by way of fp16, which rounds twice."""
     return kind == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 

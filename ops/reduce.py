@@ -1,21 +1,27 @@
-"""reduce(terms, op, dtype): one value of many terms, summed in rank order.
+"""reduce(terms, op, dtype): combine one term of every rank, in rank order.
 
-    terms: one tensor per rank, equal shapes and dtypes; op: sum, mean, max or min.  ->  one tensor
-    over: the one of the first two terms that may be written over.
+    terms   one tensor per rank, of equal shapes and dtypes
+    op      sum, mean, max or min
+    over    the one of the first two terms that the result may be written over
+    ->      one tensor
 
-Half-precision terms are summed in fp32, whatever crossed the wire; the order is that of the ranks,
-so the result depends on neither the network nor the transport.
-Bytes moved at least: one read of each term and one write of the result.
+Half-precision terms are summed in fp32. The order is that of the ranks, so the result depends on neither the network
+nor the transport. Bytes moved at least: one read of each term and one write of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 _HALF = (torch.bfloat16, torch.float16)
-_COMBINE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def reduce(
@@ -41,15 +47,15 @@ def reduce(
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum over `count`, written over it where that can hold it; rounded once.
+    """A sum divided by `count` and rounded once; written over the sum, if its dtype can hold the result.
 
-    A GPU multiplies by the reciprocal of a Python number, which rounds twice: 3, 5, 6 or 7 ranks would not
-    have the bits of a CPU.
+    The divisor is a tensor. Divided by a Python number, a GPU would multiply by the reciprocal, which rounds twice: for
+    3, 5, 6 or 7 ranks the bits would not be those of a CPU.
 
     >>> mean(torch.tensor([3.0, 1.0]), 2)
     tensor([1.5000, 0.5000])
     """
     if total.is_complex():  # part by part
         return torch.view_as_complex(mean(torch.view_as_real(total), count))
-    count = torch.full((), count, device=total.device)
-    return total.div_(count) if total.is_floating_point() else total / count
+    divisor = torch.full((), count, device=total.device)
+    return total.div_(divisor) if total.is_floating_point() else total / divisor

@@ -1,10 +1,10 @@
-"""pmean(x, axis), psum(x, axis): asks for the mean or the sum of `x` over a mesh axis.
+"""pmean(x, axis), psum(x, axis): ask for the mean or the sum of `x` over a mesh axis.
 
     x: any tensor, axis: the name of a mesh axis.  ->  a tensor like x
 
-In a plain program, which has no axis, both are the identity. A transform that knows the axis
-reduces there. Each is its own transpose, because every rank's loss is averaged over the axis:
-a cotangent that differs from rank to rank is reduced in the same way.
+In a plain program, which has no axes, both are the identity. A transform that knows the axis replaces them by a
+reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from rank to rank
+is reduced in the same way.
 """
 
 from __future__ import annotations

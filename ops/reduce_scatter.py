@@ -5,13 +5,13 @@
     dtype   of the terms: float32, bfloat16 or float16
     outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; up to `sizes` elements each
     op      sum, or mean, which divides by the ranks at the end
-    ->      float32[channels], whose sum is the sum of squares of all that was written: the norm costs
-            no pass of its own. Always the same order, hence the same bits, for the same channels
+    ->      float32[channels], whose sum is the sum of squares of all that was written, so that a norm needs no pass of
+            its own. For the same number of channels the order of the sum, and so its bits, are always the same
 
-Terms are summed in float32 in rank order, whatever crossed the wire, and rounded once: the result
-depends on neither the network nor its timing. Two barriers, as in all_gather. Errors: dtypes mixed or of
-another kind, parts larger than sizes, a buffer too small. Bytes moved at least: over the wire the
-other ranks' rows for this one, in memory those, one's own and one write of the parts.
+Terms are summed in float32 in rank order, whatever their dtype, and rounded once: the result depends on neither the
+network nor its timing. There are two barriers, as in all_gather. Errors: mixed dtypes or other ones, parts larger than
+their sizes, a buffer that is too small. Bytes moved at least: over the wire the rows of the other ranks for this one;
+in memory those, this rank's own row and one write of the parts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def reduce_scatter(
 
 
 def reference(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins) -> torch.Tensor:
-    """What reduce_scatter means, and how processes that share memory do it."""
+    """The meaning of reduce_scatter, and its implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     squares, total = torch.zeros(channels), sum(sizes)
     whole = at_addresses(buffers + offset, len(buffers) * total * dtype.itemsize)

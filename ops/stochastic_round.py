@@ -4,9 +4,9 @@
     seed  an integer tensor of one element on x's device, read there: a captured step draws anew
     ->    bfloat16, x's shape; contiguous
 
-Each element is one of its two neighbours in bf16; what bf16 holds exactly, infinities and NaN stay.
-The draw depends on the seed and the element's index (mod 2**32) alone, by two rounds of a 32-bit
-mixer, so CPU and GPU give the same bits. Changes numerics: it is only ever used by name.
+Each element becomes one of its two neighbours in bf16. Values that bf16 holds exactly, infinities and NaN stay.
+The draw depends on the seed and the index of the element (mod 2**32) alone, through two rounds of a 32-bit
+mixer, so CPU and GPU draw the same bits. It changes numerics, so it is used only where it is asked for by name.
 Bytes moved at least: 6 an element.
 """
 
@@ -51,7 +51,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """What rounding by `noise`, 16 bits an element, means."""
+    """The meaning of rounding by `noise`, 16 bits an element."""
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     up = (bits + noise.view(x.shape)) & 0xFFFF0000
     finite = (bits & 0x7F800000) != 0x7F800000

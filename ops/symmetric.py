@@ -1,17 +1,16 @@
-"""symmetric memory: a buffer on every rank of a group that all the others can read, and signals beside it.
+"""symmetric memory: a buffer on every rank of a group that all the others can read, and signals next to it.
 
     memory = rendezvous(nbytes, group)              ranks of one node, each with its GPU: torch's symmetric memory
     memory = over_files(folder, rank, ranks, nbytes)      processes of one machine, on the CPU: shared files
     memories = in_one_process(ranks, nbytes, device)      all ranks here: to test and to measure on one device
 
-`mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are where
-every rank's buffer and signals lie as this rank sees them. The signals of one rank are
-int32[CHANNELS, ranks], each row padded to a power of two, zero between collectives; `barrier` says
-how they are used. `error`, int32[1], is zero until a barrier has waited in vain; the host reads it
-without synchronising.
+`mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every
+rank's buffer and signals, as this rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
+to a power of two. They are zero between collectives; `barrier` says how they are used. `error`, int32[1], is zero until
+a barrier has waited in vain. The host reads it without synchronising.
 
-One memory serves one stream of collectives: two that run at once need a memory each. `rendezvous`
-stands on a private torch API, `_symmetric_memory`; checked on torch 2.13.
+One memory serves one stream of collectives; collectives that run at the same time need a memory each. `rendezvous`
+uses a private torch API, `_symmetric_memory`; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Symmetric:
     buffers: torch.Tensor
     pads: torch.Tensor
     error: torch.Tensor
-    held: Any = None  # what keeps the memory of all ranks mapped
+    held: Any = None  # keeps the memory of all ranks mapped
 
     def check(self) -> None:
-        """Raise if a barrier before has waited in vain. On a GPU it tells of what has run so far."""
+        """Raise if an earlier barrier has waited in vain. On a GPU this covers the work that has run so far."""
         check(self.error, self.rank)
 
 
@@ -57,7 +56,7 @@ def check(error: torch.Tensor, rank: int) -> None:
 
 
 def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Symmetric]:
-    """A memory of `ranks` ranks that are all in this process, on one device.
+    """The memories of `ranks` ranks that are all in this process, on one device.
 
     >>> a, b = in_one_process(2, 64)
     >>> (a.rank, b.rank), a.mine.shape, a.buffers.tolist() == [a.mine.data_ptr(), b.mine.data_ptr()]
@@ -70,14 +69,14 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
 
 
 def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
-    """The memory of `ranks` processes of one machine, in files of `folder`, which is best in /dev/shm and new."""
+    """The memory of one of `ranks` processes of a machine, in files of `folder`: a new one, in /dev/shm at best."""
     files = [str(Path(folder) / f"{r}.symmetric") for r in range(ranks)]
     room = _room(nbytes, ranks)
-    # Made whole before torch maps them: where torch makes a file longer it writes a zero at its start, over what a
-    # faster rank may have put there.
-    for file in files:
-        with open(file, "ab") as made:
-            made.truncate(max(room, made.tell()))
+    # The files get their length before torch maps them. When torch lengthens a file it writes a zero at its start,
+    # over data that a faster rank may have put there.
+    for path in files:
+        with open(path, "ab") as file:
+            file.truncate(max(room, file.tell()))
     whole = [torch.from_file(file, shared=True, size=room, dtype=torch.uint8) for file in files]
     return _view(rank, whole[rank], nbytes, [t.data_ptr() for t in whole], whole)
 
@@ -89,14 +88,16 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None, device: torc
     import torch.distributed._symmetric_memory as symm_mem
 
     group = group or dist.group.WORLD
+    if group is None:
+        raise RuntimeError("Symmetric memory needs a process group: call torch.distributed.init_process_group first.")
     device = device or torch.device("cuda", torch.cuda.current_device())
     whole = symm_mem.empty(_room(nbytes, group.size()), dtype=torch.uint8, device=device)
     whole.zero_()
     handle = symm_mem.rendezvous(whole, group)
-    shift = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # where in the mapped allocation a buffer starts
+    shift = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # the offset of a buffer in the mapped allocation
     starts = [pointer + shift for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # everybody's signals are zero before anybody sets one
+    dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
     return _view(group.rank(), whole, nbytes, starts, (whole, handle))
 
 

@@ -1,13 +1,13 @@
-"""tables: the integers that a kernel reads to know where its pieces lie, on its device.
+"""tables: the integers that tell a kernel where its pieces are, on its device.
 
-A launch over many tensors needs their addresses and, for each block, which tensor it belongs to.
-Both repeat from step to step, so each table is made once. What depends on sizes alone is kept for
-good. Of addresses, which batches of ever other shapes never repeat, those last asked for are kept, by
-stream, as memory let go is used again in the order of its stream; those in a captured graph for good.
+A launch over many tensors needs their addresses and, for each block, which tensor it belongs to. Both repeat from step
+to step, so tables are kept. Those that depend on sizes alone are kept for good. Tables of addresses may never repeat,
+if the shapes of batches keep changing; so only the ones asked for last are kept, and one for each stream, because
+memory that one stream has freed is reused in the order of that stream. Tables in a captured graph are kept for good.
 
-A captured graph has memory of its own, so its tables are new. What would fill them must not be
-captured, and they must not lie in that memory: it is used again within a replay, and what is there
-before a table would be written over it. `filled_after_capture` has room for them from before, and
+A captured graph has memory of its own, so the addresses in it are new. The copies that fill their tables must not be
+captured. Nor may the tables be in the graph's memory: this is reused within a replay, and a kernel that runs before the
+one that reads a table would overwrite the table. `filled_after_capture` allocates room for them before the capture, and
 fills it when the capture is over.
 """
 
@@ -19,34 +19,34 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_KEPT = 1 << 14  # tuples of addresses
-_made: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()  # by addresses and device: tables, by stream
+_MOST = 1 << 14  # tuples of addresses that are kept
+_kept: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()  # addresses and device -> a table for each stream
 _captured: list[torch.Tensor] = []
 _ROOM = 1 << 18  # integers, for the tables of a capture
 _ALIGNED = 2  # integers: sixteen bytes
-_unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # of each capture under way: the room, what goes there
+_unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # for each capture in progress: the room, and its tables
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64[len(tensors)]: where each tensor lies, on `device`."""
+    """int64[len(tensors)]: the address of each tensor, on `device`."""
     key = tuple(t.data_ptr() for t in tensors), device
-    made = _made.setdefault(key, {})
-    _made.move_to_end(key)
-    if len(_made) > _KEPT:
-        _made.popitem(last=False)
+    by_stream = _kept.setdefault(key, {})
+    _kept.move_to_end(key)
+    if len(_kept) > _MOST:
+        _kept.popitem(last=False)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured:  # all that was launched before is over
-        stream = next(iter(made), stream)
-    if stream not in made:
-        made[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
+    if captured:  # all work launched before a capture is done, so the table of any stream will do
+        stream = next(iter(by_stream), stream)
+    if stream not in by_stream:
+        by_stream[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
     if captured:
-        _captured.append(made[stream])
-    return made[stream]
+        _captured.append(by_stream[stream])
+    return by_stream[stream]
 
 
 def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise unless all `tensors` are on `device`: their addresses mean nothing on another."""
+    """Raise unless all `tensors` are on `device`: an address means nothing on another device."""
     for tensor in tensors:
         if tensor.device != device:
             raise ValueError(f"{who}: all must be on one device, got {device} and {tensor.device}.")
@@ -54,7 +54,7 @@ def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]
 
 @contextlib.contextmanager
 def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM) -> Iterator[None]:
-    """Around the capture of a CUDA graph: tables that it needs, `room` integers in all, are filled when this ends."""
+    """Surround the capture of a CUDA graph. Its tables, at most `room` integers, are filled at the end."""
     _unfilled.append((torch.empty(room, dtype=torch.int64, device=device), []))
     try:
         yield
@@ -66,8 +66,8 @@ def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM)
 
 
 def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> torch.Tensor:
-    """`rows` on `device`, for all streams or, where the host need not wait for them, for the current one;
-    while a CUDA graph is captured they come later, or it is an error."""
+    """`rows` on `device`. A `shared` table is for all streams; else it is for the current one, and the host does not
+    wait for the copy. During the capture of a CUDA graph the table is filled later, or it is an error."""
     if device.type != "cuda":
         return rows.to(device)
     if not torch.cuda.is_current_stream_capturing():

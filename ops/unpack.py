@@ -1,13 +1,13 @@
-"""unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer: rank-major to value-major.
+"""unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer, from rank-major to value-major order.
 
     buffer  any dtype[ranks * sum(sizes)], contiguous: row r is what rank r sent
     sizes   elements of a value's part in a row, padding included
-    shapes  the whole shapes; ranks * size elements or fewer, the rest is padding and cut off
-    ->      one contiguous tensor for each value; a value that lies in one piece is a view
+    shapes  the whole shapes, of ranks * size elements or fewer; the rest is padding and is dropped
+    ->      one contiguous tensor for each value; a value that is contiguous in the buffer is a view of it
 
-Errors: too little in the buffer for a shape, a buffer of another length. Bytes moved at least: one
-read and one write of every element kept; none for a value gathered alone, or on one rank. The
-copies of all values are one launch. Only needed where a gather cannot write parameters in place.
+Errors: a shape with more elements than the buffer has for it, a buffer of another length. Bytes moved at least: one
+read and one write of every element that is kept; none for a value gathered alone, or on one rank. One launch copies all
+values. It is needed where a gather cannot write its values in place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unpack(
 
 
 def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
-    """What unpack means, value by value and rank by rank."""
+    """The meaning of unpack, value by value and rank by rank."""
     table, offset = buffer.view(ranks, sum(sizes)), 0
     for value, size in zip(out, sizes, strict=True):
         flat = value.view(-1)

@@ -167,7 +167,8 @@ def test_without_a_gpu_nothing_is_written():
 def test_the_kernel_of_rounds_compiles(tmp_path):
     pytest.importorskip("triton", reason="kernels need Triton")
     import gpu_ranks
-    from compiled import compiled
+
+    from tests.ops.compiled import compiled
 
     types = {"buffers": "*i64", "pads": "*i64", "error": "*i32", "wrong": "*i32", "rounds": "i32", "spins": "i32"}
     options = {"num_warps": 4, "launch_cooperative_grid": True}

@@ -221,7 +221,7 @@ def test_ranks_compile_alike_what_must_be_equal_on_them(pretended):
     compiled = step.lower(state, x).compile(backend="inductor")
     compiled(state, x)
     kernels = [*compiled._bound[0][1].kernels]
-    assert {("sin" in k, k.endswith(" alike")) for k in kernels} == {(True, False), (False, True)}
+    assert {("sin" in k, k.endswith(" deterministic")) for k in kernels} == {(True, False), (False, True)}
 
 
 def test_a_compiled_step_runs_where_the_other_rank_is_pretended(pretended):

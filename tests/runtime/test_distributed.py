@@ -1,34 +1,15 @@
 """Several gloo processes: what `ranks.py` measured, against what it must be."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.torchrun import torchrun
+
 MiB = 1 << 20
-
-
-def torchrun(ranks: int, suite: str) -> list[dict]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/support/ranks.py"), suite], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    return torchrun(2, "two")
+    return torchrun(2, "ranks.py", "two")
 
 
 def of(figures: list[dict], check: str) -> list[dict]:
@@ -50,7 +31,7 @@ def test_two_ranks_compute_what_the_lockstep_executor_says(two):
 
 @pytest.fixture(scope="module")
 def four() -> list[dict]:
-    return torchrun(4, "four")
+    return torchrun(4, "ranks.py", "four")
 
 
 @pytest.mark.distributed

@@ -1,19 +1,16 @@
-"""A GPU that is not there: its streams, its allocator, and a checker of who may touch which memory when.
+"""A checker of who may touch which memory when, on the double of a GPU (`fake_cuda`).
 
     with Races() as cuda:                       `cuda` stands for `torch.cuda`
         program(...)                            on CPU tensors; every operation is a launch on the current stream
     cuda.races, cuda.blocks, cuda.peak
 
-Time is a vector clock for each stream. A launch happens after what is before it on its stream and
-after the events that this has waited for; nothing else is ordered. Memory is blocks, in one pool for
-each stream: a block whose tensor is gone is given to the next allocation there that fits, at once.
-Two launches that touch one block, one of them writing, must be ordered, or it is a race. What asks
-for a value, or would make the host wait, is an error.
+Memory is blocks, in one pool for each stream: a block whose tensor has been freed is given to the next allocation
+there that fits, at once. Two launches that touch one block, one of them writing, must be ordered, or it is a race.
+What asks for a value, or would make the host wait, is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,39 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Clock = dict["Stream", int]
+from .fake_cuda import FakeCuda, Stream
+
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
-
-
-@dataclass(eq=False)
-class Event:
-    """A moment of a stream."""
-
-    clock: Clock
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits for an event")
-
-
-@dataclass(eq=False)
-class Stream:
-    """A queue of launches."""
-
-    name: str
-    clock: Clock = field(default_factory=dict)
-
-    def record_event(self) -> Event:
-        return Event(dict(self.clock))
-
-    def wait_event(self, event: Event) -> None:
-        for stream, at in event.clock.items():
-            self.clock[stream] = max(at, self.clock.get(stream, 0))
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits for a stream")
 
 
 @dataclass(eq=False)
@@ -70,48 +37,30 @@ class Block:
     owners: int = 0
 
 
-class Races(TorchDispatchMode):
-    """The double of `torch.cuda`, and what it has found; `peak` counts the bytes alive of all that is allocated."""
+class Races(FakeCuda, TorchDispatchMode):
+    """The double of `torch.cuda` with its allocator, and the races on it; `peak` counts the bytes that are allocated
+    at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.compute = self.now = Stream("compute")
         self.races: list[str] = []
         self.blocks: list[Block] = []
         self.launches: list[tuple[str, str]] = []
-        self.free: defaultdict[Stream, list[Block]] = defaultdict(list)
+        self.free: defaultdict[Stream | None, list[Block]] = defaultdict(list)
         self.live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self.sizes: dict[int, int] = {}
-        self.behind: dict[torch.Tensor, torch.Tensor] = {}  # what a launch reads too that is given these addresses
-        self.peak = self.made = 0
+        self.behind: dict[torch.Tensor, torch.Tensor] = {}  # tables of addresses, and the memory that they point to
+        self.peak = 0
 
-    def knows(self, make: Callable) -> Callable:
-        """`make`, of whose symmetric memories it knows that who is given the addresses reads what lies there."""
+    def knows(self, allocate: Callable) -> Callable:
+        """`allocate`, noting its symmetric memories: a launch that reads their addresses reads their memory."""
 
         def known(*args):
-            memory = make(*args)
+            memory = allocate(*args)
             self.behind[memory.buffers] = memory.mine
             return memory
 
         return known
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self) -> Stream:
-        return self.now
-
-    def Stream(self, priority: int = 0) -> Stream:  # the name is that of torch.cuda
-        self.made += 1
-        return Stream(f"stream {self.made}")
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream):
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for the device")
@@ -127,10 +76,10 @@ class Races(TorchDispatchMode):
         result = func(*args, **kwargs)
         outs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         known = {id(b) for _, b in given}
-        made = [b for b in (self._block(x, new=True) for x in outs) if id(b) not in known]
-        shows = outs and not made and not writes  # a view
-        if not shows and not name.startswith(("empty", "new_empty")):
-            self._launch(name, [b for _, b in given], [*writes, *made])
+        allocated = [b for b in (self._block(x, new=True) for x in outs) if id(b) not in known]
+        is_view = outs and not allocated and not writes
+        if not is_view and not name.startswith(("empty", "new_empty")):
+            self._launch(name, [b for _, b in given], [*writes, *allocated])
         return result
 
     def _writes(self, func: Any, args: tuple, kwargs: dict) -> list[Block]:
@@ -143,20 +92,20 @@ class Races(TorchDispatchMode):
 
     def _launch(self, name: str, reads: list[Block], writes: list[Block]) -> None:
         stream = self.now
-        stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        now = stream.tick()
         self.launches.append((name, stream.name))
         for block in dict.fromkeys((*reads, *writes)):
             earlier = [*block.written.items(), *(block.read.items() if block in writes else ())]
-            for other, (at, what) in earlier:
-                if stream.clock.get(other, 0) < at:
-                    self.races.append(f"{name} on {stream.name} and {what} on {other.name}")
+            for toucher, (at, operation) in earlier:
+                if stream.clock.get(toucher, 0) < at:
+                    self.races.append(f"{name} on {stream.name} and {operation} on {toucher.name}")
         for block in reads:
-            block.read[stream] = stream.clock[stream], name
+            block.read[stream] = now, name
         for block in writes:
-            block.written[stream] = stream.clock[stream], name
+            block.written[stream] = now, name
 
     def _block(self, tensor: torch.Tensor, new: bool = False) -> Block:
-        """Where a tensor lies: in a block of the current stream's pool if it is new, of none if it was there before."""
+        """The block of a tensor: in the pool of the current stream if it is new, in no pool if it was not."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.live:
             pool, nbytes = self.now if new else None, storage.nbytes()

@@ -1,6 +1,6 @@
 """Run by torchrun on two ranks: programs on streams that are not there, beside the same programs without.
 
-torchrun --standalone --nproc-per-node 2 tests/streamed.py
+torchrun --standalone --nproc-per-node 2 tests/support/streamed.py
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def contest(group: dist.ProcessGroup, files: Files) -> None:
     """Messages that go both ways, by a clock that is another on each rank, until one way gives other bits."""
     near._seconds = lambda run: (run(), 1.0 + RANK)[1]
     for kind, wire in ((ALL_GATHER, torch.float32), (REDUCE_SCATTER, torch.bfloat16)):
-        report(contest=kind.name, said=near.Near(files).times(group, kind, wire, 1000))
+        report(contest=kind.name, said=near.SymmetricMemory(files).times(group, kind, wire, 1000))
     true, near.gather = near.gather, lambda memory, sent, outs, sizes: outs[0].zero_()
-    report(contest="zeros", said=near.Near(files).times(group, ALL_GATHER, torch.float64, 1000))
+    report(contest="zeros", said=near.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000))
     near.gather = true
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.tracing.test_import_fx import T, agrees
 
 import ztrans as zt
+from tests.tracing.test_import_fx import T, agrees
 from ztrans.tracing.overloads import functional, member
 
 LIST = [T(3, 2), T(4), T(())]

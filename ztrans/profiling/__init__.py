@@ -1,1 +1,1 @@
-"""A real step is measured, and the costs of planning are fitted to it."""
+"""Measuring a real step, and fitting the costs that planning uses to the measurements."""

@@ -1,7 +1,7 @@
-"""instrument: the generated code of a program, with the clock read after every equation.
+"""Instrument: the generated code of a program, with readings of the clock added.
 
-It is read too when a collective is started, when its bytes have come, and when the first wait for it
-no longer blocks. Values live and die as in the code that nobody watches.
+The clock is read after every equation, when a collective is started, when it is done, and when the first wait for it
+returns. Values live exactly as long as in the code without readings.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ import torch
 from torch import fx
 
 from ..ir.collectives import WAIT, is_start, lane
-from ..runtime.collectives import Member
+from ..runtime.collectives import Member, Work
+from ..runtime.cuda.streams import Done
 
 
 class Times(NamedTuple):
-    """One run, in seconds from its first equation."""
+    """The readings of one run, in seconds from its first equation."""
 
     marks: tuple[float, ...]  # before the first equation and after each
     started: tuple[float, ...]  # by collective, in order of their start
     done: tuple[float, ...]
-    came: tuple[float, ...]  # by collective, in order of their first wait: when that no longer blocked
+    arrived: tuple[float, ...]  # by collective, in order of their first wait: when that no longer blocked
     end: float
 
 
 class Record:
-    """The readings of one run: of the processor's clock on CPU; elsewhere of events, on the current stream but for
-    the end of a collective, which is on its lane. They are compared when the run is over."""
+    """The readings of one run.
+
+    On a CPU they are times. On a GPU they are events, which are compared after the run: on the current stream, except
+    for the end of a collective, which is an event on its lane.
+    """
 
     def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
         self.device, self.watchers = device, watchers
         self.marks: list[Any] = []
         self.started: list[Any] = []
         self.done: dict[int, Any] = {}
-        self.came: list[Any] = []
+        self.arrived: list[Any] = []
 
     def read(self, stream: Any = None) -> Any:
         if self.device == "cpu":
@@ -50,19 +54,22 @@ class Record:
         return event
 
     def times(self) -> Times:
-        """What was read, in seconds; called at the end of the run, which is now."""
+        """The readings in seconds. Called at the end of the run, which it takes as now."""
         end = self.read()
-        while len(self.done) < len(self.started):  # the last callbacks may still be on their way
+        while len(self.done) < len(self.started):  # the watchers may still be about to note the last ones
             time.sleep(1e-5)
         if self.device != "cpu":
             torch.accelerator.synchronize()
         first = self.marks[0] if self.marks else end
 
-        def since(readings: list) -> tuple[float, ...]:
-            return tuple(r - first if self.device == "cpu" else first.elapsed_time(r) * 1e-3 for r in readings)
+        def since(reading: Any) -> float:
+            return reading - first if self.device == "cpu" else first.elapsed_time(reading) * 1e-3
 
         done = [self.done[k] for k in range(len(self.started))]
-        return Times(since(self.marks), since(self.started), since(done), since(self.came), *since([end]))
+        marks, started, ended, arrived = (
+            tuple(map(since, readings)) for readings in (self.marks, self.started, done, self.arrived)
+        )
+        return Times(marks, started, ended, arrived, since(end))
 
 
 @contextlib.contextmanager
@@ -77,7 +84,7 @@ def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
 
 
 def mark(record: Record, equations: int = 1) -> None:
-    """An equation ends here; or several that ran as one, which share the time alike."""
+    """Note that an equation has ended, or several that ran as one: these share their time equally."""
     now = record.read()
     before = record.marks[-1] if record.marks else now
     shares = range(1, equations) if record.device == "cpu" else ()
@@ -86,23 +93,23 @@ def mark(record: Record, equations: int = 1) -> None:
 
 
 def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
-    """A collective has been started: note when, and when it will be done."""
-    future, k = members[0][0], len(record.started)
+    """Note that a collective has been started, and have its end noted too."""
+    future, k = members[0].future, len(record.started)
     record.started.append(record.read())
-    if record.device == "cpu":
-        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
-    else:
+    if isinstance(future.work, Done):
         record.done[k] = record.read(future.work.lane)
+    elif future.work is not None:
+        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
 
 
-def _wait(record: Record, work: Any, k: int) -> None:
-    """Wait beside the program, since sends and receives call nobody back."""
+def _wait(record: Record, work: Work, k: int) -> None:
+    """Wait for a collective in a thread, because sends and receives have no callbacks."""
     work.wait()
     record.done[k] = record.read()
 
 
 class _Watched:
-    """Work for which a watcher waits: it must not be waited for twice."""
+    """Work that a watcher waits for; the program waits for the watcher, because work can be waited for only once."""
 
     def __init__(self, watching: concurrent.futures.Future) -> None:
         self.watching = watching
@@ -112,16 +119,18 @@ class _Watched:
 
 
 def block(record: Record, member: Member) -> None:
-    """Wait until a collective is done, before anything is made of what came."""
-    work = member[0].work
+    """Wait until a collective is done, and note it, before the program makes values of the received bytes."""
+    work = member.future.work
     if work is not None:  # else another member of its bucket has been waited for
         work.wait()
-        record.came.append(record.read())
+        record.arrived.append(record.read())
 
 
 def recorded(program: fx.GraphModule) -> fx.GraphModule:
-    """The same program, writing what it reads into its attribute `record`, which is to be set before each run."""
-    out, env, record = fx.Graph(), {}, None
+    """The same program with readings. They go to its attribute `record`, which must be set before each run."""
+    out = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    record: fx.Node | None = None
     nodes = list(program.graph.nodes)
     for node, after in zip(nodes, [*nodes[1:], None]):
         eqn = node.meta.get("eqn")
@@ -135,5 +144,5 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             out.call_function(watch, (record, env[node], lane(eqn)))
         if eqn is not None and after.meta.get("eqn") is not eqn:
             out.call_function(mark, (record, len(node.meta["eqns"])))
-    held = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
-    return fx.GraphModule(held, out, "Recorded")
+    attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
+    return fx.GraphModule(attributes, out, "Recorded")

@@ -1,8 +1,8 @@
-"""link_fit: figures of a link from how long messages took, and what they took of compute.
+"""Link fit: the figures of a link, from the durations of messages and from the time that they took of compute.
 
-A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all
-kinds. What is made small is the error in the logarithm, so small and large messages count alike:
-squared while it is noise, absolute beyond, so that the few that were held up count little.
+A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all kinds. The fit
+minimises the error in the logarithm of the duration, so small and large messages count alike. Small errors, which
+are noise, count squared; large ones count linearly, so that the few messages that were delayed have little weight.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..planning.cluster import Link
 
-_PRIOR = 0.02  # how many messages each of the figures to start from counts for
+_PRIOR = 0.02  # how many messages each of the initial figures counts for
 _NOISE = 0.25  # errors below this are squared
 _STEPS = 60
-_ALIKE = 0.05  # kinds whose bandwidths are nearer than this have one
+_HALVINGS = 8  # of a step that does not reduce the loss
+_ALIKE = 0.05  # kinds whose bandwidths differ by less than this share one
 
 
 class Sample(NamedTuple):
@@ -32,30 +34,33 @@ class Sample(NamedTuple):
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
-    What they do not tell stays as it was: a bandwidth when all are small; `hop`, `host`, `call` and `unpack` always.
+    Figures that the samples say nothing about stay as they were: the bandwidth, if all are small; always `hop`,
+    `host`, `call` and `unpack`.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
-    >>> found = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
-    >>> f"{found.latency:.4f} s, {found.bandwidth:.1e} B/s"
+    >>> fitted = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
+    >>> f"{fitted.latency:.4f} s, {fitted.bandwidth:.1e} B/s"
     '0.0010 s, 1.0e+08 B/s'
     """
     samples = [s for s in samples if s.received > 0 and s.seconds > 0]
     figures = Figures((link,), [(0, s.kind) for s in samples])
 
     def predict(values: np.ndarray) -> list[float]:
-        (changed,) = figures.put(values)
+        (changed,) = figures.put(values.tolist())
         return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
 
-    (found,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
-    alike = tuple((kind, e) for kind, e in found.efficiency if abs(e - 1) > _ALIKE)
-    return dataclasses.replace(found, efficiency=alike)
+    (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
+    efficiency = tuple((kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE)
+    return dataclasses.replace(fitted, efficiency=efficiency)
 
 
 def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
-    """`link` with the `call` and `host` that explain what sending took of compute: pairs of bytes and seconds.
+    """`link` with the `call` and `host` that explain the seconds of compute that sending took.
 
-    >>> found = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
-    >>> f"{found.call:.0e} s, {found.host:.0e} s/B"
+    Each message is a pair of its bytes and those seconds.
+
+    >>> fitted = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
+    >>> f"{fitted.call:.0e} s, {fitted.host:.0e} s/B"
     '2e-04 s, 1e-09 s/B'
     """
     received, seconds = np.array([m for m in messages if min(m) > 0]).reshape(-1, 2).T
@@ -63,65 +68,73 @@ def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
         return link
     start = [max(link.call, 1e-6), max(link.host, 1e-12)]
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
-    call, host = solve(lambda x: x[0] + x[1] * received, seconds, start, other=halves)
+    call, host = solve(lambda x: x[0] + x[1] * received, list(seconds), start, second_start=halves)
     return dataclasses.replace(link, call=call, host=host)
 
 
 def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
-    """`link` with the `unpack` of messages: of each its kind, its bytes, and the seconds that making values of it took.
+    """`link` with the `unpack` of each kind: seconds a byte of making values of what was received.
+
+    Each message is its kind, its bytes, and those seconds.
 
     >>> unpacking(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
     (('all_gather', 2e-09),)
     """
-    known = dict(link.unpack)
+    rates = dict(link.unpack)
     for kind in {kind for kind, received, _ in messages if received > 0}:
         received, seconds = map(sum, zip(*(m[1:] for m in messages if m[0] == kind)))
-        known[kind] = seconds / received
-    return dataclasses.replace(link, unpack=tuple(sorted(known.items())))
+        rates[kind] = seconds / received
+    return dataclasses.replace(link, unpack=tuple(sorted(rates.items())))
 
 
 class Figures:
-    """What messages tell of links, as one vector: latency, bandwidth, the efficiency of each kind but one."""
+    """The figures of links that messages say something about, as one vector.
+
+    For each link with messages these are its latency, its bandwidth, and the efficiency of each kind but one. `seen`
+    holds the index of the link and the kind of each message.
+    """
 
     def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
-        self.links, self.seen, self.kinds = links, seen, []
+        self.links, self.seen = links, seen
+        self.kinds: list[list[str]] = []
         for i in range(len(links)):
-            # Bandwidth is that of gathers, or of the first kind seen where there are none.
+            # The bandwidth is that of gathers, or of the first kind that was seen if there are none.
             kinds = sorted({kind for k, kind in seen if k == i}, key=lambda kind: (kind != "all_gather", kind))
             self.kinds.append(kinds)
 
     @property
     def start(self) -> list[float]:
-        values = []
+        """The figures as the links have them."""
+        values: list[float] = []
         for link, kinds in zip(self.links, self.kinds):
-            known = dict(link.efficiency)
+            efficiency = dict(link.efficiency)
             values += [max(link.latency, 1e-6), link.bandwidth] if kinds else []
-            values += [known.get(kind, 1.0) for kind in kinds[1:]]
+            values += [efficiency.get(kind, 1.0) for kind in kinds[1:]]
         return values
 
     def put(self, values: Sequence[float]) -> list[Link]:
         """The links with other figures."""
-        left, found = iter(map(float, values)), []
+        left, changed = iter(map(float, values)), []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
                 link = dataclasses.replace(link, latency=next(left), bandwidth=next(left))
                 efficiency = {**dict(link.efficiency), **{kind: next(left) for kind in kinds[1:]}}
                 link = dataclasses.replace(link, efficiency=tuple(sorted(efficiency.items())))
-            found.append(link)
-        return found
+            changed.append(link)
+        return changed
 
 
 def solve(
-    predict: Callable[[np.ndarray], Sequence[float]],
+    predict: Callable[[np.ndarray], ArrayLike],
     took: Sequence[float],
     start: Sequence[float],
     prior: float = _PRIOR,
-    other: Sequence[float] = (),
+    second_start: Sequence[float] = (),
 ) -> list[float]:
-    """The positive figures with which `predict` is nearest to `took`: damped Newton steps in their logarithms.
+    """The positive figures whose predictions are nearest to `took`: damped Newton steps in their logarithms.
 
-    Each figure of `start` counts as much as `prior` messages. Where `start` may be far off, so far that
-    no message tells which way to go, the steps are also taken from `other` figures.
+    Each figure of `start` counts as much as `prior` messages. `start` may be so far off that no message says in
+    which direction to go; for that case the steps are also taken from `second_start`, and the better result counts.
 
     >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
     [3.0, 2.0]
@@ -134,31 +147,34 @@ def solve(
     def error(at: np.ndarray) -> np.ndarray:
         return np.log(predict(np.exp(at))) - wanted
 
-    def size(error: np.ndarray) -> float:
-        error = np.abs(error)
-        return np.where(error < _NOISE, error**2 / _NOISE, 2 * error - _NOISE).sum()
+    def loss(now: np.ndarray, at: np.ndarray) -> float:
+        return _size(now) + prior * _size(at - first)
 
-    def loss(error: np.ndarray, at: np.ndarray) -> float:
-        return size(error) + prior * size(at - first)
+    def newton_step(now: np.ndarray, at: np.ndarray) -> np.ndarray:
+        slope = np.stack([(error(at + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(at))])
+        weight, prior_weight = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, at - first))
+        gradient = slope @ (weight * now) + prior * prior_weight * (at - first)
+        curvature = (slope * weight) @ slope.T + prior * np.diag(prior_weight)
+        return np.clip(np.linalg.solve(curvature, gradient), -1, 1)
 
-    def descended(found: np.ndarray) -> tuple[float, list[float]]:
-        now = error(found)
+    def descend(at: np.ndarray) -> tuple[float, list[float]]:
+        now = error(at)
         for _ in range(_STEPS):
-            slope = np.stack([(error(found + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(found))])
-            weight, hold = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, found - first))
-            pull = slope @ (weight * now) + prior * hold * (found - first)
-            bend = (slope * weight) @ slope.T + prior * np.diag(hold)
-            step = np.clip(np.linalg.solve(bend, pull), -1, 1)
-            for _ in range(8):
-                tried = error(found - step)
-                if loss(tried, found - step) < loss(now, found):
-                    break
-                step = step / 2
-            else:
+            step = newton_step(now, at)
+            steps = (step / 2**k for k in range(_HALVINGS))
+            tried = ((at - each, error(at - each), np.abs(each).max()) for each in steps)
+            better = next((t for t in tried if loss(t[1], t[0]) < loss(now, at)), None)
+            if better is None:
                 break
-            found, now = found - step, tried
-            if np.abs(step).max() < 1e-4:
+            at, now, length = better
+            if length < 1e-4:
                 break
-        return loss(now, found), np.exp(found).tolist()
+        return loss(now, at), np.exp(at).tolist()
 
-    return min(descended(np.log(begin)) for begin in (start, other) if len(begin))[1]
+    return min(descend(np.log(begin)) for begin in (start, second_start) if len(begin))[1]
+
+
+def _size(error: np.ndarray) -> float:
+    """The loss of errors: quadratic below `_NOISE`, linear above."""
+    error = np.abs(error)
+    return np.where(error < _NOISE, error**2 / _NOISE, 2 * error - _NOISE).sum()

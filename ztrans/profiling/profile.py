@@ -1,11 +1,12 @@
-"""profile: a step measured, as a timeline; and what it says of the cluster that it ran on."""
+"""Profile: a measured step, as a timeline, and what it says about the cluster that it ran on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
-from ..ir.printer import format_seconds
+from ..ir.printer import format_seconds, op_name
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
 from ..planning.event_simulator import Message
@@ -25,16 +26,14 @@ from .instrument import Record, Times, mark, recorded, watching
 from .link_fit import sending, unpacking
 from .trace_fit import Observed, explain
 
-_TIMES = ("issued", "done", "spent", "unpacked")  # of a message
-
 
 @dataclass(frozen=True, repr=False)
 class Profile:
     """A measured step of this rank; `overhead` is the seconds that recording took.
 
-    `seconds_by_signature` has what `simulate` asks for (see `simulate.signature`): of a collective what
-    packing and starting takes, and with " wait" what is made of the bytes once they have come. `messages`
-    are those of each recorded step.
+    `seconds_by_signature` are durations by the signatures that the simulation asks for (see `simulate.signature`).
+    For a collective this is the time to pack and start it, and under " wait" the time to make values of the received
+    bytes. `messages` are those of each recorded step.
     """
 
     timeline: Timeline
@@ -49,9 +48,9 @@ class Profile:
         return f"Profile({self.timeline!r})"
 
     def cluster(self, base: Cluster) -> Cluster:
-        """`base` with what was measured: operations by type, and the links as far as the messages tell of them."""
+        """`base` with the measured operations, by type, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        usual = [_usual(same) for same in zip(*self.messages) if same[0].axis in axes]
+        usual = [_median_message(same) for same in zip(*self.messages) if same[0].axis in axes]
         links = []
         for axis, link in explain(base.links, usual):
             over = [m for m in usual if m.axis == axis]
@@ -62,8 +61,8 @@ class Profile:
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
 
-        Operations are those of the rank that computes longest, for which the others wait; a message is issued
-        when the last rank has issued it, and done when it is done on all. All ranks must call it.
+        Operations are those of the rank that computes longest, for which the others wait. A message is issued when
+        the last rank has issued it, and done when it is done on all. All ranks must call it.
         """
         if mesh.size() == 1:
             return self
@@ -71,12 +70,15 @@ class Profile:
             *everywhere((self.timeline.compute, dict(self.seconds_by_signature), self.messages), mesh)
         )
         slowest = seconds[computed.index(max(computed))]
-        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(map(_together, zip(*steps))))
+        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(map(_over_ranks, zip(*steps))))
 
 
-def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
-    """The messages of one step on all ranks as one. The rank that comes last to a message may find its bytes there,
-    and those that came before wait for it; so what any one of them sees says little."""
+def _over_ranks(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
+    """The messages of one step, from those that each rank observed.
+
+    The last rank to start a message may receive its bytes at once, and the ranks before it wait for it. So no single
+    rank sees how long a message takes.
+    """
     return tuple(
         same[0]._replace(
             issued=max(m.issued for m in same),
@@ -88,9 +90,14 @@ def _together(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     )
 
 
-def _usual(same: Sequence[Observed]) -> Observed:
-    """One message, of several steps."""
-    return same[0]._replace(**{name: median(getattr(m, name) for m in same) for name in _TIMES})
+def _median_message(same: Sequence[Observed]) -> Observed:
+    """One message, from its times in several steps."""
+    return same[0]._replace(
+        issued=median(m.issued for m in same),
+        done=median(m.done for m in same),
+        spent=median(m.spent for m in same),
+        unpacked=median(m.unpacked for m in same),
+    )
 
 
 def profile(
@@ -100,11 +107,11 @@ def profile(
     steps: int = 3,
     together: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Run `steps` steps and record them; the state among `inputs` is donated and advances.
+    """Run `steps` steps and record them. The state among `inputs` is donated, and advances by as many steps.
 
-    `program` is the FX module of the lowered `graph` on this rank, `inputs` its flat local inputs. All
-    ranks must call it; `together` waits for all of them before each step, so that the seconds from its start
-    are those of one clock. Times are medians over the steps.
+    `program` is the FX module of the lowered `graph` on this rank, `inputs` its flat local inputs. All ranks must
+    call it. `together` waits for all of them before each step: seconds from its start are then comparable between
+    ranks. Times are medians over the steps.
 
     Raises: ValueError for no steps.
 
@@ -117,41 +124,64 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")  # a counter may lie on the CPU
-    module, every = recorded(program), []
+    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")  # some state may be on the CPU
+    module: Any = recorded(program)
     run = bind(graph, module)
+    runs = []
     with watching() as watchers:
         for _ in range(steps):
-            module.record = record = Record(device, watchers)
+            record = Record(device, watchers)
+            module.record = record
             together()
             run(inputs)
-            every.append(record.times())
-    observed = tuple(_observed(graph, t) for t in every)
+            runs.append(record.times())
+    observed = tuple(_observed(graph, t) for t in runs)
     return Profile(
-        _timeline(graph, _medians(every)), _by_signature(graph, every), observed, _overhead(graph, every, device)
+        _timeline(graph, _medians(runs)), _by_signature(graph, runs), observed, _overhead(graph, runs, device)
     )
 
 
-def _medians(every: Sequence[Times]) -> Times:
+def _medians(runs: Sequence[Times]) -> Times:
     """Reading by reading: medians keep the order of readings, so the bars of a lane never overlap."""
-    readings = (tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in every)))
-    return Times(*readings, end=median(t.end for t in every))
+    marks, started, done, arrived = (tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in runs)))
+    return Times(marks, started, done, arrived, end=median(t.end for t in runs))
 
 
-def _sent(graph: Graph) -> list[tuple[Eqn, Message, int]]:
-    """The messages of a program, for lanes, places and bytes; not for how long they take."""
-    return messages(graph, assumed("cpu", graph.axes))
+class _Sent(NamedTuple):
+    """A message of a program: what sends it, its place among the equations, its bytes, and its readings in one run.
+
+    The readings are None for the step's own collectives: only their wait shows when they were done.
+    """
+
+    eqn: Eqn
+    message: Message
+    received: int
+    started: float | None
+    done: float | None
+    arrived: float | None
+
+
+def _messages(graph: Graph, t: Times) -> list[_Sent]:
+    """The messages of a program with their readings."""
+    # The cluster says how long messages take, which is not used here: any will do.
+    sent, starts = messages(graph, assumed("cpu", graph.axes)), pair(graph).starts
+    ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
+    started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
+    arrived = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.arrived))
+    return [
+        _Sent(e, message, received, started.get(k), done.get(k), arrived.get(k))
+        for k, (e, message, received) in enumerate(sent)
+    ]
 
 
 def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
-    starts = pair(graph).starts
-    ours = [each for each in _sent(graph) if each[0] in starts]
-    came = dict(zip(sorted(range(len(ours)), key=lambda k: ours[k][1].need), t.came))
-    found = []
-    for k, ((e, m, moved), issued, done) in enumerate(zip(ours, t.started, t.done)):
-        axis, spent, unpacked = e.kwargs["axis"], issued - t.marks[m.issue - 1], t.marks[m.need + 1] - came[k]
-        found.append(Observed(axis, graph.axes[axis], e.op.name, moved, m.lane, issued, done, spent, unpacked))
-    return tuple(found)
+    observed = []
+    for e, m, received, started, done, arrived in _messages(graph, t):
+        if started is not None and done is not None and arrived is not None:
+            axis, spent, unpacked = e.kwargs["axis"], started - t.marks[m.issue - 1], t.marks[m.need + 1] - arrived
+            kind = op_name(e.op)
+            observed.append(Observed(axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked))
+    return tuple(observed)
 
 
 def _timeline(graph: Graph, t: Times) -> Timeline:
@@ -159,61 +189,74 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
     if len(t.marks) != n + 1:
         raise ValueError(f"profile: {len(t.marks)} readings of the clock for {n} equations; it is read after each.")
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
-    sent, starts = _sent(graph), pair(graph).starts
-    ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
-    started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
-    came = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.came))
-    bars, free = [], dict[str, float]()
-    for k, (e, m, moved) in enumerate(sent):
-        wait = m.need if m.need < n else None
-        if k in done:
-            end[m.issue - 1] = issue = started[k]  # what follows is recording
-            finish, stall = done[k], max(came[k] - begin[wait], 0.0) if done[k] > begin[wait] else 0.0
-        else:  # the step's own collective: when it was done shows at its wait alone
+    bars: list[Event] = []
+    free: dict[str, float] = {}  # by lane, when its last message was done
+    for e, m, received, started, done, arrived in _messages(graph, t):
+        wait, stall = m.need if m.need < n else None, 0.0
+        if started is not None and done is not None:
+            issue, finish = started, done
+            end[m.issue - 1] = issue  # the rest of that equation is recording
+            if wait is not None and arrived is not None and done > begin[wait]:
+                stall = max(arrived - begin[wait], 0.0)
+        else:  # the step's own collective
             issue = end[m.issue - 1]
             finish, stall = (end[wait], end[wait] - begin[wait]) if wait is not None else (t.end, 0.0)
-        if stall:
+        if wait is not None and stall:
             begin[wait] = finish = begin[wait] + stall
-        start = min(max(issue, free.get(m.lane, 0.0)), finish)
-        free[m.lane] = finish
-        bars.append(Event(m.lane, start, finish - start, e, stall, moved))
+        # A busy host may notice the end of a message later than that of the next one in its lane.
+        start = max(issue, free.get(m.lane, 0.0))
+        free[m.lane] = finish = max(start, finish)
+        bars.append(Event(m.lane, start, finish - start, e, stall, received))
     compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
     curve = tuple(zip(t.marks, memory(graph).live))
     return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve)
 
 
-def _by_signature(graph: Graph, every: Sequence[Times]) -> dict[str, float]:
-    """The mean over the equations of one signature of what they usually take; together what a step usually does.
+class _Interval(NamedTuple):
+    """What one equation took in each recorded step, under the signature that the simulation asks for."""
 
-    What holds a step up, as messages that arrive, meets other equations in each step: medians of single
-    equations know nothing of it, those of whole steps do.
-    """
+    signature: str
+    seconds: tuple[float, ...]
+
+
+def _intervals(graph: Graph, runs: Sequence[Times]) -> Iterator[_Interval]:
+    """The intervals of a program: a start's until the collective is issued, a bucket's first wait's from when its
+    bytes have arrived, and those of all other equations but further waits."""
     pairs = pair(graph)
-    taken: dict[str, list[list[float]]] = {}  # of each equation, of each step
-    started, came = (iter(zip(*(t[k] for t in every))) for k in (1, 3))
+    started, arrived = zip(*(t.started for t in runs)), zip(*(t.arrived for t in runs))
     for i, e in enumerate(graph.eqns):
-        begin, end = ([t.marks[k] for t in every] for k in (i, i + 1))
-        key = signature(e, graph)
+        key, begin, end = signature(e, graph), [t.marks[i] for t in runs], [t.marks[i + 1] for t in runs]
         waited = pairs.waits.get(e)
         if e in pairs.starts:
-            end = next(started)
+            end = list(next(started))
         elif waited is not None:
             if waited.started.first_wait != i:
                 continue  # the first wait of a bucket unpacks it
-            key, begin = f"{signature(waited.start, graph)} wait", next(came)
-        taken.setdefault(key, []).append([b - a for a, b in zip(begin, end)])
-    usual = {key: [median(steps) for steps in eqns] for key, eqns in taken.items()}
-    known = sum(map(sum, usual.values()))
-    whole = median(map(sum, zip(*(steps for eqns in taken.values() for steps in eqns)))) if known else 0.0
-    return {key: fmean(seconds) * (whole / known if known else 1.0) for key, seconds in sorted(usual.items())}
+            key, begin = f"{signature(waited.start, graph)} wait", list(next(arrived))
+        yield _Interval(key, tuple(b - a for a, b in zip(begin, end)))
 
 
-def _overhead(graph: Graph, every: Sequence[Times], device: str) -> float:
-    """The seconds a step spent on reading clocks: after each equation, and on each collective."""
+def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
+    """The seconds of the equations of each signature: the mean of their medians over the steps, scaled.
+
+    A delay, for instance by messages that arrive, hits different equations in each step. Medians of single equations
+    leave it out, but those of whole steps do not. So all means are scaled to add up to the median step.
+    """
+    intervals = list(_intervals(graph, runs))
+    medians: dict[str, list[float]] = {}
+    for interval in intervals:
+        medians.setdefault(interval.signature, []).append(median(interval.seconds))
+    total = sum(map(sum, medians.values()))
+    step = median(map(sum, zip(*(interval.seconds for interval in intervals)))) if total else 0.0
+    return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}
+
+
+def _overhead(graph: Graph, runs: Sequence[Times], device: str) -> float:
+    """The seconds that a step spent on reading clocks: after each equation, and on each collective."""
     record = Record(device, {})
     for _ in range(1000):
         mark(record)
     reading = record.times().end / 1000
     starts = [started.index for started in pair(graph).starts.values()]
-    watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in every)
+    watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in runs)
     return reading * (len(graph.eqns) + len(starts)) + watching

@@ -1,1 +1,1 @@
-"""A program runs: on the devices of one rank, beside the other ranks."""
+"""Running a program: generated code for one rank, its collectives, and what the ranks must agree on."""

@@ -1,9 +1,8 @@
-"""Graph -> callable: the program as generated code, values freed at last use, state updated in place.
+"""Code generation: the program of one rank as Python code that runs.
 
-`to_fx` writes the program as a `torch.fx.GraphModule`, whose generated code drops each value after
-its last use. `donate` makes elementwise equations write over a value that dies there, state first
-of all, so that a step holds one copy of its state and few temporaries. `fused` makes one kernel of a
-function, for those who choose what becomes one.
+`to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
+`donate`, elementwise equations write over values that nothing reads any more, above all over the state; so a step
+holds one copy of its state and few temporaries. `fused` compiles a function with Inductor.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -39,7 +38,7 @@ from .inductor.fusion import Group
 
 @dataclass(frozen=True)
 class Kernel:
-    """What runs a group of equations: called with values of `ins`, it gives those of `outs`."""
+    """A module that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
 
     call: torch.nn.Module
     ins: tuple[Var, ...]
@@ -87,12 +86,12 @@ def to_fx(
         if on_write is not None and _writes(group, eqn, kernels, given, state):
             out.call_function(on_write)
             before, on_write = len(out.nodes), None
-        if group in kernels:
+        if group is not None and group in kernels:
             kernel = kernels[group]
             module.add_module(f"kernel_{i}", kernel.call)
             made = out.call_module(f"kernel_{i}", tuple(env[v] for v in kernel.ins))
             env.update((v, out.call_function(operator.getitem, (made, k))) for k, v in enumerate(kernel.outs))
-            results = []
+            results: list[Any] = []
         elif group is not None:
             for e, values in zip(group.eqns, _updates(out, group.eqns, over[eqn], env)):
                 env.update((v, x) for v, x in zip(e.outs, values) if v is not None)
@@ -113,13 +112,15 @@ def _writes(
     group: Group | None, eqn: Eqn, kernels: Mapping[Group, Kernel], given: Donation, state: Collection[Var]
 ) -> bool:
     """Whether an equation, or the group that runs in its place, writes over the state."""
-    if group in kernels:
+    if group is not None and group in kernels:
         return kernels[group].writes
     written = (v for e in (group.eqns if group is not None else (eqn,)) if e in given.twins for v in e.outs)
     return any(given.owner.get(v) in state for v in written if v is not None)
 
 
 def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
+    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
+
     def read(x: Any) -> Any:
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
             name = f"constant_{len(list(module.buffers()))}"
@@ -130,88 +131,102 @@ def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: to
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    made = out.call_function(twin or called(eqn.op), args, kwargs)
-    returns = eqn.op._schema.returns
-    # An update over lists: the results are its arguments.
-    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:
+    call = out.call_function(twin or called(eqn.op), args, kwargs)
+    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
         return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
-    if all(isinstance(r.type, torch.ListType) for r in returns) and len(returns) > 1:
-        given = {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
-        filled = [k for k, r in enumerate(returns) if given[r.name.removesuffix("_out")]]  # momenta may be none
-        lists = [out.call_function(operator.getitem, (made, k)) for k in filled]
-        return [out.call_function(operator.getitem, (each, 0)) for each in lists]
-    if len(returns) > 1 or isinstance(returns[0].type, torch.ListType):
-        return [None if v is None else out.call_function(operator.getitem, (made, k)) for k, v in enumerate(eqn.outs)]
-    return [made]
+    return _results(out, eqn, call)
+
+
+def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
+    """The node of each result of a call of an operation."""
+    op: Any = eqn.op
+    schema = op._schema
+    item = lambda node, k: out.call_function(operator.getitem, (node, k))
+    is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
+    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
+        given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
+        filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
+        lists = [item(call, k) for k in filled]
+        return [item(each, 0) for each in lists]
+    if len(is_list) > 1 or is_list[0]:
+        return [None if v is None else item(call, k) for k, v in enumerate(eqn.outs)]
+    return [call]
 
 
 def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
-    """One call of a fused optimizer for the updates of several tensors; of each update, its results."""
+    """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
     args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
     out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
     written = [s.alias_info is not None for s in twin._schema.arguments]
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
 
-def executable(
-    graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None
-) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-    """A function from the rank's flat inputs to its flat outputs; state inputs are overwritten with state outputs.
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A program of one rank as a function from flat inputs to flat outputs.
 
-    It calls `on_write` before the first write.
+    It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
+    write. `program` is the FX module that runs.
     """
+
+    program: fx.GraphModule
+    num_state: int
+    on_write: Callable[[], None] | None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch.no_grad(), without_autocast():
+            outputs = self.program(*inputs)
+            if self.on_write is not None:
+                self.on_write()
+            _write_back(inputs[: self.num_state], outputs)
+        return outputs
+
+
+def executable(graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None) -> Executable:
+    """The program of this rank of `mesh`, ready to run eagerly, equation by equation."""
     return bind(graph, to_fx(graph, mesh, donate=True, on_write=on_write), on_write)
 
 
-def bind(
-    graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
-) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-    """The FX module of a program as such a function."""
-
-    def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.no_grad(), without_autocast():
-            outputs = program(*inputs)
-            if on_write is not None:
-                on_write()
-            _write_back(inputs[: graph.num_state], outputs)
-        return outputs
-
-    run.program = program  # type: ignore[attr-defined]  # for those who want to read the code
-    return run
+def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
+    """An FX module that `to_fx` made of `graph`, ready to run."""
+    return Executable(program, graph.num_state, on_write)
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
-    homes = {s.untyped_storage().data_ptr() for s in state if s.numel()}
+    storages = {s.untyped_storage().data_ptr() for s in state if s.numel()}
 
-    def apart(x: Any) -> Any:
-        """What shows the state's storage must not change when that is written, now or in the next step."""
-        shows = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in homes
-        return x.clone() if shows else x
+    def unshared(x: Any) -> Any:
+        """`x`, cloned if it shares the state's storage: it must not change when that is written, now or later."""
+        is_shared = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages
+        return x.clone() if is_shared else x
 
-    outputs[len(state) :] = map(apart, outputs[len(state) :])
-    there = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
-    new = [None if done else apart(x) for done, x in zip(there, outputs)]
-    for i, (old, value) in enumerate(zip(state, new)):
-        if value is not None:
-            old.copy_(value)
+    outputs[len(state) :] = map(unshared, outputs[len(state) :])
+    in_place = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
+    copies = [None if done else unshared(x) for done, x in zip(in_place, outputs)]
+    for i, (old, new) in enumerate(zip(state, copies)):
+        if new is not None:
+            old.copy_(new)
         outputs[i] = old
 
 
 @contextlib.contextmanager
 def fake() -> Iterator[FakeTensorMode]:
-    """Tensors made in here have types and strides, and no elements."""
+    """Tensors created inside have types and strides, and no elements."""
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
         yield mode
 
 
 def fused(
-    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), alike: bool = False
+    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), deterministic: bool = False
 ) -> Callable[[list], Sequence]:
-    """`function` as one kernel by Inductor, for arguments that lie in memory as those that `like` makes. It may
-    write over those that are `donated`, as the backward pass of a compiled model does over what was saved for it.
-    Where ranks must have kernels that are `alike`, none is chosen by the clock."""
-    from torch._inductor import config  # here, for it takes a second to import
+    """Compile `function` with Inductor, as one kernel if possible.
+
+    The kernel takes a list of tensors with the dtypes, shapes and strides of those that `like` creates. It may write
+    over the arguments whose positions are in `donated`. With `deterministic` no timing decides how it computes, so
+    that all ranks have the same kernel.
+    """
+    from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -219,22 +234,29 @@ def fused(
     with fake() as mode:
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        with config.patch(joint_graph_constant_folding=False):  # of x * 1 it makes x, which is somebody else's
+        # Constant folding would replace x * 1 by x, whose storage the result must not share.
+        with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
-    made = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(user_visible_output_idxs=[*range(len(made))], original_output_strides=made)
+    result_strides = [x.meta["val"].stride() for x in output.args[0]]
+    output.meta.update(
+        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
+    )
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        node.target = f"donated_{k}" if k in donated else f"given_{k}"  # Inductor's cache knows it by its text alone
+        # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
+        node.target = f"donated_{k}" if k in donated else f"given_{k}"
     module.recompile()
+    # Inductor donates buffers to the backward pass of a compiled model only, so this is compiled as one. Of the
+    # metadata of such a pass it reads these two fields.
     context = TracingContext(mode)
-    context.fw_metadata = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
-    with torch.no_grad(), tracing(context), config.patch(deterministic=alike):
+    metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
+    context.fw_metadata = metadata
+    with torch.no_grad(), tracing(context), config.patch(deterministic=deterministic):
         return compile_fx_inner(module, fakes, is_backward=True)
 
 
 def check_compiler() -> None:
-    """Raises: ValueError where Inductor has no C++ compiler; RuntimeError for a torch that ztrans does not know."""
+    """Raises: ValueError when Inductor finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,8 +1,9 @@
 """The collectives of one rank, asynchronous, over torch.distributed.
 
-A started collective is a `Future`; `wait` gives its value. Gathers and scatters move bytes: a
-reduce_scatter is an all-to-all and a local sum in rank order, which on gloo sends half of what its
-own (an all-reduce and a slice) does and gives every program order the same bits.
+`Start` starts a collective and returns a `Future` of its values; `wait` returns one of them. Gathers and
+scatters move bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order. On gloo that
+sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce and a slice, and the result has the
+same bits for any order of the program.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from .process_groups import Channel, process_groups
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
-    """Gather one buffer of each rank, under the name that this torch has for it (2.13 renamed it)."""
+    """Gather one buffer of each rank. Torch 2.13 renamed the function; this calls it under either name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, send, **options)
 
@@ -40,38 +41,44 @@ def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
     return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
 
 
+class Work(Protocol):
+    """An operation in progress."""
+
+    def wait(self) -> object:
+        """Return once the operation is done."""
+
+
 @dataclass(eq=False)
 class Future:
-    """A value under way: `work` says when it has come, `finish` makes it from what came.
+    """The values of a collective in progress. `finish` makes the values once `work` is done.
 
-    Both are None once the value is there, and once the channel has been closed.
+    `work` and `finish` are None once the values exist, and once the channel has been closed.
     """
 
-    work: Any
+    work: Work | None
     finish: Callable[[], list[torch.Tensor]] | None
-    values: list[torch.Tensor | None] | None = None
+    values: dict[int, torch.Tensor] | None = None
 
     def value(self, member: int) -> torch.Tensor:
-        """Wait, and give away the value of one member of the bucket: it lives as long as the program needs it."""
+        """Wait, then give away the value of one member of the bucket. Only the program refers to it from then on."""
         if self.values is None:
-            if self.work is None:
+            if self.work is None or self.finish is None:
                 raise RuntimeError("ztrans: this collective was given up, because the step that started it failed.")
             self.work.wait()
-            self.values = self.finish()
-            self.work = self.finish = None  # and with them the send and receive buffers
-        value, self.values[member] = self.values[member], None
-        return value
+            self.values = dict(enumerate(self.finish()))
+            self.drop()
+        return self.values.pop(member)
 
     def drop(self) -> None:
-        """Give the value up, so that nothing here keeps the connections to other ranks."""
+        """Release the buffers, and with them the last references to the connections to other ranks."""
         self.work = self.finish = None
 
 
 @dataclass(frozen=True, eq=False)
 class Works:
-    """Sends and receives under way, waited for together."""
+    """Several sends and receives of one channel, waited for together."""
 
-    works: Sequence[Any]
+    works: Sequence[Work]
     channel: Channel
 
     def wait(self) -> None:
@@ -80,52 +87,69 @@ class Works:
                 work.wait()
 
 
-Started = tuple[list, Callable[[], list[torch.Tensor]]]  # what is under way, and what is made of it
+# The operations in progress of one message, and the function that makes its values once they are done.
+Started = tuple[Sequence[Work], Callable[[], list[torch.Tensor]]]
 
 
-class Member(tuple):
-    """One member's place in its bucket: (future, index)."""
+class Member(NamedTuple):
+    """One member of a bucket: the bucket's future, and the member's position in it."""
+
+    future: Future
+    position: int
 
 
 def wait(member: Member) -> torch.Tensor:
-    """The value of a future."""
-    return member[0].value(member[1])
+    """The value of a member of a started collective."""
+    return member.future.value(member.position)
 
 
 @functools.cache
-def _end_gently() -> None:
-    """When the process ends, let gloo's threads let go of what they sent before the interpreter does:
-    a tensor that they free later than that aborts the process (pytorch#190489)."""
+def _let_gloo_free_its_buffers() -> None:
+    """Delay the end of the process until gloo's threads have released the tensors that they sent.
+
+    A tensor that such a thread releases after the interpreter is gone aborts the process (pytorch#190489).
+    """
     atexit.register(time.sleep, 0.1)
 
 
 class Start(torch.nn.Module):
-    """Starts one collective equation: called with its members, returns a future of each.
+    """Starts one collective equation. A call takes the equation's members and returns a `Member` for each.
 
-    Its members cross in groups, each a message: one that is large is alone in its group, and the rest
-    are packed together (see `collectives.is_alone`).
+    The members cross the wire in groups, one message a group. A large member has a group of its own; the small
+    members are packed into one (see `collectives.is_alone`). Without a channel it can be printed, but not called.
     """
 
     def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None) -> None:
         super().__init__()
-        _end_gently()
+        _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind, self.op = eqn.op.name, eqn.kwargs.get("op")
-        self.size, self.rank, self.channel = sizes[axis], at[axis], channel
+        self.kind, self.op = str(eqn.op), str(eqn.kwargs.get("op", ""))
+        self.size, self.rank = sizes[axis], at[axis]
+        self._channel = channel
         self.direct = channel is not None and channel.is_direct
-        self.outs: Sequence[Var] = eqn.outs
-        splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs))
-        self.dim = next((s.dim for s in splits if isinstance(s, Split)), 0)
-        self.wire = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
+        self.outs: Sequence[Var] = [out for out in eqn.outs if out is not None]
+        self.dim = _split_dim(eqn, axis)
+        self.wire: torch.dtype = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
         # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
-        self.shapes = [_first(local_shape(v, sizes, at), self.dim) for v in whole]
+        self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
-        members = range(len(eqn.outs))
-        alone = [is_alone(eqn, k, sizes) for k in members]
-        packed = [k for k in members if not alone[k]]
-        self.groups = [[k] for k in members if alone[k]] + ([packed] if packed else [])
-        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[eqn.op]
+        self.groups = _message_groups(eqn, sizes)
+        starts = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}
+        self.start = {str(primitive): start for primitive, start in starts.items()}[self.kind]
+
+    @property
+    def channel(self) -> Channel:
+        """The channel that carries the messages.
+
+        Raises: RuntimeError when the program was made without a mesh.
+        """
+        if self._channel is None:
+            raise RuntimeError(
+                "ztrans: this program was made without a mesh, so its collectives have no process group.\n"
+                "Make it for one: zt.to_fx(graph, mesh)."
+            )
+        return self._channel
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -140,22 +164,23 @@ class Start(torch.nn.Module):
 
         def finish() -> list[torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
-            for ks, (_, make) in zip(self.groups, started):
-                values.update(zip(ks, make()))
-            started.clear()  # and with them the send and receive buffers
+            for ks, (_, make_values) in zip(self.groups, started):
+                values.update(zip(ks, make_values()))
+            started.clear()  # this releases the send and receive buffers
             return [values[k] for k in range(len(members))]
 
         future = Future(Works([work for works, _ in started for work in works], self.channel), finish)
         self.channel.futures.add(future)
-        return tuple(Member((future, k)) for k in range(len(members)))
+        return tuple(Member(future, k) for k in range(len(members)))
 
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
         dim, sizes = self.dim, [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
         pack([s.movedim(dim, 0) for s in shards], sizes, 1, mine)
+        works: Sequence[Work]
         if self.direct:
-            works = self.channel.exchange([mine] * self.size, received)
+            works = self.channel.exchange([mine] * self.size, list(received))
         else:
             with self.channel.errors():
                 works = [all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)]
@@ -172,7 +197,7 @@ class Start(torch.nn.Module):
         rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
-        over = self._over(pieces)
+        over = self._sum_buffer(pieces)
 
         def finish() -> list[torch.Tensor]:
             values, offset = [], 0
@@ -187,8 +212,8 @@ class Start(torch.nn.Module):
 
         return works, finish
 
-    def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], list]:
-        """What every rank sends to this one, in rank order: row r of `send` goes to rank r."""
+    def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
+        """Send row r of `send` to rank r. Returns what this rank receives, in rank order, and the work."""
         if not self.direct:
             received = torch.empty_like(send)
             with self.channel.errors():
@@ -197,8 +222,9 @@ class Start(torch.nn.Module):
         pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
         return pieces, self.channel.exchange(list(send), pieces)
 
-    def _over(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The received piece in which the sum is made; None where pieces lie in one buffer, which it would keep."""
+    def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The received piece that the sum may be written over. None where all pieces share one buffer: the sum
+        would keep the whole buffer alive."""
         return pieces[0 if self.rank else 1] if self.direct and self.size > 1 else None
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
@@ -215,18 +241,20 @@ class Start(torch.nn.Module):
         flat = [t.to(self.wire).reshape(-1) for t in terms]
         send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         few = self.size == 2 or send.numel() * send.itemsize <= ALONE
+        dtype = self.outs[ks[0]].dtype
+        works: Sequence[Work]
         if self.direct and few:
-            # Every rank gets all terms and adds them up in rank order: no more bytes than a ring between two.
+            # Every rank receives all terms and adds them in rank order: no more bytes than a ring between two.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
-            reduced = lambda: ops.reduce(pieces, self.op, self.outs[ks[0]].dtype, self._over(pieces))
+            reduced = lambda: ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
         else:
             sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
             kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
-            total = send.clone() if len(flat) == 1 else send  # the sum is made in place
+            total = send.clone() if len(flat) == 1 else send  # the all_reduce writes over it
             with self.channel.errors():
                 works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
-            reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(self.outs[ks[0]].dtype)
+            reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
@@ -238,19 +266,33 @@ class Start(torch.nn.Module):
 
 @dataclass(eq=False)
 class _Holding:
-    """Work with the buffer that it sends, which must live until it is done."""
+    """Work, together with the buffer that it sends, which must live until the work is done."""
 
-    work: Any
+    work: Work
     send: torch.Tensor
 
     def wait(self) -> None:
         self.work.wait()
 
 
-def _first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
+    """The members that share a message: first each one that crosses alone, then those that are packed together."""
+    alone = [is_alone(eqn, k, sizes) for k in range(len(eqn.outs))]
+    packed = [k for k, is_large in enumerate(alone) if not is_large]
+    return [[k] for k, is_large in enumerate(alone) if is_large] + ([packed] if packed else [])
+
+
+def _split_dim(eqn: Eqn, axis: str) -> int:
+    """The dim along which the members, or the results, are cut over the axis; 0 where none is."""
+    splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs) if v is not None)
+    return next((s.dim for s in splits if isinstance(s, Split)), 0)
+
+
+def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """A shape with one dim moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if shape else ()
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    # Moving needs no arithmetic; as bytes, every dtype crosses on every backend.
+    """A flat view of a buffer; of half precision as bytes, which every backend can move."""
     return buffer.view(-1).view(torch.uint8) if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.view(-1)

@@ -18,13 +18,14 @@ from .meeting import Call, everywhere, first_difference, meet
 
 
 def messages(graph: Graph) -> list[str]:
-    """The messages that a program sends, in order, one a line: what must be the same on every rank."""
+    """The messages that a program sends, in order, one a line. They must be the same on every rank."""
     lines = []
     for e in graph.eqns:
         if is_start(e):
-            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
-            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.outs, sizes)]
-            kind = " ".join(filter(None, (e.op.name, e.kwargs.get("op"))))
+            outs = [out for out in e.outs if out is not None]
+            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(outs))]
+            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(outs, sizes)]
+            kind = " ".join(filter(None, (op_name(e.op), e.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")
         elif is_users(e) and not is_wait(e):
@@ -49,22 +50,24 @@ class Proposal(NamedTuple):
 
 
 def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
-    """The proposals of all ranks of a mesh, which must be for one step; its batch may differ in size.
+    """The proposals of all ranks of a mesh. They must be for one step, but the sizes of its batches may differ.
 
-    Raises: RuntimeError on every rank, naming the ranks that differ and the first message where they do.
+    Raises: RuntimeError on every rank, naming the ranks that differ and the first message in which they do.
     """
     meet(mesh, Call(f"a step of {name}, with a program that is new here"))
-    everyone: list[Proposal] = everywhere(mine, mesh)
+    everyone = everywhere(mine, mesh)
     first, ranks = everyone[0], mesh.mesh.flatten().tolist()
     differ = [r for r, p in zip(ranks, everyone) if (p.update, p.messages) != (first.update, first.messages)]
     if not differ:
         return everyone
     lists = [p.messages for p in everyone]
-    alike = all(each == lists[0] for each in lists)
-    what = "  They send the same messages, and update the state otherwise.\n" if alike else ""
+    if all(sent == lists[0] for sent in lists):
+        difference = "  They send the same messages, and update the state otherwise.\n"
+    else:
+        difference = first_difference(ranks, lists)
     raise RuntimeError(
         f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
-        f"{what or first_difference(ranks, lists)}"
+        f"{difference}"
         f"Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
         f"transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
     )
@@ -73,7 +76,7 @@ def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
 def check_adopted(name: str, mesh: DeviceMesh, everyone: Sequence[Proposal], problem: str) -> None:
     """Raises: RuntimeError on every rank where the plan of the first does not fit the program of one of them.
 
-    `problem` says why it does not fit the program of this rank, if so.
+    `problem` says why the plan does not fit the program of this rank; it is empty where the plan fits.
     """
     mine = f"rank {dist.get_rank()}: {problem}" if problem else ""
     problems = everywhere(mine, mesh) if len({p.program for p in everyone}) > 1 else [mine]
@@ -85,6 +88,6 @@ def check_adopted(name: str, mesh: DeviceMesh, everyone: Sequence[Proposal], pro
 
 
 def slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:
-    """Each of these as it was on the rank where it was longest."""
-    every = everywhere(seconds, mesh) if isinstance(mesh, DeviceMesh) else [seconds]
-    return list(map(max, zip(*every)))
+    """Each of these durations as it was on the rank where it was longest."""
+    by_rank = everywhere(seconds, mesh) if isinstance(mesh, DeviceMesh) else [seconds]
+    return list(map(max, zip(*by_rank)))

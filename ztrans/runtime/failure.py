@@ -1,8 +1,8 @@
-"""failure: what becomes of a state when its step fails.
+"""What happens to a state when its step fails.
 
-A step updates its state in place, and in part while backward goes on. If it fails in between, some leaves are new
-and some are old, and nothing shows it. So the leaves of such a state are marked, and whoever uses them next is told.
-A step that fails before its first write leaves the state as it was, and no mark.
+A step writes its state in place, and writes part of it while backward still runs. If the step fails in between,
+some leaves are new and some are old, and the values do not show which. So the leaves of such a state are marked,
+and the next use of them raises. A step that fails before its first write leaves the state as it was, unmarked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .meeting import leave, lost
 from .process_groups import LostRank
 
-_causes = WeakIdKeyDictionary()  # leaves of half updated states, and what happened to them
-_steps = WeakIdKeyDictionary()  # first leaves of states, and how many steps these have taken
+_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> what happened to the state
+_steps = WeakIdKeyDictionary()  # the first leaf of a state -> how many steps the state has taken
 
 
 class Writes:
@@ -30,13 +30,13 @@ class Writes:
         self.begun = False
 
     def begin(self) -> None:
-        """Called by the program before its first write."""
+        """The program calls this before its first write."""
         self.begun = True
 
 
 def steps_of(leaves: Sequence[Any]) -> int:
     """How many steps a state has taken since it was sharded, or since this process first saw it."""
-    first = _first(leaves)
+    first = _first_tensor(leaves)
     return 0 if first is None else _steps.get(first, 0)
 
 
@@ -56,27 +56,29 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 
 @contextlib.contextmanager
 def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes) -> Iterator[None]:
-    """Run a step; `leaves` are those of its state.
+    """Run a step whose state has these leaves.
 
-    If it fails after its first write the state is marked. The channels to other ranks are closed, because this rank
-    has sent only a part of what they wait for.
+    If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
+    because this rank has sent only some of the messages that they wait for.
+
+    Raises: LostRank in place of the step's own error, when another rank failed first; else that error, with a note.
     """
     writes.begun = False
-    first, grad_enabled = _first(leaves), torch.is_grad_enabled()
+    first, grad_enabled = _first_tensor(leaves), torch.is_grad_enabled()
     try:
         yield
     except BaseException as error:
-        torch.set_grad_enabled(grad_enabled)  # an interrupt may come while torch.no_grad() ends
+        torch.set_grad_enabled(grad_enabled)  # an interrupt may arrive inside the exit of torch.no_grad()
         if writes.begun:
             _mark(leaves, f"{name} failed with {type(error).__name__}")
         remark = "The state is half updated." if writes.begun else "The state is as it was before the step."
-        told = _told(name, mesh, error)
-        if told is None:
+        cause = _report(name, mesh, error)
+        if cause is None:
             error.add_note(f"ztrans: {name} was ended by this. {remark}")
             raise
         if writes.begun:
-            _mark(leaves, str(told).splitlines()[1].strip().rstrip("."))
-        raise LostRank(f"{told}\n{remark}") from error
+            _mark(leaves, str(cause).splitlines()[1].strip().rstrip("."))
+        raise LostRank(f"{cause}\n{remark}") from error
     if first is not None:
         _steps[first] = _steps.get(first, 0) + 1
 
@@ -87,9 +89,9 @@ def _mark(leaves: Sequence[Any], cause: str) -> None:
 
 @contextlib.contextmanager
 def alone(runner: dict[str, int], name: str) -> Iterator[None]:
-    """Let one thread run at a time; `runner` holds its number.
+    """Let one thread run at a time. `runner` holds the identifier of the thread that runs.
 
-    A thread that finds its own number was interrupted on its way in, and may go on; a lock would stay locked.
+    A thread that finds its own identifier was interrupted on its way in, and may go on. A lock would stay locked.
 
     Raises: RuntimeError when another thread runs.
     """
@@ -104,16 +106,16 @@ def alone(runner: dict[str, int], name: str) -> Iterator[None]:
         runner.clear()
 
 
-def _told(name: str, mesh: DeviceMesh | None, error: BaseException) -> LostRank | None:
-    """Tell the other ranks of a failure; the error that says what they told, where theirs was the first."""
+def _report(name: str, mesh: DeviceMesh | None, error: BaseException) -> LostRank | None:
+    """Report a failure to the other ranks. If they failed first, return an error that says what they reported."""
     if mesh is None:
         return None
     if isinstance(error, LostRank):
         return lost(mesh, name, error)
-    text = str(error).splitlines()
-    leave(mesh, f"failed in {name} with {type(error).__name__}{f': {text[0]}' if text else ''}")
+    lines = str(error).splitlines()
+    leave(mesh, f"failed in {name} with {type(error).__name__}{f': {lines[0]}' if lines else ''}")
     return None
 
 
-def _first(leaves: Sequence[Any]) -> torch.Tensor | None:
+def _first_tensor(leaves: Sequence[Any]) -> torch.Tensor | None:
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)

@@ -1,11 +1,11 @@
-"""meeting: the ranks of a mesh tell each other what they call, before any of them sends a message of that call.
+"""Meeting: the ranks of a mesh compare what they are about to do, before any of them sends a message of it.
 
-Messages of a step carry no names. Ranks that call different things would take each other's bytes for their own,
-or wait for ever. So each call that communicates begins with a meeting: every rank sends a short record of what it
-is about to do to every other. If the records differ, all ranks raise the same error, and nothing else was sent.
+The messages of a step carry no names. If ranks called different things, one would take another's bytes for its own,
+or wait for ever. So each call that communicates begins with a meeting: every rank sends a short record of its call
+to every other. If the records differ, all ranks raise the same error, and nothing else has been sent.
 
-A rank that fails or ends leaves a note in the store of the process group. The others find it when their connection
-to that rank is lost, and can say why.
+A rank that fails or ends leaves a note in the store of the process group. The others read the note when they lose
+their connection to that rank, and can say why.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 
+T = TypeVar("T")
 _RECORD = struct.Struct("<qq112s")
-_PATIENCE = 0.5  # seconds in which other ranks can say why they are gone
+_PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 
 
 class Call(NamedTuple):
@@ -39,38 +40,39 @@ class Call(NamedTuple):
 
 
 def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = tuple) -> None:
-    """Wait for all ranks of a mesh, and compare what they call. `messages` describes those of `call`, one a line.
+    """Wait for all ranks of a mesh, and compare their calls. `messages` describes those of `call`, one a line.
 
-    Raises: RuntimeError on every rank when the calls differ; LostRank when a rank is gone or does not come.
+    Raises: RuntimeError on every rank when the calls differ; LostRank when a rank has ended or does not come.
     """
     groups = process_groups(mesh)
     if groups.is_alone:
         return
     try:
         groups.open()
-        channel = _ranks(groups)
+        channel = _ranks_channel(groups)
         record = _RECORD.pack(call.messages, call.steps, call.name.encode()[:112])
-        calls = [Call(_text(name), *numbers) for *numbers, name in map(_RECORD.unpack, _gathered(channel, record))]
+        calls = [Call(_text(name), *numbers) for *numbers, name in map(_RECORD.unpack, _gather(channel, record))]
     except LostRank as error:
         raise lost(mesh, call.name, error) from error
     groups.calls += 1
     if len(set(calls)) > 1:
-        same = len({each.name for each in calls}) == 1 and len({each.messages for each in calls}) > 1
-        raise RuntimeError(_differ(groups, calls, everywhere(list(messages()), mesh) if same else []))
+        same_name = len({each.name for each in calls}) == 1
+        messages_differ = same_name and len({each.messages for each in calls}) > 1
+        raise RuntimeError(_differ(groups, calls, everywhere(list(messages()), mesh) if messages_differ else []))
 
 
-def everywhere(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """What each rank of a mesh brings, in the order of `mesh.mesh`. All of them must call it, and no others.
+def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
+    """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All of its ranks must call it together.
 
-    Raises: LostRank when a rank is gone or does not come.
+    Raises: LostRank when a rank has ended or does not come.
     """
     groups = process_groups(mesh)
-    if groups.is_alone:
-        return [value] * len(groups.ranks)
     values = [value] * len(groups.ranks)
+    if groups.is_alone:
+        return values
     try:
         groups.open()
-        channel = _ranks(groups)
+        channel = _ranks_channel(groups)
         with channel.errors():
             dist.all_gather_object(values, value, group=channel.group)
     except LostRank as error:
@@ -79,9 +81,9 @@ def everywhere(value: Any, mesh: DeviceMesh) -> list[Any]:
 
 
 def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
-    """The error of a rank that waits in vain for others.
+    """The error of a rank that has lost its connection to others, with what their notes say.
 
-    Closes its channels, so that nobody waits for this rank, and says what is known of the others.
+    It closes this rank's channels too, so that nobody waits for it.
     """
     groups = process_groups(mesh)
     leave(mesh, f"lost other ranks in {name}", is_cause=False)
@@ -115,20 +117,21 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
     groups.close()
 
 
-def _ranks(groups: ProcessGroups) -> Channel:
-    """The channel in which ranks tell each other what they call; its end leaves a note."""
+def _ranks_channel(groups: ProcessGroups) -> Channel:
+    """The channel in which ranks tell each other what they call. When its group ends, this rank leaves a note."""
     channel = groups.channel(None, "ranks")
-    if groups.farewell is None or groups.farewell.peek() is None or groups.farewell.peek()[0] is not channel.group:
+    farewell = groups.farewell.peek() if groups.farewell is not None else None
+    if farewell is None or farewell[0] is not channel.group:
         known, rank = weakref.ref(groups), groups.ranks[groups.rank]
         groups.farewell = weakref.finalize(channel.group, _end, groups.store(), rank, known, os.getpid())
     return channel
 
 
 def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], process: int) -> None:
-    """When the process group or the process ends: say to the others that no more calls will come from here, and why."""
+    """Leave a note, at the end of the process group or of the process, that no more calls will follow, and why."""
     groups = known()
     if process != os.getpid():
-        return  # a child that was forked
+        return  # a forked child
     failed = getattr(sys, "last_type", None)
     why = f"ended with {failed.__name__}" if failed else "ended its program, or destroyed its process group,"
     after = f" after {groups.calls} calls in which all ranks took part" if groups is not None else ""
@@ -139,8 +142,8 @@ def _write(store: dist.Store, rank: int, is_cause: bool, why: str) -> None:
     store.set(f"note/{rank}", json.dumps([is_cause, why]))
 
 
-def _gathered(channel: Channel, record: bytes) -> list[bytes]:
-    """The records of all ranks of a channel, each as long as this one."""
+def _gather(channel: Channel, record: bytes) -> list[bytes]:
+    """The records of all ranks of a channel, which are of one length."""
     mine, n = torch.frombuffer(bytearray(record), dtype=torch.uint8), channel.group.size()
     records = torch.empty(n, len(record), dtype=torch.uint8)
     records[channel.group.rank()] = mine
@@ -150,7 +153,7 @@ def _gathered(channel: Channel, record: bytes) -> list[bytes]:
                 work.wait()
         else:
             dist.all_gather(list(records), mine, group=channel.group)
-    return [bytes(each.tolist()) for each in records]
+    return [bytes(row.tolist()) for row in records]
 
 
 def _text(name: bytes) -> str:
@@ -158,36 +161,42 @@ def _text(name: bytes) -> str:
 
 
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
-    """What is said on every rank when calls differ; `messages` are those of every rank, where only these do."""
+    """The text of the error when calls differ. `messages` are those of every rank, if nothing but these differs."""
+
+    def ranks_by(key: Callable[[Call], Hashable]) -> dict[Hashable, list[int]]:
+        by_key: dict[Hashable, list[int]] = {}
+        for rank, call in zip(groups.ranks, calls):
+            by_key.setdefault(key(call), []).append(rank)
+        return by_key
+
     names = list(dict.fromkeys(call.name for call in calls))
-    ranks_of = lambda kind: {x: [r for r, c in zip(groups.ranks, calls) if kind(c) == x] for x in map(kind, calls)}
     head = f"{' and '.join(names)}: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
     if len(names) > 1:
-        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in ranks_of(lambda c: c.name).items()]
+        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in ranks_by(lambda c: c.name).items()]
         return (
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
             f"has ended, stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
         )
     if messages:
-        lines = first_difference(groups.ranks, messages)
         return (
-            f"{head}{lines}Batches may differ in size from rank to rank, but every rank must take the same branches, "
+            f"{head}{first_difference(groups.ranks, messages)}"
+            f"Batches may differ in size from rank to rank, but every rank must take the same branches, "
             f"with the same transforms. Compare print(step.lower(state, batch)) of two ranks."
         )
-    lines = "".join(f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in ranks_of(lambda c: c.steps).items())
+    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in ranks_by(lambda c: c.steps).items()]
     return (
-        f"{head}  The states have taken different numbers of steps since they were sharded:\n{lines}"
+        f"{head}  The states have taken different numbers of steps since they were sharded:\n{''.join(lines)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
     )
 
 
 def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) -> str:
-    """The first message that another rank has otherwise than the first rank has it."""
+    """The first message in which a rank differs from the first rank, as lines of an error."""
     first = [*messages[0], "no more messages"]
-    other = next(k for k, those in enumerate(messages) if list(those) != list(messages[0]))
-    pairs = zip(first, [*messages[other], "no more messages"])
-    place, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"  Message {place} of the step is\n    on rank {ranks[0]}: {here}\n    on rank {ranks[other]}: {there}\n"
+    k, second = next((k, sent) for k, sent in enumerate(messages) if list(sent) != list(messages[0]))
+    pairs = zip(first, [*second, "no more messages"])
+    position, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"  Message {position} of the step is\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -199,16 +208,17 @@ def _first_line(error: BaseException) -> str:
 
 
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
-    """The notes of the other ranks: whether they say the cause, and what they say."""
+    """The notes of the other ranks: whether a note says the cause, and its text."""
     notes: dict[int, tuple[bool, str]] = {}
-    others = [rank for rank in groups.ranks if rank != groups.ranks[groups.rank]]
+    peers = [rank for rank in groups.ranks if rank != groups.ranks[groups.rank]]
 
     def read() -> None:
         store, end = groups.store(), time.monotonic() + _PATIENCE
-        while len(notes) < len(others) and time.monotonic() < end:
-            for rank in (rank for rank in others if rank not in notes):
+        while len(notes) < len(peers) and time.monotonic() < end:
+            for rank in (rank for rank in peers if rank not in notes):
                 if store.check([f"note/{rank}"]):
-                    notes[rank] = tuple(json.loads(store.get(f"note/{rank}")))
+                    is_cause, text = json.loads(store.get(f"note/{rank}"))
+                    notes[rank] = is_cause, text
             time.sleep(0.02)
 
     _in_time(read)
@@ -216,13 +226,13 @@ def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
 
 
 def _in_time(talk: Callable[[], object]) -> None:
-    """Talk to the store for as long as it is worth: its host may be what is gone."""
+    """Use the store, but only for as long as it may answer: the host of the store may be the one that failed."""
 
     def quietly() -> None:
         try:
             talk()
         except RuntimeError:
-            return  # the store is gone, and what it could tell with it
+            return  # the store has gone, and its notes with it
 
     thread = threading.Thread(target=quietly, name="ztrans-store", daemon=True)
     thread.start()

@@ -1,9 +1,9 @@
-"""The process groups that ztrans makes for a mesh: one for each axis and purpose, beside the mesh's own.
+"""The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions each have a group of their own, so that neither queues behind the other, and what ranks
-tell each other has one more. All of them have the time-out of the user's group. `destroy_process_group` ends
-them with it, because only torch's registry of groups owns them. When a step fails on one rank, the rank closes
-them: its peers then stop waiting at once, because their connections to it are gone.
+Gathers and reductions have a group each, so that neither queues behind the other. One more group carries what the
+ranks tell each other. All have the time-out of the user's group. Only torch's registry of groups owns them, so
+`destroy_process_group` ends them together with the mesh's own. When a step fails on one rank, that rank closes them:
+its peers lose their connections to it, and stop waiting at once.
 
 Private torch APIs live here; checked on torch 2.13.
 """
@@ -16,10 +16,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from .collectives import Future
 
 _DIRECT = 8  # ranks: in larger groups a collective of the backend needs fewer messages than one to every rank
 
@@ -27,21 +31,21 @@ Axis = str | None  # a mesh axis; None is the whole mesh
 
 
 class LostRank(RuntimeError):
-    """Another rank of the mesh is gone, or has not come within the time-out."""
+    """Another rank of the mesh has ended, or has not answered within the time-out."""
 
 
 @dataclass(eq=False)
 class Channel:
     """A queue of messages between the ranks of one process group.
 
-    `tags` number the exchanges: all ranks start them in one order. `futures` are the collectives started here.
+    `tags` number the exchanges, which all ranks start in one order. `futures` are the collectives started on it.
     """
 
     axis: Axis
     purpose: str
     owned: bool = True  # whether ztrans made the group
     tags: Iterator[int] = field(default_factory=itertools.count)
-    futures: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property
@@ -61,24 +65,24 @@ class Channel:
 
     @property
     def is_direct(self) -> bool:
-        """Whether ranks send to each other directly: over gloo, in groups of a few ranks."""
+        """Whether each rank sends to every other directly: over gloo, in groups of a few ranks."""
         return dist.get_backend(self.group) == "gloo" and self.group.size() <= _DIRECT
 
     def exchange(self, pieces: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Send `pieces[r]` to rank r of the group, and receive `into[r]` from it, for every r but this rank.
 
-        The tensors are contiguous and on the CPU. They are sent and received where they lie.
+        The tensors are contiguous and on the CPU. They are sent and received in place, without copies.
         """
         group, tag = self.group, next(self.tags)
         rank, size = group.rank(), group.size()
-        others = [(rank + step) % size for step in range(1, size)]
+        peers = [(rank + step) % size for step in range(1, size)]
         with self.errors():
-            received = [group.recv([into[r]], r, tag) for r in others]
-            return received + [group.send([pieces[r]], r, tag) for r in others]
+            received = [group.recv([into[r]], r, tag) for r in peers]
+            return received + [group.send([pieces[r]], r, tag) for r in peers]
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Name the errors of the backend, which has only RuntimeErrors, for what they are."""
+        """Raise errors of the backend, which are plain RuntimeErrors, as `LostRank`."""
         try:
             yield
         except RuntimeError as error:
@@ -90,19 +94,19 @@ class Channel:
     def close(self) -> None:
         """End the group, if ztrans made it, and with it the connections to the other ranks."""
         for future in list(self.futures):
-            future.drop()  # a message under way would keep its connection open
-        group, self._group = self._group and self._group(), None
+            future.drop()  # a message in progress would keep its connection open
+        group = self._group() if self._group is not None else None
+        self._group = None
         if self.owned and group is not None:
-            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # when it is gone already
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # if it has been destroyed already
                 dist.destroy_process_group(group)
 
 
 class ProcessGroups:
-    """The channels of one mesh, in the order in which its ranks first asked for them: the same on all ranks.
+    """The channels of one mesh, in the order in which they were first asked for, which is the same on all ranks.
 
-    `runner` is the thread that runs a step (see `failure.alone`). `epoch` counts how often closed channels were opened
-    again, `calls` what the
-    ranks of the mesh have called together.
+    `runner` is the thread that runs a step (see `failure.alone`). `epoch` counts how often closed channels were
+    reopened, and `calls` the calls that all ranks of the mesh have made together.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -112,9 +116,9 @@ class ProcessGroups:
         # The mesh keeps its groups alive, so nothing here may keep the mesh or its groups.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
         self._is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
-        self._rows = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
+        self._rows: dict[Axis, list[list[int]]] = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
         self._channels: dict[tuple[Axis, str], Channel] = {}
-        self.farewell: weakref.finalize | None = None  # what tells the other ranks that this one has ended
+        self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this one ends
 
     @property
     def rank(self) -> int:
@@ -123,18 +127,18 @@ class ProcessGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to talk to: a mesh of one, or one whose other ranks are pretended."""
+        """Whether no other rank exists: a mesh of one, or one whose other ranks are fake."""
         return self._is_alone
 
     def channel(self, axis: Axis, purpose: str) -> Channel:
-        """The channel along a mesh axis for one purpose. All ranks of the mesh must ask for it when one does."""
+        """The channel along a mesh axis for one purpose. All ranks of the mesh must ask for it together."""
         key = axis, purpose
         if key not in self._channels:
             self._channels[key] = self._open(Channel(axis, purpose))
         return self._channels[key]
 
     def open(self) -> None:
-        """Open the channels that a failure has closed. All ranks must come, within the time-out.
+        """Reopen the channels that a failure has closed. All ranks must call it, within the time-out.
 
         Raises: RuntimeError when the process group of the mesh has been destroyed.
         """
@@ -152,30 +156,36 @@ class ProcessGroups:
             channel.close()
 
     def store(self) -> dist.Store:
-        """What the ranks of the mesh can write to and read from at any time."""
-        (base, *_) = self._bases.values()
-        return dist.PrefixStore(f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", base().get_group_store())
+        """A key-value store that any rank of the mesh can write and read at any time."""
+        group = self._base(next(iter(self._bases)))
+        return dist.PrefixStore(f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store())
+
+    def _base(self, axis: str) -> dist.ProcessGroup:
+        """The mesh's own group along an axis."""
+        group = self._bases[axis]()
+        if group is None:
+            raise _destroyed()
+        return group
 
     def _open(self, channel: Channel) -> Channel:
-        base = next(iter(self._bases.values()))() if channel.axis is None else self._bases[channel.axis]()
+        base = self._base(next(iter(self._bases)) if channel.axis is None else channel.axis)
         if channel.axis is not None and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
             channel.owned = False  # a communicator of NCCL takes memory of the GPU
             channel.open(base)
             return channel
-        options = {
-            "backend": "gloo" if channel.axis is None else None,
-            "timeout": _timeout(base),
-            "group_desc": f"ztrans {channel.purpose}",
-        }
-        rows = self._rows[channel.axis]
-        if sum(map(len, rows)) < dist.get_world_size():  # the ranks of other meshes are not here
-            mine = next(row for row in rows if dist.get_rank() in row)
-            channel.open(dist.new_group(mine, use_local_synchronization=True, **options))
-            return channel
+        backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
+        timeout, rows = _timeout(base), self._rows[channel.axis]
         # Torch names a group that its members alone make by how many groups they have, and ranks may have made
-        # different numbers of them (pytorch#189073). So all ranks make the groups of all rows.
-        groups = [dist.new_group(row, **options) for row in rows]
-        channel.open(next(group for row, group in zip(rows, groups) if dist.get_rank() in row))
+        # different numbers of them (pytorch#189073). So all ranks make the groups of all rows, unless the world has
+        # ranks of other meshes, which are not here to take part.
+        is_world = sum(map(len, rows)) == dist.get_world_size()
+        mine = next(row for row in rows if dist.get_rank() in row)
+        for row in rows if is_world else [mine]:
+            group = dist.new_group(
+                row, timeout, backend, use_local_synchronization=not is_world, group_desc=description
+            )
+            if row is mine:
+                channel.open(group)
         return channel
 
 
@@ -216,7 +226,7 @@ def _rows(mesh: DeviceMesh, axis: Axis) -> list[list[int]]:
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The shorter of the time-outs of a group and of the world; None where the backend has none."""
     timeouts = []
-    for each in (group, dist.group.WORLD):
+    for each in filter(None, (group, dist.group.WORLD)):
         for device in each._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):
                 timeouts.append(each._get_backend(device).options._timeout)

@@ -1,8 +1,8 @@
-"""replicas: whether all ranks of a mesh hold the same values.
+"""Replicas: check that all ranks of a mesh start from the same values.
 
-A state that is cut from full tensors must be cut from the same tensors everywhere. Ranks that have drawn other random
-numbers would train replicas that differ for ever, or a mixture, and nothing would show it. So the ranks compare a
-digest of every leaf once, when the state is sharded.
+A state that is cut from full tensors must be cut from the same tensors on every rank. Ranks that initialised their
+model from different random numbers would train different replicas, or a mixture of several models, and nothing
+would show it. So the ranks compare a digest of every leaf once, when the state is sharded.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from torch.distributed.tensor import DTensor
 from .meeting import Call, everywhere, meet
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 4096  # elements that are weighted by their place when a digest is made
+_ROW = 4096  # elements that a digest tells apart by their position
 
 
 class Leaf(NamedTuple):
-    """What a rank says of one leaf; `values` is a digest, None where the values do not count."""
+    """A description of one leaf on one rank. `values` is its digest, None where the values do not count."""
 
     kind: str
-    values: tuple[int, int] | None
+    values: tuple[int, ...] | None
 
 
 def check_same(
     mesh: DeviceMesh, axes: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], source: int | None
 ) -> None:
-    """Compare the leaves of a state over the ranks of a mesh that differ along `axes` alone; along others, such as
-    that of tensor parallelism, ranks may hold different leaves. With a `source` only that rank's values count.
+    """Compare the leaves of a state over the ranks that differ along `axes` alone.
 
-    Raises: ValueError on every rank, which names the first leaf that differs.
+    Along the other axes of the mesh, such as that of tensor parallelism, ranks may hold different leaves. With a
+    `source` only the values of that rank count.
+
+    Raises: ValueError on every rank, naming the first leaf that differs.
     """
     if mesh.size() == 1:
         return
     meet(mesh, Call("shard"))
     described = list(zip(paths, _described(leaves, source is None)))
-    every = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
     names = mesh.mesh_dim_names or ()
-    others = [k for k, name in enumerate(names) if name not in axes]
-    rows = mesh.mesh.permute(*others, *(k for k in range(mesh.ndim) if k not in others))
-    for row in rows.reshape(math.prod(mesh.size(k) for k in others), -1).tolist():
+    free = [k for k, name in enumerate(names) if name not in axes]
+    rows = mesh.mesh.permute(*free, *(k for k in range(mesh.ndim) if k not in free))
+    for row in rows.reshape(math.prod(mesh.size(k) for k in free), -1).tolist():
         for rank in row:
-            _check_alike(row[0], every[row[0]], rank, every[rank])
+            _check_alike(row[0], by_rank[row[0]], rank, by_rank[rank])
 
 
 def _check_alike(
-    first_rank: int, first: Sequence[tuple[str, Leaf]], rank: int, other: Sequence[tuple[str, Leaf]]
+    first_rank: int, first: Sequence[tuple[str, Leaf]], rank: int, second: Sequence[tuple[str, Leaf]]
 ) -> None:
-    if [path for path, _ in other] != [path for path, _ in first]:
+    if [path for path, _ in second] != [path for path, _ in first]:
         raise ValueError(
-            f"shard: rank {rank} has {len(other)} leaves and rank {first_rank} has {len(first)}, or they have other "
+            f"shard: rank {rank} has {len(second)} leaves and rank {first_rank} has {len(first)}, or they have other "
             f"names.\nBuild the same model and optimizer on every rank."
         )
-    for (path, leaf), (_, wanted) in zip(other, first):
+    for (path, leaf), (_, wanted) in zip(second, first):
         if leaf != wanted:
             raise ValueError(_text(path, first_rank, wanted, rank, leaf))
 
 
 def digest(x: torch.Tensor) -> torch.Tensor:
-    """Two sums of the bits of a tensor, i64[2]: one of all of them, one in which the place of each counts.
+    """Two sums of the bits of a tensor, i64[2]: a plain one, and one weighted by the position of each element.
 
     >>> digest(torch.tensor([1.0, 2.0])).equal(digest(torch.tensor([2.0, 1.0])))
     False
@@ -73,7 +75,7 @@ def digest(x: torch.Tensor) -> torch.Tensor:
     whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(0, dtype=torch.int64)
     rest = words[words.numel() // _ROW * _ROW :].to(torch.int64)
     whole[: rest.numel()] += rest
-    weights = torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1  # odd, so that no place counts for nothing
+    weights = torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1  # odd, so that every position counts
     return torch.stack([whole.sum(), (whole * weights).sum()])
 
 

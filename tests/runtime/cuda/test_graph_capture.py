@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
+from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans import ops
@@ -22,86 +22,7 @@ from ztrans.compiled import Bound
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 from ztrans.runtime.codegen import executable
-from ztrans.runtime.cuda.graph_capture import Capture, check_device, fed, placed, with_rates
-
-
-class Stream:
-    def wait_stream(self, other) -> None:
-        pass
-
-
-class CUDAGraph(TorchDispatchMode):
-    """What is done under it is undone, and done again on the same memory whenever it is replayed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.before, self.replays, self.resets = [], {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        for x in tensors:
-            self.before.setdefault(x.untyped_storage()._cdata, (x, x.untyped_storage().clone()))
-        made = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(made):
-            if isinstance(x, torch.Tensor):  # memory of the graph's own: there is nothing to undo
-                self.before.setdefault(x.untyped_storage()._cdata, (x, None))
-        self.calls.append((func, args, kwargs or {}, made))
-        return made
-
-    def undo(self) -> None:
-        for x, content in self.before.values():
-            if content is not None:
-                x.untyped_storage().copy_(content)
-
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, made in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(pytree.tree_leaves(made), pytree.tree_leaves(again)):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-    def reset(self) -> None:
-        self.calls, self.resets = [], self.resets + 1
-
-
-class Cuda:
-    """The double of `torch.cuda`."""
-
-    def __init__(self) -> None:
-        self.graphs, self.synchronized, self.now, self.streams = [], 0, Stream(), []
-        self.modes = []
-
-    def Stream(self) -> Stream:
-        return Stream()
-
-    def CUDAGraph(self) -> CUDAGraph:
-        self.graphs.append(CUDAGraph())
-        return self.graphs[-1]
-
-    def current_stream(self) -> Stream:
-        return self.now
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream
-        self.streams.append(stream)
-        try:
-            yield
-        finally:
-            self.now = before
-
-    @contextlib.contextmanager
-    def graph(self, graph, stream, capture_error_mode):
-        self.modes.append(capture_error_mode)
-        with self.stream(stream), graph:
-            yield
-        graph.undo()
+from ztrans.runtime.cuda.graph_capture import Capture, check_device, copied_inputs, placed, with_rates
 
 
 def step(state, batch):
@@ -124,7 +45,7 @@ def batch_of(k):
 
 def captured(fn, state, batch):
     """A compiled step whose runs are captured by the double."""
-    cuda = Cuda()
+    cuda = FakeCuda()
     lowered = zt.Step.of(fn).lower(state, *batch)
     run = executable(lowered.graph, None)
     calls = []
@@ -160,9 +81,9 @@ def test_replays_compute_what_the_step_computes():
     assert same(found, truth) and same(outputs, wanted), "numbers are read anew, and outputs kept are not overwritten"
     assert found["w"] is state["w"], "the state is updated where it lies"
     assert len(calls) == 2 and cuda.graphs[0].replays == 4
-    side, here, again = cuda.streams
+    side, here, again = cuda.entered
     assert side is again is not here is cuda.now, "run once and captured on one side stream"
-    assert cuda.modes == ["thread_local"]
+    assert cuda.capture_modes == ["thread_local"]
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "adamw_fused", "muon"])
@@ -217,21 +138,8 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_the_state_alone():
     state, _ = trained(compiled, state_of(), data[:1])
     before = pytree.tree_map(torch.clone, state)
     with pytest.raises(RuntimeError, match="step: the step cannot be captured as a CUDA graph: operation not permitted"):
-        cuda.graph = failing(cuda)
         compiled(state, *data[1])
     assert same(before, state) and capture.captured is None
-
-
-def failing(cuda):
-    @contextlib.contextmanager
-    def graph(graph, stream, capture_error_mode):
-        try:
-            with graph:
-                yield
-        finally:
-            graph.undo()
-
-    return graph
 
 
 def test_the_graph_goes_before_the_process_group_when_the_process_ends(monkeypatch):
@@ -288,14 +196,14 @@ def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
 
     function, state = lifted()
     lowered = zt.Step.of(function).lower(state, batch_of(0)[1][0])
-    graph, cuda = with_rates(lowered.graph), Cuda()
+    graph, cuda = with_rates(lowered.graph), FakeCuda()
     names = [v.name for v in graph.inputs]
-    assert fed(graph, [torch.empty((), device="cpu" if n == "lr.0" else "meta") for n in names], "meta") == [
+    assert copied_inputs(graph, [torch.empty((), device="cpu" if n == "lr.0" else "meta") for n in names], "meta") == [
         names.index("lr.0"),
         names.index("x"),
     ]
     # Here the state lies where the graph is; the rate is to come with every call all the same, as on a GPU.
-    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.fed", lambda *_: [names.index("lr.0"), names.index("x")])
+    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("lr.0"), names.index("x")])
     compiled = lowered.compile()
     compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
     found, losses = run(compiled, state)
@@ -336,7 +244,7 @@ def test_tables_of_kernels_are_filled_when_the_capture_is_over(monkeypatch):
 
 
 def test_a_capture_that_fails_leaves_the_stream_and_the_collector_as_they_were():
-    cuda = Cuda()
+    cuda = FakeCuda()
     graph = zt.Step.of(step).lower(state_of(), batch_of(0)).graph
 
     @contextlib.contextmanager
@@ -383,23 +291,22 @@ class Called(TorchDispatchMode):
 
 def test_tables_of_addresses(monkeypatch):
     """Made for each stream and let go in turn; a capture takes what any stream has, and keeps it for good."""
-    stream, capturing = ["a"], [False]
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=stream[0]))
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing[0])
+    cuda = FakeCuda()
+    monkeypatch.setattr("torch.cuda.current_stream", cuda.current_stream)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", cuda.is_current_stream_capturing)
     monkeypatch.setattr(tables, "on_device", lambda rows, device, shared: rows)
-    monkeypatch.setattr(tables, "_made", OrderedDict())
+    monkeypatch.setattr(tables, "_kept", OrderedDict())
     monkeypatch.setattr(tables, "_captured", [])
-    monkeypatch.setattr(tables, "_KEPT", 2)
+    monkeypatch.setattr(tables, "_MOST", 2)
     x, y, z = (torch.empty(k + 1) for k in range(3))
     of = lambda t: tables.addresses([t], torch.device("cuda"))
     first = of(x)
     assert first.tolist() == [x.data_ptr()] and of(x) is first
-    stream[0] = "b"
-    assert of(x) is not first, "another stream might read it before it is there, or after it is let go"
-    stream[0], capturing[0] = "c", True
-    assert of(x) is first and tables._captured == [first]
-    capturing[0] = False
+    with cuda.stream(cuda.Stream()):
+        assert of(x) is not first, "another stream might read it before it is there, or after it is let go"
+    with cuda.graph(cuda.CUDAGraph(), cuda.Stream(), "thread_local"):
+        assert of(x) is first and tables._captured == [first]
     of(y)
     of(x)
     of(z)  # y has not been asked for the longest, and is let go
-    assert [key[0] for key in tables._made] == [(x.data_ptr(),), (z.data_ptr(),)]
+    assert [key[0] for key in tables._kept] == [(x.data_ptr(),), (z.data_ptr(),)]

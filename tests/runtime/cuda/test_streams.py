@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.fake_cuda import TimedEvent
 from tests.support.programs import CASES
 from tests.support.races import Races
+from tests.support.torchrun import torchrun
 from tests.support.worlds import ALL, batches, slices
 from ztrans import ops
 from ztrans.ir import donation
@@ -38,8 +34,8 @@ from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
 from ztrans.runtime.codegen import bind, to_fx
-from ztrans.runtime.cuda.streams import Done, Streams, in_a_row
-from ztrans.runtime.cuda.symmetric_memory import MOST, Near
+from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
+from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
 from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import flat
@@ -163,10 +159,10 @@ def test_a_transport_has_a_reason(kind, op, wire, said):
 
 def test_who_cannot_read_the_others_memory_is_told_why(mesh):
     group = mesh.get_group()
-    assert Near().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
-    assert Near().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
+    assert SymmetricMemory().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
+    assert SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
     alone = dist.new_group([1])
-    assert Near().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
+    assert SymmetricMemory().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
 
 
 def test_the_checker_knows_what_a_kernel_reads_through_addresses():
@@ -179,13 +175,13 @@ def test_the_checker_knows_what_a_kernel_reads_through_addresses():
 
 
 def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
-    near = Near(lambda nbytes, group: in_one_process(2, nbytes)[0])
+    memory = SymmetricMemory(lambda nbytes, group: in_one_process(2, nbytes)[0])
     group = Channel("dp", "gathers")  # anything that can be referred to weakly
-    near.reserve(group, 8)
-    near.check()
-    near.memory(group).error.fill_(2)
+    memory.reserve(group, 8)
+    memory.check()
+    memory.buffer(group).error.fill_(2)
     with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
-        near.check()
+        memory.check()
 
 
 def test_the_program_says_what_carries_its_collectives(mesh):
@@ -194,24 +190,9 @@ def test_the_program_says_what_carries_its_collectives(mesh):
     assert "by=nccl all_gather (moves bytes" in said and "by=nccl reduce_scatter (reduces float32" in said
 
 
-class Reading:
-    """An event that is read: what time it was on which stream."""
-
-    read: ClassVar[list] = []
-
-    def __init__(self, device, enable_timing):
-        assert (device, enable_timing) == ("cuda", True)
-
-    def record(self, stream=None):
-        self.at, self.stream = len(self.read), stream
-        self.read.append(self)
-
-    def elapsed_time(self, other):
-        return 1e3 * (other.at - self.at)
-
-
 def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
-    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.Event", TimedEvent)
+    monkeypatch.setattr(TimedEvent, "readings", [])
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
     low, local = lowered(mesh, "gpt_adam", 3)
     with Races() as cuda:
@@ -221,20 +202,20 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     times = module.record.times()
     starts = [e for e in low.graph.eqns if is_start(e)]
     assert len(times.marks) == len(low.graph.eqns) + 1 and list(times.marks) == sorted(times.marks)
-    assert len(times.started) == len(times.done) == len(times.came) == len(starts)
+    assert len(times.started) == len(times.done) == len(times.arrived) == len(starts)
     assert all(a < b for a, b in zip(times.started, times.done))
-    lanes = [r.stream for r in Reading.read if r.stream is not None]
+    lanes = [r.stream for r in TimedEvent.readings if r.stream is not None]
     assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
     assert cuda.races == []
 
 
 def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
-    monkeypatch.setattr("torch.Event", Reading)
+    monkeypatch.setattr("torch.Event", TimedEvent)
+    monkeypatch.setattr(TimedEvent, "readings", [])
     monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
-    monkeypatch.setattr(Reading, "synchronize", lambda self: None, raising=False)
     ran = []
-    assert in_a_row(lambda: ran.append("run") or Reading("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert back_to_back_seconds(lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 
@@ -314,14 +295,7 @@ def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, mon
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose calls of the same names give what NCCL's do."""
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(root / "tests/support/streamed.py")], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    figures = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    figures = torchrun(2, "streamed.py")
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
     assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]

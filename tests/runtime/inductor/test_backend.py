@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_distributed import torchrun
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
+from tests.support.torchrun import torchrun
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
 from ztrans.runtime.codegen import fused
@@ -71,7 +71,7 @@ def test_draws_are_the_same_and_state_is_written_where_it_is():
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
     program = compiled._bound[0][1].program
-    written = [k for name, m in program.named_children() if name.startswith("kernel") for k in m.over if k is not None]
+    written = [k for name, m in program.named_children() if name.startswith("kernel") for k in m.written if k is not None]
     assert len(written) == 2, "w and v are written by a kernel; the old m is an output"
     assert not torch.equal(held.t(), before), "what was handed out is not what the next step writes"
 
@@ -219,12 +219,12 @@ def test_products_by_another_library():
     assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
     assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
     for x in (a.double(), a.bfloat16(), a[None], a[:0]):
-        assert products.other(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {}) is None
+        assert products.alternative(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {}) is None
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    return torchrun(2, "inductor")
+    return torchrun(2, "ranks.py", "inductor")
 
 
 @pytest.mark.distributed

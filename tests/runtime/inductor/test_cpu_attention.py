@@ -71,7 +71,7 @@ def test_keys_may_be_more_than_queries():
 def chosen(monkeypatch):
     """Products are faster, whatever the clock says."""
     attention._faster.cache_clear()
-    monkeypatch.setattr(attention, "share", lambda other, call: 0.0)
+    monkeypatch.setattr(attention, "time_share", lambda alternative, call: 0.0)
     yield
     attention._faster.cache_clear()
 
@@ -82,9 +82,9 @@ def test_compiled_it_lies_as_flash_does(chosen, views, dtype):
     q, k, v, grad = given(77, 32, dtype, views)
     flash = FORWARD(q, k, v, 0.0, True)
     every = [*flash, *BACKWARD(grad, q, k, v, *flash, 0.0, True)]
-    lies = [Strided.of(x) for x in (grad, q, k, v, *flash)]
-    forward = attention.other(FORWARD, [*lies[1:4], 0.0, True], {})
-    backward = attention.other(BACKWARD, [*lies, 0.0, True], {})
+    layouts = [Strided.of(x) for x in (grad, q, k, v, *flash)]
+    forward = attention.alternative(FORWARD, [*layouts[1:4], 0.0, True], {})
+    backward = attention.alternative(BACKWARD, [*layouts, 0.0, True], {})
     mine = [*forward(q, k, v, 0.0, True), *backward(grad, q, k, v, *flash, 0.0, True)]
     assert [Strided.of(x) for x in mine] == [Strided.of(x) for x in every]
     near(mine, every, exact(q, k, v, grad, True))
@@ -94,14 +94,14 @@ def test_what_it_cannot_do_stays_with_flash(chosen):
     q, k, v, _ = (Strided.of(x) for x in given(8, 4, torch.float32, False))
     mask = Strided.of(torch.zeros(8, 8))
     long = Strided.of(torch.empty(64, 16, 2048, 4, device="meta"))._replace(device=torch.device("cpu"))
-    assert attention.other(aten.mm.default, [q, k], {}) is None
-    assert attention.other(FORWARD, [q, k, v, 0.1, True], {}) is None, "dropout"
-    assert attention.other(FORWARD, [q, k, v], {"attn_mask": mask}) is None
-    assert attention.other(FORWARD, [q, k._replace(shape=(2, 1, 8, 4)), v], {}) is None, "heads shared"
-    assert attention.other(FORWARD, [q, k._replace(shape=(2, 3, 9, 4)), v, 0.0, True], {}) is None, "lengths"
-    assert attention.other(FORWARD, [x._replace(dtype=torch.float64) for x in (q, k, v)], {}) is None
-    assert attention.other(FORWARD, [x._replace(shape=(2, 3, 0, 4)) for x in (q, k, v)], {}) is None, "nothing"
-    assert attention.other(FORWARD, [long] * 3, {}) is None, "a block's scores take too much memory"
+    assert attention.alternative(aten.mm.default, [q, k], {}) is None
+    assert attention.alternative(FORWARD, [q, k, v, 0.1, True], {}) is None, "dropout"
+    assert attention.alternative(FORWARD, [q, k, v], {"attn_mask": mask}) is None
+    assert attention.alternative(FORWARD, [q, k._replace(shape=(2, 1, 8, 4)), v], {}) is None, "heads shared"
+    assert attention.alternative(FORWARD, [q, k._replace(shape=(2, 3, 9, 4)), v, 0.0, True], {}) is None, "lengths"
+    assert attention.alternative(FORWARD, [x._replace(dtype=torch.float64) for x in (q, k, v)], {}) is None
+    assert attention.alternative(FORWARD, [x._replace(shape=(2, 3, 0, 4)) for x in (q, k, v)], {}) is None, "nothing"
+    assert attention.alternative(FORWARD, [long] * 3, {}) is None, "a block's scores take too much memory"
 
 
 @pytest.mark.compiles

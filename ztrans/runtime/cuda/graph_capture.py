@@ -1,16 +1,16 @@
 """Graph capture: a whole step, update included, as one CUDA graph that each call replays.
 
-The first call runs the step as it is, on a stream of its own: communicators come up, kernels are
-compiled, libraries take their workspaces. The second is captured, and replayed as every call after it.
-A graph knows addresses, so
+The first call runs the step without a graph, on a stream of its own: communicators are set up, kernels are compiled,
+libraries allocate their workspaces. The second call captures the step and replays it, as every later call does.
+A graph holds addresses, so
 
-- the batch is copied into buffers that stay, and numbers such as lr too: they are read on the device, by
+- the batch is copied into buffers that stay in place, and so are numbers such as lr: they are read on the device, by
   fused optimizers in fp32;
-- the state is updated where it lies, and each call must bring the state that was captured;
-- what the step gives beside the state is copied out of the graph's memory, which the next call overwrites.
+- the state is updated in place, and each call must bring the state that was captured;
+- outputs other than the state are copied out of the graph's memory, which the next call overwrites.
 
-NCCL lets go of a communicator only when no graph holds one of its collectives: `close` comes before
-`destroy_process_group`. When the process ends it comes by itself.
+NCCL destroys a communicator only when no graph holds one of its collectives, so `close` must be called before
+`destroy_process_group`. It is called at the end of the process, if the user has not called it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,24 @@ from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
 from ..inductor.fusion import is_update
+from .streams import Cuda
+
+
+class CaptureCuda(Cuda, Protocol):
+    """`torch.cuda`, as far as a capture uses it, or a double of it on a machine without a GPU."""
+
+    def synchronize(self) -> None: ...
+    def graph(self, graph: Any, /, *, stream: Any, capture_error_mode: str) -> AbstractContextManager[Any]: ...
+    @property
+    def CUDAGraph(self) -> Callable[[], Any]: ...
+
+
+class Program(Protocol):
+    """A step as a function from flat inputs to flat outputs, such as `codegen.Executable`."""
+
+    @property
+    def program(self) -> torch.fx.GraphModule: ...
+    def __call__(self, inputs: Sequence[torch.Tensor], /) -> list[Any]: ...
 
 
 def check_device(device: str | None) -> None:
@@ -43,33 +62,36 @@ def check_device(device: str | None) -> None:
         )
 
 
-def fed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
-    """Which inputs come anew with every call of a captured step: the batch, and what of the state the step leaves
-    as it is and keeps elsewhere, such as a learning rate.
+def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
+    """The positions of the inputs that every call of a captured step copies into a buffer.
 
-    Raises: ValueError naming a state leaf that lies elsewhere and changes.
+    These are the batch, and the leaves of the state that the step does not change and that are not on the GPU, such
+    as a learning rate.
+
+    Raises: ValueError naming a state leaf that changes and is not on the GPU.
     """
-    found = []
+    copied = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
         if i >= graph.num_state or (x.device.type != device and graph.outputs[i] is v):
-            found.append(i)
+            copied.append(i)
         elif x.device.type != device:
             raise ValueError(
                 f"{graph.name}: state leaf {v.name} lies on {x.device}, and a CUDA graph would not see it change.\n"
                 f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
                 f"step counter there with capturable=True or fused=True."
             )
-    return found
+    return copied
 
 
 def placed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[torch.Tensor]:
-    """The inputs of a step as its capture reads them: all on one device."""
-    given, to = set(fed(graph, inputs, device)), next((x.device for x in inputs if x.device.type == device), device)
-    return [x.to(to) if i in given else x for i, x in enumerate(inputs)]
+    """The inputs of a step with those that a capture copies moved to the device of the others."""
+    copied = set(copied_inputs(graph, inputs, device))
+    target = next((x.device for x in inputs if x.device.type == device), torch.device(device))
+    return [x.to(target) if i in copied else x for i, x in enumerate(inputs)]
 
 
 def with_rates(graph: Graph) -> Graph:
-    """The program with the learning rates of fused optimizers in fp32, which is all that these read on a GPU."""
+    """The program with the learning rates of fused optimizers in fp32: on a GPU these read no other dtype."""
     narrow: dict[Var, Var] = {}
     eqns: list[Eqn] = []
     for e in graph.eqns:
@@ -85,23 +107,23 @@ def with_rates(graph: Graph) -> Graph:
 
 
 class Capture:
-    """A step that is run once, then captured, then replayed; `run` is a function of flat inputs.
+    """A step that is run at the first call, captured at the second, and replayed from then on.
 
-    `check` raises before a replay if the one before has failed. `cuda` is `torch.cuda`, or what stands in for it
-    on a machine without a GPU, with its `device`.
+    `run` is a function of flat inputs. `check` is called before each replay, and raises if the replay before it
+    failed. `cuda` is `torch.cuda` or its double, and `device` the type of its device.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[torch.Tensor]], list[Any]],
+        run: Program,
         graph: Graph,
-        cuda: Any = torch.cuda,
+        cuda: CaptureCuda = torch.cuda,
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.run, self.graph, self.cuda, self.device, self.check = run, graph, cuda, device, check
         self.stream: Any = None
-        self.buffers: dict[int, torch.Tensor] = {}  # of what comes anew with every call
+        self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
         self.captured: Any = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = []
@@ -112,49 +134,54 @@ class Capture:
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        n, first = self.graph.num_state, self.stream is None
-        if first:
-            there = placed(self.graph, inputs, self.device)
-            self.buffers = {i: torch.empty_like(there[i]) for i in fed(self.graph, inputs, self.device)}
-            self.stream = self.cuda.Stream()
+        is_first = self.stream is None
+        if is_first:
+            self._allocate(inputs)
         elif self.captured is not None:
-            self._check_same(inputs)
+            self._check_same_state(inputs)
         for i, buffer in self.buffers.items():
             _fill(buffer, inputs[i])
         read = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
-        if first:
-            outputs = self._beside(read)
+        if is_first:
+            outputs = self._run_on_side_stream(read)
         else:
             if self.captured is None:
                 self._capture(read)
             self.check()
             self.captured.replay()
             outputs = self.outputs
+        n = self.graph.num_state
         return [*inputs[:n], *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:])]
 
     def close(self) -> None:
-        """Let go of the graph and its memory; a later call begins anew, with any state."""
+        """Release the graph and its memory. A later call starts again from the beginning, with any state."""
         if self.captured is not None:
             self.cuda.synchronize()
             self.captured.reset()
         self.captured = self.stream = None
         self.buffers, self.inputs, self.outputs = {}, [], []
 
-    def _beside(self, inputs: list[torch.Tensor]) -> list[Any]:
-        here = self.cuda.current_stream()
-        self.stream.wait_stream(here)
+    def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
+        on_device = placed(self.graph, inputs, self.device)
+        copied = copied_inputs(self.graph, inputs, self.device)
+        self.buffers = {i: torch.empty_like(on_device[i]) for i in copied}
+        self.stream = self.cuda.Stream()
+
+    def _run_on_side_stream(self, inputs: list[torch.Tensor]) -> list[Any]:
+        current = self.cuda.current_stream()
+        self.stream.wait_stream(current)
         with self.cuda.stream(self.stream):
             outputs = self.run(inputs)
-        here.wait_stream(self.stream)
+        current.wait_stream(self.stream)
         return outputs
 
     def _capture(self, inputs: list[torch.Tensor]) -> None:
         captured = self.cuda.CUDAGraph()
-        gc.collect()  # memory, or a module of kernels, that is let go meanwhile would end the capture
+        gc.collect()  # memory, or a module of kernels, that is freed during a capture would end it
         try:
-            # Only this thread is captured: those that load data or watch NCCL may go on.
+            # Only this thread is captured, so threads that load data or watch NCCL may go on.
             with (
-                self.cuda.stream(self.cuda.current_stream()),  # the one that is current again if it fails
+                self.cuda.stream(self.cuda.current_stream()),  # restores this stream if the capture fails
                 ops.filled_after_capture(self.device),
                 no_collection(),
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
@@ -170,7 +197,7 @@ class Capture:
         self.captured, self.inputs = captured, inputs
         atexit.register(_close, weakref.ref(self))
 
-    def _check_same(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
         for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
             if i not in self.buffers and old.data_ptr() != x.data_ptr():
                 raise ValueError(
@@ -182,8 +209,9 @@ class Capture:
 
 
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy an input into its buffer."""
     if x.ndim == 0 and x.device.type == "cpu":
-        buffer.fill_(x.item())  # the number goes with the launch: no copy from the host to wait for
+        buffer.fill_(x.item())  # the number travels with the launch, so no copy from the host must be waited for
     else:
         buffer.copy_(x, non_blocking=True)
 

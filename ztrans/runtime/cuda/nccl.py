@@ -1,12 +1,12 @@
-"""NCCL: the collectives of one rank on a GPU, on streams beside compute.
+"""NCCL: the collectives of one rank on a GPU, on streams of their own.
 
-All messages of an equation are one call, each packed by one launch. A gather alone in its message is
-received where its value will lie. Terms of half precision, which NCCL would round at every hop, are
-exchanged and summed in fp32 and in rank order; others it reduces itself. A mean is a sum, then scaled.
+All messages of an equation are one call, each packed by one launch. A gather of a single member is received in the
+memory of its value. Terms of half precision, which NCCL would round at every hop, are exchanged and summed in fp32
+and in rank order; NCCL reduces all others. A mean is a sum that is then scaled.
 
-A call that is not asynchronous to torch runs on the current stream, and here that is the
-communicator's own: torch holds no tensors for it and uses no stream of its own, and a CUDA graph
-captures it like a kernel.
+The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
+communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
+kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,26 +30,26 @@ from .streams import Done, Streams
 from .transport import Transport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_ALIGNED = 16  # elements: what is read where it lies in a buffer of many should start at a multiple
+_ALIGNED = 16  # elements: a value that is read inside a larger buffer should start at a multiple
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message: `sent` and `values` are there; the rest is launched, each on its stream.
+    """One message. `sent` and `values` are allocated already; each function is called on the stream that it runs on.
 
-    `pack` fills `sent`; `received` is what the collective fills, and may be one of the values or be
-    sent itself; `finish` makes the values of it.
+    `pack` fills `sent`. `receive_buffer` returns the tensor that the collective fills, which may be one of the values
+    or `sent`. `finish` makes the values of that tensor.
     """
 
     sent: torch.Tensor
     values: Sequence[torch.Tensor]
     pack: Callable[[], object]
-    received: Callable[[], torch.Tensor]
+    receive_buffer: Callable[[], torch.Tensor]
     finish: Callable[[torch.Tensor], object]
 
 
 class StreamedStart(Start):
-    """Starts one collective equation, like `Start`, beside what compute does."""
+    """Starts one collective equation, like `Start`, on streams next to the compute stream."""
 
     def __init__(
         self,
@@ -61,7 +62,8 @@ class StreamedStart(Start):
     ) -> None:
         super().__init__(eqn, sizes, at, channel)
         self.streams, self.lane, self.transport = streams, streams.lane(channel), by
-        self.message = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}[eqn.op]
+        messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
+        self.message = {primitive.name: message for primitive, message in messages.items()}[self.kind]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, by={self.transport}"
@@ -74,43 +76,46 @@ class StreamedStart(Start):
             for m in messages:
                 m.pack()
         with streams.communicate(self.lane):
-            received = [m.received() for m in messages]
+            received = [m.receive_buffer() for m in messages]
             self._call(received, [m.sent for m in messages])
-            for m, got in zip(messages, received):
-                m.finish(got)
+            for m, buffer in zip(messages, received):
+                m.finish(buffer)
         done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
         values = dict(zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values)))
         future = Future(done, lambda: [values[k] for k in range(len(values))])
-        return tuple(Member((future, k)) for k in range(len(members)))
+        return tuple(Member(future, k) for k in range(len(members)))
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        if self.wire.is_complex:  # which NCCL does not know; sums go by parts
-            received, sent = ([torch.view_as_real(x).view(-1) for x in each] for each in (received, sent))
+        """Launch the collective on the current stream, for all messages at once."""
+        if self.wire.is_complex:  # NCCL has no complex dtypes; sums go by real and imaginary parts
+            received, sent = ([torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent))
+        work: Any
         if self.kind == ALL_GATHER.name:
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
-            call = _newest(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+            call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
             work = call(*pairs, options)
         elif self.kind == ALL_REDUCE.name:
-            options = AllreduceCoalescedOptions()
-            options.reduceOp, options.asyncOp = _OPS[self.op], False
-            work = self.group.allreduce_coalesced(sent, options)
+            work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
         elif self.transport.call == "nccl all_to_all":
             work = None
             for into, out in zip(received, sent):
                 dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), group=self.group)
         else:
-            options = ReduceScatterOptions()
-            options.reduceOp, options.asyncOp = _OPS[self.op], False
-            call = _newest(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-            work = call(received, sent, options)
-        if work is not None:  # NCCL gives none: it runs on this stream. Other backends are waited for.
+            call = _method(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+            work = call(received, sent, self._options(ReduceScatterOptions()))
+        if work is not None:  # NCCL returns none, because it runs on this stream; other backends must be waited for
             work.wait()
+
+    def _options(self, options: Any) -> Any:
+        options.reduceOp, options.asyncOp = _OPS[self.op], False
+        return options
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
         n, sizes, new = self.size, [self.parts[k] for k in ks], shards[0].new_empty
-        packed = lambda out: ops.cast_pack([s.movedim(self.dim, 0) for s in shards], sizes, self.wire, out=out)
+        rows = [s.movedim(self.dim, 0) for s in shards]
+        packed = lambda out: ops.cast_pack(rows, sizes, self.wire, out=out)
         if len(ks) == 1 and self.dim == 0:
             shape = self.shapes[ks[0]]
             whole = new(n * sizes[0], dtype=self.wire)
@@ -120,27 +125,20 @@ class StreamedStart(Start):
         shapes = [self.shapes[k] for k in ks]
         sent = new(sum(sizes), dtype=self.wire)
         values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
-        received = lambda: new(n * sent.numel(), dtype=self.wire)
-        return Message(
-            sent, values, lambda: packed(sent), received, lambda got: self._deliver(got, n, sizes, shapes, values)
-        )
+        buffer = lambda: new(n * sent.numel(), dtype=self.wire)
+        deliver = lambda received: self._deliver(received, n, sizes, shapes, values)
+        return Message(sent, values, lambda: packed(sent), buffer, deliver)
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
         n, sizes, new = self.size, [self.parts[k] for k in ks], terms[0].new_empty
-        whole = [self.shapes[k] for k in ks]
-        shapes = [(part(s[0], n, self.rank)[1], *s[1:]) for s in whole]
+        shapes = [(part(s[0], n, self.rank)[1], *s[1:]) for s in (self.shapes[k] for k in ks)]
         dtype, total = self.outs[ks[0]].dtype, sum(sizes)
-        term = terms[0]
-        as_it_lies = len(ks) == 1 and self.dim == 0 and term.dtype == self.wire and term.is_contiguous()
-        as_it_lies = as_it_lies and term.numel() == n * total
-        sent = term.view(-1) if as_it_lies else new(n * total, dtype=self.wire)
-        rows = [t.movedim(self.dim, 0) for t in terms]
-        pack = (lambda: None) if as_it_lies else lambda: ops.cast_pack(rows, sizes, self.wire, ranks=n, out=sent)
+        sent, pack = self._terms(sizes, terms)
         if self.transport.call == "nccl all_to_all":
             values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
 
-            def summed(got: torch.Tensor) -> None:
-                flat = ops.reduce(list(got.view(n, total)), self.op, torch.float32)
+            def summed(received: torch.Tensor) -> None:
+                flat = ops.reduce(list(received.view(n, total)), self.op, torch.float32)
                 self._deliver(flat, 1, sizes, shapes, values)
 
             return Message(sent, values, pack, lambda: new(n * total, dtype=self.wire), summed)
@@ -150,11 +148,23 @@ class StreamedStart(Start):
             return Message(sent, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
 
-        def scaled(got: torch.Tensor) -> None:
-            self._scale(got)
-            self._deliver(got, 1, sizes, shapes, values)
+        def scaled(received: torch.Tensor) -> None:
+            self._scale(received)
+            self._deliver(received, 1, sizes, shapes, values)
 
         return Message(sent, values, pack, lambda: new(total, dtype=self.wire), scaled)
+
+    def _terms(self, sizes: list[int], terms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+        """The send buffer of a reduction, and the function that fills it.
+
+        A single term that needs no cast, no padding and no transposition is sent where it is.
+        """
+        term, numel = terms[0], self.size * sum(sizes)
+        is_ready = term.dtype == self.wire and term.is_contiguous() and term.numel() == numel
+        if len(terms) == 1 and self.dim == 0 and is_ready:
+            return term.view(-1), lambda: None
+        sent, rows = term.new_empty(numel, dtype=self.wire), [t.movedim(self.dim, 0) for t in terms]
+        return sent, lambda: ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=sent)
 
     def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
         new, shapes, dtype = terms[0].new_empty, [self.shapes[k] for k in ks], self.outs[ks[0]].dtype
@@ -162,14 +172,14 @@ class StreamedStart(Start):
         sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
         sent = new(sum(sizes), dtype=self.wire)
         pack = lambda: ops.cast_pack(terms, sizes, self.wire, out=sent)
-        here = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
+        sums = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
         if dtype == self.wire:
-            return Message(sent, here, pack, lambda: sent, self._scale)
+            return Message(sent, sums, pack, lambda: sent, self._scale)
         values = [new(shape, dtype=dtype) for shape in shapes]
 
-        def scaled(got: torch.Tensor) -> None:
-            self._scale(got)
-            for value, x in zip(values, here):
+        def scaled(received: torch.Tensor) -> None:
+            self._scale(received)
+            for value, x in zip(values, sums):
                 value.copy_(x)
 
         return Message(sent, values, pack, lambda: sent, scaled)
@@ -186,7 +196,7 @@ class StreamedStart(Start):
         shapes: Sequence[tuple[int, ...]],
         values: Sequence[torch.Tensor],
     ) -> None:
-        """A buffer of several values to where each is to lie, the split dim in its place."""
+        """Copy a buffer of several values to the memory of each, with the split dim back in its place."""
         if self.dim == 0 and flat.dtype == values[0].dtype:
             torch.ops.ztrans.unpack.out(flat, sizes, ranks, out=[v.view(-1) for v in values])
         else:
@@ -195,11 +205,11 @@ class StreamedStart(Start):
                 value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
-def _newest(group: dist.ProcessGroup, *names: str) -> Callable:
-    """A method of a process group, under the first of its names that this torch knows (2.13 renamed some)."""
+def _method(group: dist.ProcessGroup, *names: str) -> Callable:
+    """A method of a process group, under the first of its names that this torch has (2.13 renamed some)."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def moved_back(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """A shape with its first dim where it belongs."""
+    """A shape whose first dim is moved back to position `dim`."""
     return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :]) if shape else ()

@@ -1,24 +1,25 @@
-"""Streams: where a GPU packs and communicates beside compute, and when memory may be used again.
+"""Streams: where a GPU packs and communicates while it computes, and when memory may be reused.
 
     compute    the current stream, on which the program's equations run
-    packing    one for all collectives: members are cast and packed, never behind a collective
-    lane       one for each communicator: the collective, and what is made of what came
+    packing    one stream for all collectives: it casts and packs members, and never queues behind a collective
+    lane       one stream for each communicator: the collective, then the unpacking of what it received
 
     start:  compute ──● event ───────────────────────────────▶ goes on
                       packing ──■ pack ──●
                                          lane ──■ collective ──■ unpack ──●
-    wait:   compute ──────────────────────────────────────────────────────● waits, the host does not
+    wait:   compute ──────────────────────────────────────────────────────● waits; the host does not
 
-No block of memory is used again while a stream may still touch it, and nobody calls `record_stream`:
+No block of memory is reused while a stream may still touch it, and nothing calls `record_stream`:
 
-- What is handed from stream to stream (sent, received, results) is allocated on the compute stream
-  before the event that the others wait for, and held until compute has waited for the lane's last event.
-- What one lane alone uses is allocated on that lane, and let go at once: it is used again there, in order.
-- The members that were packed are held until compute has waited for the packing, which it does at
-  the next start or wait, when that has long been over.
+- Tensors that one stream hands to another (sent, received, results) are allocated on the compute stream, before the
+  event that the other stream waits for. They are held until compute has waited for the last event of the lane.
+- Tensors that one lane alone uses are allocated on that lane, and released at once: the lane reuses their memory in
+  order.
+- Members are held until compute has waited for their packing. It does so at the next start or wait, when the packing
+  has usually ended long before.
 
-So the host never waits, the allocator's choices depend on the program alone, and every step finds
-the addresses of the step before.
+So the host never waits, the choices of the allocator depend on the program alone, and every step finds the addresses
+of the step before.
 """
 
 from __future__ import annotations
@@ -26,45 +27,67 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-HIGH = -1  # the priority of what is short, and waited for
+if TYPE_CHECKING:
+    from .symmetric_memory import SymmetricMemory
+
+HIGH = -1  # the priority of short work that compute waits for
 _AHEAD = 8  # products of 4096 x 4096 in fp32, some milliseconds each
 
 
-class Streams:
-    """The streams of a program, and its symmetric memory (`near.Near`), if there is any. `cuda` is `torch.cuda`, or
-    what stands in for it on a machine without a GPU."""
+class CudaStream(Protocol):
+    """A stream of `torch.cuda`, as far as it is used here."""
 
-    def __init__(self, cuda: Any = torch.cuda, near: Any = None) -> None:
-        self.near = near
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any, /) -> None: ...
+    def wait_stream(self, stream: Any, /) -> None: ...
+
+
+class Cuda(Protocol):
+    """`torch.cuda`, as far as it is used here, or a double of it on a machine without a GPU."""
+
+    def __hash__(self) -> int: ...
+    def current_device(self) -> int: ...
+    def current_stream(self) -> CudaStream: ...
+    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
+    @property
+    def Stream(self) -> Callable[..., CudaStream]: ...
+
+
+class Streams:
+    """The streams of a program, and its symmetric memory, if the devices have any."""
+
+    def __init__(self, cuda: Cuda = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
+        self.symmetric = symmetric
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
         self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the last packing: its event, what it read
 
-    def lane(self, communicator: Hashable) -> Any:
-        """The stream of a communicator: one for all programs, as its collectives have one order."""
+    def lane(self, communicator: Hashable) -> CudaStream:
+        """The stream of a communicator. All programs share it, because its collectives have one order."""
         return _stream(self.cuda, self.cuda.current_device(), communicator)
 
     @contextlib.contextmanager
     def pack(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
-        """What is launched here runs on the packing stream, after all that compute was given; it reads `members`."""
+        """Launch what is inside on the packing stream, after all work that compute has now. It reads `members`."""
         self.packing.wait_stream(self.cuda.current_stream())
         with self.cuda.stream(self.packing):
             yield
         self.packed = self.packing.record_event(), members
 
     @contextlib.contextmanager
-    def communicate(self, lane: Any) -> Iterator[None]:
-        """What is launched here runs on the stream of a communicator, after the packing."""
+    def communicate(self, lane: CudaStream) -> Iterator[None]:
+        """Launch what is inside on the stream of a communicator, after the packing."""
         lane.wait_stream(self.packing)
         with self.cuda.stream(lane):
             yield
 
     def release(self) -> None:
-        """Compute waits for the last packing, so that what this read may be freed and used again."""
+        """Let compute wait for the last packing, so that the memory of its members may be reused."""
         if self.packed is not None:
             event, self.packed = self.packed[0], None
             self.cuda.current_stream().wait_event(event)
@@ -72,22 +95,25 @@ class Streams:
 
 @dataclass(eq=False)
 class Done:
-    """The end of what has been launched on a lane, and the tensors that must live until it is waited for."""
+    """The end of the work launched on a lane, and the tensors that must live until compute has waited for it."""
 
     streams: Streams
-    lane: Any
+    lane: CudaStream
     event: Any
     held: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        """Let compute wait; not the host."""
+        """Let compute wait; the host does not."""
         self.streams.release()
         self.streams.cuda.current_stream().wait_event(self.event)
 
 
-def in_a_row(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of one of `times` calls on a GPU that has other work until all are launched: what they take there, and
-    not what it takes to launch them, which in a step is done ahead."""
+def back_to_back_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds of one of `times` calls on a GPU, launched back to back.
+
+    The GPU has other work until all calls are launched. So this is the time that they take there, without the time
+    to launch them, which a step spends while the GPU is busy.
+    """
     busy = torch.ones(4096, 4096, device=device)
     begin, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
     for _ in range(_AHEAD):
@@ -101,5 +127,5 @@ def in_a_row(run: Callable[[], object], device: torch.device, times: int) -> flo
 
 
 @functools.cache
-def _stream(cuda: Any, device: int, name: Hashable) -> Any:
+def _stream(cuda: Cuda, device: int, name: Hashable) -> CudaStream:
     return cuda.Stream(priority=HIGH)

@@ -1,7 +1,7 @@
-"""Transport: what carries a collective on GPUs, and why.
+"""Transport: what carries a collective between GPUs, and why.
 
-NCCL, or symmetric memory where the ranks of a group can read each other's and that was measured to be
-faster. Only what gives the same bits either way is decided by the clock.
+NCCL does, or symmetric memory where the ranks of a group can read each other's memory and that was measured to be
+faster. Timings decide only where both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Transport:
 
 
 def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callable[[], Times | str]) -> Transport:
-    """How a collective of this kind is carried, given its reduction and the dtype on the wire.
+    """Choose what carries a collective, given its kind, its reduction and its dtype on the wire.
 
-    `times` is asked where both ways give the same bits: what each takes, or why there is one only.
+    `times` is called where both ways give the same bits. It returns the seconds of each way, or says why symmetric
+    memory cannot be used.
 
     >>> from ztrans.ir.collectives import ALL_GATHER
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
@@ -56,12 +57,12 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callabl
     half = kind is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF
     if not half and kind is not ALL_GATHER:
         return Transport(f"nccl {kind.name}", f"reduces {str(wire).removeprefix('torch.')} on the way")
-    what = "sums half precision in fp32 and in rank order" if half else "moves bytes"
-    call, found = "nccl all_to_all" if half else f"nccl {kind.name}", times()
-    if isinstance(found, str):
-        return Transport(call, f"{what}; no symmetric memory: {found}")
-    size = format_bytes(found.nbytes)
-    ours, theirs = format_seconds(found.symmetric), format_seconds(found.nccl)
-    if found.symmetric < found.nccl:
-        return Transport(f"symmetric {kind.name}", f"{what}; {ours} for {size}, NCCL {theirs}")
-    return Transport(call, f"{what}; {theirs} for {size}, symmetric memory {ours}")
+    work = "sums half precision in fp32 and in rank order" if half else "moves bytes"
+    nccl_call, measured = "nccl all_to_all" if half else f"nccl {kind.name}", times()
+    if isinstance(measured, str):
+        return Transport(nccl_call, f"{work}; no symmetric memory: {measured}")
+    size = format_bytes(measured.nbytes)
+    symmetric, nccl = format_seconds(measured.symmetric), format_seconds(measured.nccl)
+    if measured.symmetric < measured.nccl:
+        return Transport(f"symmetric {kind.name}", f"{work}; {symmetric} for {size}, NCCL {nccl}")
+    return Transport(nccl_call, f"{work}; {nccl} for {size}, symmetric memory {symmetric}")

@@ -1,1 +1,1 @@
-"""Programs compiled by Inductor: what is fused, how it lies in memory, which kernels it calls."""
+"""Programs compiled by Inductor: which equations run as one kernel, and how values lie in memory."""

@@ -1,14 +1,15 @@
-"""Backend: the groups of a program as compiled kernels; equal groups share one.
+"""Backend: a program whose groups of equations run as kernels that Inductor compiled.
 
-Groups are compared as text, with their values numbered, so the layers of a model compile a handful of
-kernels. Nothing is sent while a program is being compiled. Results are those of the eager backend but
-for rounding: a fused sum is made in another order, half-precision values inside a kernel are not
-rounded, a product may be made by another library, and attention by products.
+Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
+compiles a handful of kernels. Nothing is sent while a program is being compiled. Results are those of the eager
+backend but for rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision,
+another library may compute a product, and attention may be computed by products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +21,61 @@ from ...ir.layout import localize
 from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
 from ...ir.write_order import first_write
-from ..codegen import Kernel, bind, fused, to_fx
-from . import cpu_attention as attention
-from . import cpu_matmul as products
-from .fake_layouts import Strided, run, strides, text
+from ..codegen import Executable, Kernel, fused, to_fx
+from . import cpu_attention, cpu_matmul
+from .fake_layouts import Strided, as_text, infer_layouts, results_of
 from .fusion import Group, fuse
+
+# Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
+# same in less time here, or None.
+Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
+ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative, cpu_attention.alternative)
 
 
 class Fused(torch.nn.Module):
-    """A kernel as a call: a result that takes the place of an argument is that argument. It reads arguments that lie
-    as `given` says, and others are copied; the state, which it may write, always does."""
+    """A call of a kernel.
+
+    The kernel writes result k over argument `written[k]`, where that is not None, and returns the other results. It
+    needs arguments with these layouts; others are copied. The state, which it writes, always has them.
+    """
 
     def __init__(
-        self, kernel: Callable[[list], Sequence], over: Sequence[int | None], given: Sequence[Strided]
+        self, kernel: Callable[[list], Sequence], written: Sequence[int | None], layouts: Sequence[Strided]
     ) -> None:
         super().__init__()
-        self.kernel, self.over, self.given = kernel, over, given
+        self.kernel, self.written, self.layouts = kernel, written, layouts
 
     def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
-        made = iter(self.kernel([given.holds(x) for x, given in zip(args, self.given)]))
-        return [next(made) if k is None else args[k] for k in self.over]
+        returned = iter(self.kernel([layout.conform(x) for x, layout in zip(args, self.layouts)]))
+        return [next(returned) if k is None else args[k] for k in self.written]
+
+
+@dataclass(frozen=True, eq=False)
+class InductorExecutable(Executable):
+    """A compiled program. Inputs with other layouts than `layouts` are copied. `kernels` holds what was compiled, by
+    the text of its equations."""
+
+    kernels: Mapping[str, Callable]
+    layouts: Sequence[Strided]
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        return super().__call__([layout.conform(x) for x, layout in zip(inputs, self.layouts)])
+
+
+@dataclass(frozen=True, eq=False)
+class _LaidOut:
+    """A program whose groups have been chosen, with the layouts and the lifetimes of its values on one rank."""
+
+    graph: Graph
+    groups: tuple[Group, ...]
+    at: Mapping[str, int]
+    donation: Donation
+    layouts: Mapping[Var, Strided]
+
+    @property
+    def compiled_groups(self) -> list[Group]:
+        """The groups that become kernels: all but those of fused optimizers, which PyTorch computes."""
+        return [group for group in self.groups if not group.updates]
 
 
 def executable(
@@ -47,107 +83,152 @@ def executable(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-) -> tuple[Graph, Callable]:
-    """The program in the order in which it runs, and a function of flat inputs as `execute` makes it.
+    alternatives: Sequence[Alternative] = ALTERNATIVES,
+) -> tuple[Graph, InductorExecutable]:
+    """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
 
-    It is compiled for inputs that lie in memory as `inputs` do; others are copied to lie so. Its
-    attribute `kernels` holds what was compiled, by text.
+    Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
-    graph, groups = fuse(graph)
+    laid_out = _lay_out(*fuse(graph), mesh, at, inputs)
+    kernels, compiled = _compile(laid_out)
+    calls = _calls(laid_out, alternatives)
+    program = to_fx(laid_out.graph, mesh, True, laid_out.groups, kernels, calls, on_write=on_write)
+    layouts = [laid_out.layouts[v] for v in graph.inputs]
+    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, compiled, layouts)
 
-    def lie(groups: Sequence[Group]) -> tuple[Donation, dict[Var, Strided]]:
-        given = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
-        return given, strides(by_group(graph, mesh) if mesh is not None else graph, at, inputs, given.twins)
 
-    given, lies = lie(groups)
-    together = tuple(g for g in groups if g.updates or _on_one_device([lies[v] for v in (*g.ins, *g.outs)]))
-    if together != groups:  # the others run one by one, and may write over their arguments
-        groups, (given, lies) = together, lie(together)
-    over = varying(graph, ("batch",))
+def _lay_out(
+    graph: Graph,
+    groups: tuple[Group, ...],
+    mesh: DeviceMesh | None,
+    at: Mapping[str, int],
+    inputs: Sequence[torch.Tensor],
+) -> _LaidOut:
+    """Infer layouts, and drop the groups whose values are on several devices.
 
-    def varies(e: Eqn) -> bool:
-        """What does not must be equal on all ranks to the bit, and another may find another way faster."""
-        return e.region != "update" and all(v in over for v in e.outs if v is not None)
+    Their equations run one by one. Then they may write over their arguments, so lifetimes are computed anew.
+    """
+    bound = by_group(graph, mesh) if mesh is not None else graph
 
+    def with_groups(groups: tuple[Group, ...]) -> _LaidOut:
+        lifetimes = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
+        return _LaidOut(graph, groups, at, lifetimes, infer_layouts(bound, at, inputs, lifetimes.twins))
+
+    laid_out = with_groups(groups)
+    one_device = lambda g: _on_one_device([laid_out.layouts[v] for v in (*g.ins, *g.outs)])
+    kept = tuple(g for g in groups if g.updates or one_device(g))
+    return laid_out if kept == groups else with_groups(kept)
+
+
+def _on_one_device(layouts: Sequence[Strided]) -> bool:
+    """A scalar may be on another device, as lr is."""
+    return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """What is compiled for a group: its equations, and which arguments its kernel may write.
+
+    Result k is written over argument `written[k]`, where that is not None. The memory of the `donated` arguments may
+    be reused for anything. A `deterministic` kernel is the same on all ranks.
+    """
+
+    eqns: Sequence[Eqn]
+    ins: Sequence[Var]
+    outs: Sequence[Var]
+    written: list[int | None]
+    donated: list[int]
+    deterministic: bool
+
+    def text(self, layouts: Mapping[Var, Strided]) -> str:
+        """Kernels with equal texts are one kernel."""
+        eqns = as_text(self.eqns, self.ins, self.outs, layouts)
+        return f"{eqns} over {self.written} donated {self.donated}{' deterministic' if self.deterministic else ''}"
+
+    def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
+        """A function that returns the results that are not written over an argument."""
+
+        def compute(*args: torch.Tensor) -> list[torch.Tensor]:
+            env = dict(zip(self.ins, args))
+            for e in self.eqns:
+                env.update((v, x) for v, x in zip(e.outs, results_of(e, env)) if v is not None)
+            for v, k in zip(self.outs, self.written):
+                if k is not None:
+                    args[k].copy_(env[v])
+            return [env[v] for v, k in zip(self.outs, self.written) if k is None]
+
+        return fused(compute, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
+
+
+def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable]]:
+    """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
+    graph, layouts = program.graph, program.layouts
+    position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
+    varies, maker = _varies(graph), producers(graph.eqns)
     compiled: dict[str, Callable] = {}
     kernels: dict[Group, Kernel] = {}
-    made, place, writes_from = producers(graph.eqns), {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
-    for group in (g for g in groups if not g.updates):
-        begin, end = place[group.eqns[0]], place[group.eqns[-1]]
-        old = _over(graph, group, given, end) if begin >= writes_from else {}
-        eqns = [localize(e, graph.axes, at) for e in group.eqns]
-        ins = tuple(dict.fromkeys((*group.ins, *old.values())))
-        places = [ins.index(old[v]) if v in old else None for v in group.outs]
-        donated = [k for k, v in enumerate(ins) if v in made and _dies(v, made[v], ins, given, end)]
-        alike = bool(graph.axes) and not all(v in over and made[v].region != "update" for v in group.outs)
-        key = f"{text(eqns, ins, group.outs, lies)} over {places} donated {donated}{' alike' if alike else ''}"
-        if key not in compiled:
-            compiled[key] = _compiled(eqns, ins, group.outs, places, donated, lies, alike)
-        kernels[group] = Kernel(Fused(compiled[key], places, [lies[v] for v in ins]), ins, group.outs, writes=bool(old))
-    calls = {e: call for e in graph.eqns if varies(e) and (call := _other(e, lies)) is not None}
-    program = bind(graph, to_fx(graph, mesh, True, groups, kernels, calls, on_write=on_write), on_write)
-    wanted = [lies[v] for v in graph.inputs]
-
-    def called(inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return program([w.holds(x) for x, w in zip(inputs, wanted)])
-
-    called.program, called.kernels = program.program, compiled  # type: ignore[attr-defined]
-    return graph, called
+    for group in program.compiled_groups:
+        begin, end = position[group.eqns[0]], position[group.eqns[-1]]
+        old_state = _overwritten_state(program, group, end) if begin >= writes_from else {}
+        ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
+        kernel = _Kernel(
+            eqns=[localize(e, graph.axes, program.at) for e in group.eqns],
+            ins=ins,
+            outs=group.outs,
+            written=[ins.index(old_state[v]) if v in old_state else None for v in group.outs],
+            donated=[k for k, v in enumerate(ins) if v in maker and _dies(v, maker[v], ins, program.donation, end)],
+            deterministic=bool(graph.axes) and not all(varies(maker[v], [v]) for v in group.outs),
+        )
+        text = kernel.text(layouts)
+        if text not in compiled:
+            compiled[text] = kernel.compile(layouts)
+        call = Fused(compiled[text], kernel.written, [layouts[v] for v in ins])
+        kernels[group] = Kernel(call, ins, group.outs, writes=bool(old_state))
+    return kernels, compiled
 
 
-def _other(e: Eqn, lies: Mapping[Var, Strided]) -> Callable | None:
-    """What computes an equation in less time than its operation does, if anything does."""
-    given = e.op, substitute(e.args, lies.__getitem__), substitute(e.kwargs, lies.__getitem__)
-    return products.other(*given) or attention.other(*given)
+def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
+    """A function that says whether results of an equation may differ from rank to rank. Those that may not must be
+    computed in the same way on all ranks, though another way may be faster on one of them."""
+    over = varying(graph, ("batch",))
+    return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
-def _on_one_device(values: Sequence[Strided]) -> bool:
-    """A scalar may lie elsewhere, as lr does."""
-    return len({x.device for x in values if x.shape} or {x.device for x in values}) == 1
+def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, Callable]:
+    """The equations that something computes in less time than their own operation does."""
+    varies, layout = _varies(program.graph), program.layouts.__getitem__
+    calls: dict[Eqn, Callable] = {}
+    for e in (e for e in program.graph.eqns if varies(e, e.outs)):
+        args, kwargs = substitute(e.args, layout), substitute(e.kwargs, layout)
+        faster = (alternative(e.op, args, kwargs) for alternative in alternatives)
+        call = next((call for call in faster if call is not None), None)
+        if call is not None:
+            calls[e] = call
+    return calls
 
 
-def _over(graph: Graph, group: Group, given: Donation, end: int) -> dict[Var, Var]:
-    """The new state that a group writes over the old one, which nothing reads any more."""
+def _overwritten_state(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
+    """The new state that a group writes over the old state, which nothing reads after position `end`."""
+    graph, lifetimes = program.graph, program.donation
     old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
 
-    def may(new: Var) -> bool:
+    def may_overwrite(new: Var) -> bool:
         v = old.get(new)
-        alike = v is not None and (v.shape, v.dtype, v.layout) == (new.shape, new.dtype, new.layout)
-        needed = max(given.last.get(v, -1), given.read.get(v, -1))
-        if not alike or given.owner[new] is not new or needed > end:
+        if v is None or (v.shape, v.dtype, v.layout) != (new.shape, new.dtype, new.layout):
             return False
-        return not any(given.owner[x] is v for x in group.ins if x is not v)  # a kernel knows nothing of aliases
+        last_read = max(lifetimes.last.get(v, -1), lifetimes.read.get(v, -1))
+        if lifetimes.owner[new] is not new or last_read > end:
+            return False
+        # A kernel does not know that two of its arguments share memory.
+        return not any(lifetimes.owner[x] is v for x in group.ins if x is not v)
 
-    return {new: old[new] for new in group.outs if may(new)}
+    return {new: old[new] for new in group.outs if may_overwrite(new)}
 
 
-def _dies(v: Var, maker: Eqn, ins: Sequence[Var], given: Donation, end: int) -> bool:
-    """Whether a value dies with the group that ends at `end` and nothing else that this reads lies in its storage."""
-    if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or given.owner[v] is not v:
+def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
+    """Whether nothing reads a value after position `end`, and no other argument shares its memory."""
+    if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or lifetimes.owner[v] is not v:
         return False
-    dies = max(given.last[v], given.read.get(v, -1)) <= end
-    return dies and not any(given.owner[x] is v for x in ins if x is not v)
-
-
-def _compiled(
-    eqns: Sequence[Eqn],
-    ins: Sequence[Var],
-    outs: Sequence[Var],
-    over: Sequence[int | None],
-    donated: Sequence[int],
-    lies: Mapping[Var, Strided],
-    alike: bool,
-) -> Callable[[list], Sequence]:
-    """A kernel of these equations, which returns the results that take nobody's place; `alike` on all ranks."""
-
-    def computed(*args: torch.Tensor) -> list[torch.Tensor]:
-        env = dict(zip(ins, args))
-        for e in eqns:
-            env.update((v, x) for v, x in zip(e.outs, run(e, env)) if v is not None)
-        for v, k in zip(outs, over):
-            if k is not None:
-                args[k].copy_(env[v])
-        return [env[v] for v, k in zip(outs, over) if k is None]
-
-    return fused(computed, lambda: [lies[v].empty() for v in ins], donated, alike)
+    dies = max(lifetimes.last[v], lifetimes.read.get(v, -1)) <= end
+    return dies and not any(lifetimes.owner[x] is v for x in ins if x is not v)

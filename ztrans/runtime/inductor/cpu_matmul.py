@@ -1,7 +1,7 @@
-"""Cpu matmul: which library multiplies two matrices on a CPU, found by trying both.
+"""Products on a CPU: use the library that multiplies two matrices faster, found by timing both.
 
-PyTorch gives products of fp32 matrices to MKL, which is behind oneDNN by a tenth on processors that are
-not Intel's, and ahead where a transposed matrix must first be copied.
+PyTorch computes products of fp32 matrices with MKL. On processors that are not Intel's MKL takes a tenth more time
+than oneDNN, but less where oneDNN must first copy a transposed matrix.
 
 A private operation of torch, `mkldnn._linear_pointwise`, lives here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -18,7 +18,7 @@ import torch
 from .fake_layouts import Strided
 
 aten = torch.ops.aten
-GAIN = 0.97  # of the time: what must be won for another library's rounding
+GAIN = 0.97  # an alternative is used if it takes at most this share of the time: its rounding differs
 _ROUNDS = 5
 
 
@@ -32,18 +32,18 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-_OTHERS = {aten.mm.default: mm, aten.addmm.default: addmm}
+_BY_ONEDNN: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: mm, aten.addmm.default: addmm}
 
 
-def other(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:
-    """What computes `op` in less time than it does itself, of arguments that lie so, if anything does."""
-    if op not in _OTHERS or kwargs or not _can(args):
+def alternative(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:
+    """oneDNN's way to compute `op` on tensors of these layouts, if it is faster; else None."""
+    if op not in _BY_ONEDNN or kwargs or not _applies(args):
         return None
-    lies = tuple((x.shape, x.stride) for x in args)
-    return _OTHERS[op] if _share(op, lies, torch.get_num_threads()) < GAIN else None
+    layouts = tuple((x.shape, x.stride) for x in args)
+    return _BY_ONEDNN[op] if _time_share(op, layouts, torch.get_num_threads()) < GAIN else None
 
 
-def _can(args: Sequence[Any]) -> bool:
+def _applies(args: Sequence[Any]) -> bool:
     if not all(isinstance(x, Strided) for x in args):
         return False
     plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and 0 not in x.shape for x in args)
@@ -51,19 +51,19 @@ def _can(args: Sequence[Any]) -> bool:
 
 
 @functools.cache
-def _share(op: Callable, lies: tuple, threads: int) -> float:
-    """The time of the other one, as a share of that of `op`."""
+def _time_share(op: Callable, layouts: tuple, threads: int) -> float:
+    """The time of oneDNN's way, as a share of that of `op`. Cached by the number of `threads` too."""
     with torch.no_grad():
-        args = [torch.empty_strided(shape, stride).fill_(0.5) for shape, stride in lies]
-        return share(lambda: _OTHERS[op](*args), lambda: op(*args))
+        args = [torch.empty_strided(shape, stride).fill_(0.5) for shape, stride in layouts]
+        return time_share(lambda: _BY_ONEDNN[op](*args), lambda: op(*args))
 
 
-def share(other: Callable[[], object], call: Callable[[], object]) -> float:
-    """The time of `other`, as a share of that of `call`; the best of a few rounds each."""
-    best: dict[Callable, float] = {}
+def time_share(alternative: Callable[[], object], call: Callable[[], object]) -> float:
+    """The time of `alternative`, as a share of that of `call`: each the best of a few rounds, in turns."""
+    best = {alternative: float("inf"), call: float("inf")}
     for _ in range(_ROUNDS):
-        for each in (call, other):
+        for each in (call, alternative):
             start = time.perf_counter()
             each()
-            best[each] = min(best.get(each, float("inf")), time.perf_counter() - start)
-    return best[other] / best[call]
+            best[each] = min(best[each], time.perf_counter() - start)
+    return best[alternative] / best[call]

@@ -1,6 +1,6 @@
-"""Fake layouts: how every value of a program lies in memory on one rank, found without computing anything.
+"""Fake layouts: the dtype, shape and strides of every value of a program on one rank.
 
-Each kind of equation is run once, on fake tensors.
+Nothing is computed. Each distinct kind of equation is run once, on fake tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fusion import is_update
 
 
 class Strided(NamedTuple):
-    """A tensor but for its elements: what `torch.empty_strided` asks for."""
+    """A tensor without its elements: what `torch.empty_strided` takes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,58 +34,72 @@ class Strided(NamedTuple):
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
-    def holds(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, copied where it does not lie so: operations may lay out their results otherwise than was foreseen."""
+    def conform(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result."""
         if x.stride() == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, x.stride(), self.stride)):
             return x
         return self.empty().copy_(x)
 
 
-def strides(
+def infer_layouts(
     graph: Graph, at: Mapping[str, int], inputs: Sequence[torch.Tensor], twins: Mapping[Eqn, Any]
 ) -> dict[Var, Strided]:
-    """How the values of a program lie on the rank at coordinates `at`, if its inputs lie as `inputs` do.
+    """Infer the layout of every value on the rank at coordinates `at`, from those of its inputs.
 
-    What an equation writes over an argument, having one of `twins`, lies as the argument does.
+    An equation with an in-place operation among `twins` writes its result over an argument, whose layout it keeps.
     """
-    lies = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    seen: dict[str, list[Strided | None]] = {}
+    layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
+    known: dict[str, list[Strided | None]] = {}  # by the text of an equation
     for e in graph.eqns:
-        if rules(e).strides == "contiguous":  # as what a collective receives is, whatever was sent
-            shapes = [local_shape(v, graph.axes, at) for v in e.outs]
-            lies.update((v, Strided(v.dtype, s, _dense(s), lies[e.ins[0]].device)) for v, s in zip(e.outs, shapes))
+        shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
+        results: Sequence[Strided | None]
+        if rules(e).strides == "contiguous":
+            results = _contiguous(e, shapes, layouts[e.ins[0]].device)
         elif rules(e).strides == "argument":
-            lies[e.outs[0]] = lies[e.args[0]]._replace(shape=local_shape(e.outs[0], graph.axes, at))
-        elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # which fake tensors would really compute
-            lies.update((out, lies[v]) for v, out in pairs if out is not None)
+            results = [layouts[e.args[0]]._replace(shape=shapes[0])]
+        elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
+            results = [layouts[v] for v, _ in pairs]
         else:
-            twin = twins.get(e)
-            twin = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
-            e = localize(e.replace(op=twin), graph.axes, at)
-            key = text([e], e.ins, (), lies)
-            if key not in seen:
-                with fake():
-                    made = run(e, {v: lies[v].empty() for v in e.ins})
-                seen[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in made]
-            lies.update((v, x) for v, x in zip(e.outs, seen[key]) if v is not None)
-    return lies
+            local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)
+            results = _run_fake(local, layouts, known)
+        layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
+    return layouts
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+def _that_runs(e: Eqn, twin: Any) -> Any:
+    """The operation that computes the equation when the program runs: its in-place twin, if that returns results."""
+    return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
 
 
-def run(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
-    """The results of an equation, one for each of its `outs`."""
-    made = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
-    outs = made if isinstance(made, (tuple, list)) else (made,)
+def _run_fake(
+    e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]
+) -> list[Strided | None]:
+    """Run an equation on fake tensors, unless one of its kind is `known`."""
+    key = as_text([e], e.ins, (), layouts)
+    if key not in known:
+        with fake():
+            results = results_of(e, {v: layouts[v].empty() for v in e.ins})
+        known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
+    return known[key]
+
+
+def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Strided]:
+    """The layouts of received values, which are contiguous, whatever was sent."""
+    dense = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
+
+
+def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
+    """Compute an equation. Returns one result for each of its `outs`."""
+    returned = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
+    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
     return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
 
 
-def text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], lies: Mapping[Var, Strided]) -> str:
-    """Equations with their values numbered: equal texts are equal computations on values that lie alike."""
+def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:
+    """Equations with numbers for names. Equal texts are equal computations on values of equal layouts."""
     number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
-    lines = [f"{name}: {tuple(lies[v])}" for v, name in number.items()]
+    lines = [f"{name}: {tuple(layouts[v])}" for v, name in number.items()]
 
     def show(x: Any) -> str:
         if isinstance(x, Var):
@@ -99,5 +113,6 @@ def text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], lies: Map
         for v in e.outs:
             if v is not None:
                 number[v] = f"%{len(number)}"
-        lines.append(f"{', '.join(number.get(v, '_') for v in e.outs)} = {e.op}({', '.join(args)})")
+        names = ["_" if v is None else number[v] for v in e.outs]
+        lines.append(f"{', '.join(names)} = {e.op}({', '.join(args)})")
     return "\n".join([*lines, f"return {', '.join(number[v] for v in outs)}"])

@@ -1,14 +1,14 @@
-"""Fusion: which equations of a program run as one, and an order that puts these side by side.
+"""Fusion: which equations of a program run as one kernel, and an order that puts these next to each other.
 
-A group is a connected run of elementwise equations and reductions, or the updates of one fused
-optimizer, one a tensor, that a single call does for all. What multiplies matrices, attends, draws
-random numbers or communicates stands alone, and keeps its order. A group grows from the equations
-alone, so equal layers give equal groups wherever the plan of the collectives has cut them.
+A group is a connected set of elementwise equations and reductions. Or it is the updates of one fused optimizer, one
+equation for each tensor, which a single call computes. Equations that multiply matrices, attend, draw random numbers
+or communicate are in no group, and keep their order. A group depends on the equations alone, not on where the plan
+placed the collectives, so equal layers have equal groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
 
-MOST = 64  # equations of a group: beyond that compiling takes longer than the fusion is worth
+MOST = 64  # equations of a group: compiling a larger one takes longer than its fusion saves
 
 # Fused, though tagged neither pointwise nor reduction. Scatters are not: threads would race for their sums.
 _ALSO = {
@@ -27,12 +27,12 @@ _ALSO = {
     "select_backward", "slice_backward", "stack", "zeros_like",
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
 }  # fmt: skip
-_MAKES = {"arange", "full", "ones", "scalar_tensor", "zeros"}
+_CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Equations that run as one, what they read, and what of theirs is read elsewhere."""
+    """Equations that run as one: `ins` are the values that they read, `outs` those results that others read."""
 
     eqns: tuple[Eqn, ...]
     ins: tuple[Var, ...]
@@ -40,33 +40,33 @@ class Group:
 
     @property
     def updates(self) -> bool:
-        """Whether they are those of a fused optimizer."""
+        """Whether these are the updates of a fused optimizer."""
         return is_update(self.eqns[0])
 
 
 def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
-    """The program with the equations of each group side by side, and its groups, in order.
+    """Group the equations of a program.
 
-    An equation moves up to the group that makes what it reads, where all else that it reads is there by
-    then, or is read by that group alone and may wait for it; views and scalars move up to what they read;
-    the members of a bucket are unpacked where the first is waited for.
+    Returns the program with the equations of each group next to each other, and the groups in their order.
     """
-    parts = [part for item in _items(graph) for part in _parts(item)]
+    parts = [part for item in _Items.of(graph) for part in _parts(item)]
     readers: dict[Var, set[int]] = {v: {-1} for v in variables(graph.outputs)}
     for k, part in enumerate(parts):
         for v in (v for e in part for v in e.ins):
             readers.setdefault(v, set()).add(k)
-    groups = []
-    for k, part in enumerate(parts):
-        if len(part) > 1:
-            made = dict.fromkeys(out for e in part for out in e.outs if out is not None)
-            ins = dict.fromkeys(v for e in part for v in e.ins if v not in made)
-            groups.append(Group(tuple(part), tuple(ins), tuple(v for v in made if readers.get(v, set()) - {k})))
+    groups = (_group(part, k, readers) for k, part in enumerate(parts) if len(part) > 1)
     return graph.replace(eqns=tuple(e for part in parts for e in part)), tuple(groups)
 
 
+def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Group:
+    """The group of part k of the program; `readers` are the parts that read each value."""
+    results = dict.fromkeys(out for e in eqns for out in e.outs if out is not None)
+    ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
+    return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
+
+
 def is_update(e: Eqn) -> bool:
-    """Whether it is an update of a fused optimizer."""
+    """Whether the equation is an update of a fused optimizer."""
     return _name(e).startswith("_fused_ada") or _name(e).startswith("_fused_sgd")
 
 
@@ -81,81 +81,150 @@ def _is_fusible(e: Eqn) -> bool:
     return known and not is_random(e.op) and not literal and not _is_complex(e)
 
 
-def _shows(e: Eqn) -> bool:
+def _is_real_view(e: Eqn) -> bool:
     return (is_view(e) or _name(e) == "_unsafe_view") and not _is_complex(e)
 
 
 def _is_complex(e: Eqn) -> bool:
-    """Whether it reads or makes complex numbers, of which Inductor makes no kernels."""
+    """Whether it reads or returns complex numbers, for which Inductor generates no kernels."""
     return any(v.dtype.is_complex for v in (*e.ins, *e.outs) if v is not None)
+
+
+def _is_small(e: Eqn) -> bool:
+    return all(out is None or out.numel <= 1 for out in e.outs)
 
 
 @dataclass(eq=False)
 class _Item:
-    """What stands at one place of the new order."""
+    """Equations at one position of the new order: a group and the views of its values, or one other equation.
 
-    place: tuple[int, int]
+    Items form a union-find forest: an item that another has absorbed points to it, and is empty.
+    """
+
+    position: tuple[int, int]
     fusible: bool = False
     eqns: list[Eqn] = field(default_factory=list)
-    readers: set[_Item] = field(default_factory=set)
+    read_by: set[_Item] = field(default_factory=set)
+    absorbed_by: _Item | None = None
+
+    @property
+    def root(self) -> _Item:
+        """The item that holds the equations of this one now."""
+        item = self
+        while item.absorbed_by is not None:
+            item = item.absorbed_by
+        return item
+
+    @property
+    def readers(self) -> set[_Item]:
+        return {item.root for item in self.read_by}
 
 
-def _items(graph: Graph) -> list[_Item]:
-    """The equations, one by one: each joins an item that it may join, or comes at the end."""
-    items = [_Item((0, 0))]
-    home: dict[Var, _Item] = {}
-    free: dict[Var, Eqn] = {}  # made of nothing, or a view of that; they stand with who first reads them
-    updates: list[_Item] = []  # since the last collective, one for each call
+class _Items:
+    """The items of a program, built equation by equation. Their positions are an order of the program.
 
-    def place(e: Eqn, target: _Item | None, after: _Item | None = None) -> None:
-        held = dict.fromkeys(free[v] for v in e.ins if v in free)
-        for v in (out for other in (e, *held) for out in other.outs):
-            free.pop(v, None)
-        if target is None:
-            for other in held if not _is_fusible(e) else ():
-                place(other, None)
-            target = _Item((after.place[0] if after else len(items), len(items)), _is_fusible(e))
-            items.append(target)
-        for other in held if target.fusible else ():
-            place(other, target)
-        for other in dict.fromkeys(home[v] for v in e.ins if v in home and home[v] is not target):
-            other.readers.add(target)
-            if target.eqns and _may_absorb(target, other, e, home):
-                target.eqns[:0] = other.eqns
-                for made in other.eqns:
-                    home.update((out, target) for out in made.outs if out is not None)
-                    for read in (home[v] for v in made.ins if v in home):
-                        read.readers = (read.readers - {other}) | {target}
-                other.eqns = []
-        target.eqns.append(e)
-        home.update((out, target) for out in e.outs if out is not None)
+    An equation joins the item that computes the last of its inputs, if it can run in that item's kernel. An earlier
+    item that nothing reads but this one can wait for it, and is absorbed. Views and scalars take the position of what
+    they read. Constants, and views of them, are deferred until an equation reads them.
+    """
 
-    pairs = pair(graph)
-    for e in _waits_together(graph, pairs):
-        if all(v in free for v in e.ins) and (_shows(e) or _name(e) in _MAKES) and (e.ins or _name(e) in _MAKES):
-            free.update((out, e) for out in e.outs if out is not None)
-            continue
-        latest = max((home[v] for v in e.ins if v in home), key=lambda item: item.place, default=items[0])
-        if _shows(e):
-            place(e, latest)
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self.items = [_Item((0, 0))]  # the first holds the views of inputs
+        self.item_of: dict[Var, _Item] = {}
+        self.deferred: dict[Var, Eqn] = {}
+        self.updates: list[_Item] = []  # one for each call of a fused optimizer, since the last collective
+
+    @staticmethod
+    def of(graph: Graph) -> list[_Item]:
+        """The items of a program, in the new order."""
+        build = _Items(pair(graph))
+        for e in _waits_together(graph, build.pairs):
+            build.add(e)
+        for e in dict.fromkeys(build.deferred.values()):  # no equation reads these
+            build.append(e, build.new_item(e))
+        return sorted(build.items, key=lambda item: item.position)
+
+    def add(self, e: Eqn) -> None:
+        """Put an equation into an item, or defer it."""
+        latest = max(self.read_items(e), key=lambda item: item.position, default=self.items[0])
+        if self.is_constant(e):
+            self.deferred.update((out, e) for out in e.outs if out is not None)
+        elif _is_real_view(e):
+            self.append(e, latest)
         elif _is_fusible(e):
-            # A scalar costs nothing wherever it stands; early, it stands between no updates.
-            place(e, latest if _may_join(e, latest, home) else None, latest if _is_small(e) else None)
-        elif is_update(e):
-            calls = (item for item in updates if latest.place < item.place and _same_call(item.eqns[0], e))
-            call = None if any(v in free for v in e.ins) else next(calls, None)
-            place(e, call)
-            updates += [items[-1]] if call is None else []
+            # A scalar costs nothing wherever it is computed; early, it does not separate updates.
+            after = latest if _is_small(e) else None
+            item = latest if self.may_join(e, latest) else self.new_item(e, after)
+            for each in (*self.take_deferred(e), e):
+                self.append(each, item)
         else:
-            place(e, None)
-            updates = [] if e in pairs.starts or e in pairs.waits else updates
-    while free:
-        place(next(iter(free.values())), None)
-    return sorted(items, key=lambda item: item.place)
+            self.add_alone(e, latest)
+
+    def add_alone(self, e: Eqn, latest: _Item) -> None:
+        """Put an equation that is not fused into an item of its own, or into one of updates that one call computes."""
+        constants = self.take_deferred(e)
+        for each in constants:
+            self.append(each, self.new_item(each))
+        call = self.call_for(e, latest) if is_update(e) and not constants else None
+        self.append(e, call or self.new_item(e))
+        if is_update(e) and call is None:
+            self.updates.append(self.items[-1])
+        elif e in self.pairs.starts or e in self.pairs.waits:
+            self.updates = []
+
+    def append(self, e: Eqn, item: _Item) -> None:
+        """Put an equation at the end of an item, and let the item absorb those that it can."""
+        for earlier in self.read_items(e):
+            if earlier is not item:
+                earlier.read_by.add(item)
+                if item.eqns and self.may_absorb(item, earlier, e):
+                    item.eqns[:0] = earlier.eqns
+                    earlier.eqns, earlier.absorbed_by = [], item
+        item.eqns.append(e)
+        self.item_of.update((out, item) for out in e.outs if out is not None)
+
+    def new_item(self, e: Eqn, after: _Item | None = None) -> _Item:
+        """A new item for an equation: the last one, or one next to `after`."""
+        count = len(self.items)
+        self.items.append(_Item((after.position[0] if after else count, count), _is_fusible(e)))
+        return self.items[-1]
+
+    def read_items(self, e: Eqn) -> list[_Item]:
+        """The items that compute the inputs of an equation, each once."""
+        return list(dict.fromkeys(self.item_of[v].root for v in e.ins if v in self.item_of))
+
+    def is_constant(self, e: Eqn) -> bool:
+        """Whether the equation makes a constant, or is a view of constants that are deferred."""
+        return _name(e) in _CONSTANTS if not e.ins else _is_real_view(e) and all(v in self.deferred for v in e.ins)
+
+    def take_deferred(self, e: Eqn) -> list[Eqn]:
+        """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
+        needed = dict.fromkeys(self.deferred[v] for v in e.ins if v in self.deferred)
+        for each in needed:
+            for out in filter(None, each.outs):
+                self.deferred.pop(out, None)
+        return [constant for each in needed for constant in (*self.take_deferred(each), each)]
+
+    def call_for(self, e: Eqn, latest: _Item) -> _Item | None:
+        """The call that an update of a fused optimizer can be part of: one that runs after its inputs exist."""
+        calls = (item for item in self.updates if latest.position < item.position)
+        return next((item for item in calls if _is_same_call(item.eqns[0], e)), None)
+
+    def may_join(self, e: Eqn, item: _Item) -> bool:
+        """Whether `e` reads the item's values elementwise. If reading a scalar were enough, all updates that share
+        one, such as a clip coefficient, would be one group."""
+        shared = [v for v in e.ins if v in self.item_of and self.item_of[v].root is item]
+        return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in shared))
+
+    def may_absorb(self, item: _Item, earlier: _Item, e: Eqn) -> bool:
+        """Whether an earlier item can wait for `item`, which is to end with `e`: nothing else reads it."""
+        fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
+        return fits and self.may_join(e, earlier) and earlier.readers == {item}
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
-    """The equations, all waits for a bucket where the first of them was."""
+    """The equations of a program, with all waits for a bucket at the place of the first."""
     for i, e in enumerate(graph.eqns):
         waited = pairs.waits.get(e)
         if waited is None:
@@ -164,40 +233,29 @@ def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
             yield from (graph.eqns[k] for k in sorted(waited.started.waits))
 
 
-def _may_join(e: Eqn, item: _Item, home: dict[Var, _Item]) -> bool:
-    """Whether it reads the item's values elementwise: through a scalar, updates that share one would all be one."""
-    joined = [v for v in e.ins if home.get(v) is item]
-    return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in joined))
-
-
-def _may_absorb(item: _Item, other: _Item, e: Eqn, home: dict[Var, _Item]) -> bool:
-    """Whether what stands earlier may wait for the item: nothing but the item reads it."""
-    fits = item.fusible and len(item.eqns) + len(other.eqns) < MOST
-    return fits and other.readers == {item} and _may_join(e, other, home)
-
-
-def _is_small(e: Eqn) -> bool:
-    return all(out is None or out.numel <= 1 for out in e.outs)
-
-
-def _same_call(a: Eqn, b: Eqn) -> bool:
-    """Whether one call does both updates: of one optimizer, with the same settings, one tensor each, of one dtype."""
+def _is_same_call(a: Eqn, b: Eqn) -> bool:
+    """Whether one call can do both updates: those of one optimizer, with equal settings and dtypes, one tensor each."""
     lists = all(isinstance(x, list) and len(x) <= 1 for e in (a, b) for x in e.args)
     dtypes = lambda e: [[v.dtype for v in x] for x in e.args]
     return lists and a.op is b.op and a.kwargs == b.kwargs and dtypes(a) == dtypes(b)
 
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
-    """The group of an item, if it has one, and apart from it the views that only others read."""
-    grouped = [e for e in item.eqns if not _shows(e)]
-    if item.fusible and sum(_is_fusible(e) for e in grouped) < 2:
-        grouped = []
+    """The group of an item, if it has one; then, one by one, its other equations: views that only others read."""
+    grouped = set(_grouped(item))
+    if grouped:
+        yield [e for e in item.eqns if e in grouped]
+    yield from ([e] for e in item.eqns if e not in grouped)
+
+
+def _grouped(item: _Item) -> list[Eqn]:
+    """The equations of an item that run as one, with the views that they read."""
+    grouped = [e for e in item.eqns if not _is_real_view(e)]
+    if not grouped or (item.fusible and sum(map(_is_fusible, grouped)) < 2):
+        return []
     read = {v for e in grouped for v in e.ins}
-    for e in reversed(item.eqns if grouped else ()):
-        if _shows(e) and any(out in read for out in e.outs):
+    for e in filter(_is_real_view, reversed(item.eqns)):
+        if not read.isdisjoint(e.outs):
             read.update(e.ins)
             grouped.append(e)
-    together = set(grouped)
-    if together:
-        yield [e for e in item.eqns if e in together]
-    yield from ([e] for e in item.eqns if e not in together)
+    return grouped

@@ -1,0 +1,49 @@
+"""benchmarks/ablations.py: versions of a step take turns, the table says what each choice gains, parts keep their figures."""
+
+import pytest
+
+from benchmarks import ablations
+from benchmarks.ablations import ALTERNATIVES, Part, compiled_step
+from benchmarks.peers.model import Config
+from ztrans.runtime.inductor import backend
+
+TINY = Config(layers=1, width=32, heads=2, vocab=64, sequence=16, batch=2)
+
+
+def simulated(without: frozenset[str]):
+    return lambda: 1.0 + len(without)
+
+
+def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
+    """As a part of the planner's search moves would be: simulated seconds, which are the same in every round."""
+    parts = {name: lambda name=name: Part(name, "simulated", ("a", "b"), {"case": simulated}) for name in ("one", "two")}
+    ablations.main(["one", "two"], 3, tmp_path, parts)
+    text = ablations.main(["two"], 5, tmp_path, parts)
+    assert text == (tmp_path / "ablations.md").read_text()
+    assert text.count("## ") == 2 and "medians of 3" in text and "medians of 5" in text
+    assert "| case | nothing | 1.0000 | 1.0000 | 1.000 |  |" in text
+    assert "| case | a | 2.0000 | 2.0000 | 2.000 | 50.0% |" in text
+    assert "| case | any of them | 3.0000 | 3.0000 | 3.000 | 66.7% |" in text
+
+
+def test_versions_take_turns_and_no_one_is_always_first():
+    ran: list[str] = []
+    steps = {name: lambda name=name: ran.append(name) or 1.0 for name in "abc"}
+    seconds = ablations.interleaved(steps, 3)
+    assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys("abc", 3)
+    assert "".join(ran) == "aaabbbccc" + "abc" + "bca" + "cab"
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
+def test_a_step_is_compiled_without_the_choices_that_are_left_out(monkeypatch):
+    used, real = [], backend.executable
+
+    def executable(*args, alternatives):
+        used.append(list(alternatives))
+        return real(*args, alternatives=alternatives)
+
+    monkeypatch.setattr(backend, "executable", executable)
+    for without in (frozenset(), frozenset(ALTERNATIVES)):
+        assert compiled_step(TINY, False, without)() > 0
+    assert used == [list(ALTERNATIVES.values()), []]
