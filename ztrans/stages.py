@@ -7,7 +7,7 @@ fixed. Each prints as its program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,9 @@ from .profiling.profile import Profile
 from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
 from .runtime.mesh import check_runs
-from .tracing.arguments import check_captured, local_part, traced_leaves
+from .tracing.arguments import Arguments, check_captured, local_part, traced_leaves
 from .tracing.trace import Program
-from .transforms.base import Transform, rewritten
+from .transforms.base import Transform, mesh_of, rewritten
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Traced:
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
         """The mesh, and the program after each transform; at last with what no transform used taken out."""
-        mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
+        mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
@@ -169,24 +169,29 @@ class Lowered:
         plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
-    def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
+    def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
         """Run one step of all ranks in this process, equation by equation, from the full state.
 
-        `batches` holds each rank's batch arguments. Returns the full new state and each rank's output;
-        nothing is updated in place. No process group is needed, so it runs under an AbstractMesh.
+        `batches` holds each rank's batch arguments: a tuple of them, or a dict of them by name. Returns the full new
+        state and each rank's output; nothing is updated in place. No process group is needed, so it runs under an
+        AbstractMesh.
 
         Raises: TypeError for arguments, or values that the step captured, other than those it was traced for.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_captured(program, graph.name)
-        flat = [[local_part(x) for x in traced_leaves(program, graph.name, state, b)] for b in batches]
+        inputs = []
+        for batch in batches:
+            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+            arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
+            inputs.append([local_part(x) for x in traced_leaves(program, graph.name, arguments)])
         n = graph.num_state
-        whole = [x.contiguous() for x in flat[0][:n]]
-        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), flat, strict=True)]
+        whole = [x.contiguous() for x in inputs[0][:n]]
+        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
         outs = lockstep(graph, ranks)
-        full = join(graph, outs)
-        results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
+        new_state = join(graph, outs)
+        results = [pytree.tree_unflatten([*new_state, *out[n:]], program.out_tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:

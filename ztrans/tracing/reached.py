@@ -152,7 +152,7 @@ class _Walk:
             self.holders[id(f)] = name, f
 
     def method(self, bound: types.MethodType, name: str) -> None:
-        self.visit(bound.__self__, name.rpartition(".")[0] or name)
+        self.visit(bound.__self__, name.rpartition(".")[0] or "self")
         self.visit(bound.__func__, name)
 
     def partial(self, p: functools.partial, name: str) -> None:

@@ -84,7 +84,7 @@ def lift(
     counted = [is_number(x) for x in pytree.tree_leaves((today["optimizer"], today["lr"]))]
     had = {name for name, p in own.items() if p.grad is not None}
 
-    def step(state: State, *batch: Any) -> tuple[State, Any]:
+    def step(state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
         rates, written = state["lr"], versions(state["lr"])
         leaves = pytree.tree_leaves((state["optimizer"], rates))
         numbers = [x for x, is_counted in zip(leaves, counted) if is_counted]
@@ -94,7 +94,7 @@ def lift(
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
             with gradients, stand_ins, stepped, _NoScaler():
-                output = loop_step(*batch)
+                output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
             held = {p: s for o in optimizers for p, s in o.state.items()}
