@@ -1,8 +1,8 @@
-"""Functionalize: the tensors of a traced program as names of storages, which changes in place write to.
+"""Functionalize: in-place changes of tensors and their views as equations that make new values.
 
-A storage holds its base tensor as a value; a tensor is a storage and the views that lead to it from
-the base. To read a tensor whose storage has changed is to take its views again; to write it is to
-write through the inverses of its views to the base.
+A storage holds the current value of its base tensor. A tensor is an alias: a storage, and the views that lead from
+the base to it. Reading a tensor whose storage has changed takes its views anew. Writing a tensor applies the inverses
+of its views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 """
@@ -24,7 +24,7 @@ from ..ir.source import Source, where
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
-_INVERSES = {  # of the views that show all of the base
+_INVERSES = {  # of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
@@ -32,7 +32,7 @@ _INVERSES = {  # of the views that show all of the base
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-_SCATTERS = {  # of the views that show a part of it
+_SCATTERS = {  # the inverses of the views that show some of its elements
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
@@ -41,7 +41,7 @@ _SCATTERS = {  # of the views that show a part of it
 
 
 class View(NamedTuple):
-    """A view of a base: `op(base, *args, **kwargs)`, of which it is result `index`."""
+    """A view of a base: result `index` of `op(base, *args, **kwargs)`."""
 
     op: Any
     args: tuple
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 @dataclass
 class Storage:
-    """What a storage holds now, as a contiguous sequence of values of its base tensor."""
+    """The current value of a storage's base tensor, and how often it has changed."""
 
     value: Var
     version: int = 0
@@ -59,7 +59,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced program; `value` is what it showed in version `seen` of its storage."""
+    """A tensor of the traced program; `value` is its value in version `seen` of its storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()
@@ -67,17 +67,17 @@ class Alias:
     value: Var | None = None
 
     @staticmethod
-    def of(made: Any) -> Any:
+    def of(results: Any) -> Any:
         """New tensors, each with a storage of its own, for the results of an equation."""
-        if isinstance(made, tuple):
-            return [Alias.of(v) for v in made]
-        return None if made is None else Alias(Storage(made), value=made)
+        if isinstance(results, tuple):
+            return [Alias.of(v) for v in results]
+        return None if results is None else Alias(Storage(results), value=results)
 
 
 @dataclass
 class Builder:
-    """Equations in the making. `node` is what they are recorded from; `strides` are those that the tracer
-    saw, which recorded views rely on."""
+    """The equations of a program so far. `node` is the recorded operation that is being imported; `strides` are those
+    of the tensors in the trace, which the recorded views rely on."""
 
     names: Names
     strides: dict[Var, tuple[int, ...]]
@@ -91,7 +91,7 @@ class Builder:
         return self.node.meta.get("custom", {}).get("source")
 
     def meta(self, var: Var) -> torch.Tensor:
-        """A tensor without data of a value's type and strides."""
+        """A meta tensor with the type and the strides of a value."""
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
 
     def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
@@ -124,18 +124,18 @@ class Builder:
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
-        """Change what `x` names: write `value` through its views to the base."""
+        """Give `x` a new value, and with it the base of its storage."""
         old, new = self.read(x), value
         bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
-        if self.strides[value] == self.strides[old]:  # else its view is taken again, of what was written
+        if self.strides[value] == self.strides[old]:  # else a later read takes its views of the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`: whatever is viewed of `old` can be viewed of it."""
+        """`value` in the memory order of `old`, so that every view of `old` is also possible of it."""
         if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
             return value
         if self.meta(old).is_contiguous():
@@ -150,7 +150,7 @@ class Builder:
         return out[view.index] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
-        """`base` with what the view shows of it replaced by `new`."""
+        """`base` with `new` in place of the elements that the view shows."""
         op, args, kwargs, index = view
         name = op._schema.name.removeprefix("aten::")
         if op is aten.view.dtype:

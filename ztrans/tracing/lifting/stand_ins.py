@@ -1,7 +1,8 @@
 """Stand-ins: the tensors that a lifted loop step trains in place of its module's own parameters.
 
-While the loop runs, the module and its optimizers hold the tensors of the state. A parameter that was taken from the
-module before, as in a list, is none of them: what is done to it has no effect on the program. It is an error.
+While the loop step is traced, the module and its optimizers hold tensors of the state. A parameter that was taken from
+the module before, as into a list, is not one of them, and a change of it has no effect on the program. Using one is
+an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ...ir.source import Source, user_source, where
 from .scalars import tensors_in
 
-# What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.
+# Properties of the module's own parameters that a loop step may read, for they are those of the stand-ins.
 _METADATA = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "__hash__", "__len__"),
@@ -22,7 +23,7 @@ _METADATA = (
 
 
 class StandIns(TorchFunctionMode):
-    """Refuse the module's `own` parameters, by id, while tensors of the same names stand in for them."""
+    """Refuse uses of the module's `own` parameters, by id, while tensors of the same names stand in for them."""
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor], own: Mapping[int, str]) -> None:
         super().__init__()
