@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Bound(NamedTuple):
-    """A program as it runs on this rank, and a hash of the messages that it sends."""
+    """A program as it runs on this rank."""
 
     lowered: Lowered
-    run: Callable
-    messages: int = 0
+    run: Any  # a function from flat inputs to flat outputs, with the FX `program` that it runs
+    messages: int = 0  # a hash of those that it sends
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Compiled:
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @contextlib.contextmanager
-    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Callable]:
+    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Any]:
         """The function that runs the program, once all ranks have met for this step."""
         name, mesh = self.lowered.graph.name, self._mesh
         state = leaves[: self.lowered.graph.num_state]
@@ -172,6 +172,7 @@ class Compiled:
         return leaves, local
 
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
+        run: Any
         if not self._bound:
             lowered = self.lowered if self.agreed else _agreed(self.lowered)
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
@@ -179,10 +180,10 @@ class Compiled:
             if self.cuda_graph:
                 local = placed(lowered.graph, local)
             if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, lowered.mesh, local, self._writes.begin)
+                graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
-                run = executable(lowered.graph, lowered.mesh, self._writes.begin)
+                run = executable(lowered.graph, self._mesh, self._writes.begin)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))

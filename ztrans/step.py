@@ -14,7 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,10 +72,11 @@ class Step(Generic[P, R]):
 
     def __post_init__(self) -> None:
         """Take over what `functools.wraps` takes over, and the signature."""
-        given = {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
-        vars(self).update({"__name__": type(self.fn).__name__, **given, "__wrapped__": self.fn})
+        attributes: dict[str, Any] = {"__name__": type(self.fn).__name__, "__wrapped__": self.fn}
+        attributes |= {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
         with contextlib.suppress(TypeError, ValueError):  # some functions of C have none
-            vars(self)["__signature__"] = inspect.signature(self.fn)
+            attributes["__signature__"] = inspect.signature(self.fn)
+        vars(self).update(attributes)
 
     @staticmethod
     def of(fn: Callable[P, R]) -> Step[P, R]:
@@ -181,7 +182,7 @@ class Step(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
-        return self._compiled(arguments).run(arguments)
+        return cast("R", self._compiled(arguments).run(arguments))
 
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these, made at the first call with such arguments.
@@ -219,11 +220,20 @@ class Step(Generic[P, R]):
     def _captured(self) -> Captured:
         return Captured(self.fn)
 
-    def _check_laid_out(self, state: Any) -> None:
+    def _devices(self) -> DeviceMesh | None:
+        """The mesh of devices that the step runs on; None for a step of one process.
+
+        Raises: ValueError for an abstract mesh; RuntimeError for one whose process group has been destroyed.
+        """
         if self.mesh is not None:
             check_runs(self.mesh)
+        return self.mesh if isinstance(self.mesh, DeviceMesh) else None
+
+    def _check_laid_out(self, state: Any) -> None:
+        mesh = self._devices()
+        if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, self.mesh, paths, pytree.tree_leaves(state), layouts)
+            check_laid_out(self.__name__, mesh, paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each state leaf, in the order of the tree's leaves."""
@@ -241,22 +251,20 @@ class Step(Generic[P, R]):
         Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError where ranks hold different
         leaves, and for another source than 0 on a mesh of several axes; RuntimeError for a half updated state.
         """
-        mesh = self.mesh
         leaves, tree = pytree.tree_flatten(state)
         paths = leaf_names(self.fn, (state,))[1]
         for path, leaf in zip(paths, leaves):
             if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
                 raise no_state(path, leaf)
         check_whole(leaves, "shard")
+        mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        check_runs(mesh)
         if source and mesh.ndim > 1:
             raise ValueError(
                 f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be."
             )
-        if isinstance(mesh, DeviceMesh):
-            check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
+        check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
         device = torch.device(device) if device is not None else None
         laid = [
             relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_functional import T, agrees
+from test_import_fx import T, agrees
 
 import ztrans as zt
 from ztrans.tracing.overloads import functional, member

@@ -137,6 +137,16 @@ class Eqn:
         """The variables read, in order, repeats included."""
         return (*variables(self.args), *variables(self.kwargs))
 
+    @functools.cached_property
+    def results(self) -> tuple[Var, ...]:
+        """The variables bound, in order; `outs` also has None for results that are no tensors."""
+        return tuple(out for out in self.outs if out is not None)
+
+    @property
+    def out(self) -> Var:
+        """The variable bound by an equation that binds one, or the first of several."""
+        return self.results[0]
+
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
 

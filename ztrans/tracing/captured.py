@@ -136,7 +136,9 @@ def _value(value: Any, reading: _Reading) -> Any:
 
 def _shown(value: Any) -> str:
     """A value as error messages show it."""
-    kind, content = value or (object, ...)
+    kind: Any
+    content: Any
+    kind, content = value or (object, None)
     if kind in _CONSTANTS or isinstance(content, numbers.Number | enum.Enum):
         return repr(content)
     if isinstance(content, tuple) and issubclass(kind, dict):

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,13 +40,14 @@ _SCATTERS = {  # the inverses of the views that show some of its elements
 }
 
 
-class View(NamedTuple):
-    """A view of a base: result `index` of `op(base, *args, **kwargs)`."""
+@dataclass(frozen=True)
+class View:
+    """A view of a base: result `number` of `op(base, *args, **kwargs)`."""
 
     op: Any
     args: tuple
     kwargs: dict
-    index: int = 0
+    number: int = 0
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Builder:
     strides: dict[Var, tuple[int, ...]]
     eqns: list[Eqn] = field(default_factory=list)
     nodes: dict[Eqn, fx.Node] = field(default_factory=dict)
-    node: fx.Node | None = None
+    node: fx.Node = field(init=False)
 
     @property
     def source(self) -> Source | None:
@@ -103,11 +104,11 @@ class Builder:
         tensors = [x for each in (like if many else (like,)) for x in (each if isinstance(each, list) else (each,))]
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
-            label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
-            is_tensor = isinstance(x, torch.Tensor)
-            outs.append(Var(self.names.fresh(label), x.dtype, tuple(x.shape)) if is_tensor else None)
-            if is_tensor:
-                self.strides[outs[-1]] = x.stride()
+            outs.append(None)
+            if isinstance(x, torch.Tensor):
+                label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
+                outs[i] = out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
+                self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
         self.nodes[eqn] = self.node
@@ -147,11 +148,11 @@ class Builder:
 
     def view(self, base: Var, view: View) -> Var:
         out = self.emit(view.op, (base, *view.args), view.kwargs)
-        return out[view.index] if isinstance(out, tuple) else out
+        return out[view.number] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
         """`base` with `new` in place of the elements that the view shows."""
-        op, args, kwargs, index = view
+        op, args, kwargs = view.op, view.args, view.kwargs
         name = op._schema.name.removeprefix("aten::")
         if op is aten.view.dtype:
             return self.emit(op, (new, base.dtype))
@@ -166,10 +167,10 @@ class Builder:
             order = [d % len(base.shape) for d in args[0]]
             return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
         if name == "unbind":
-            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), index))
+            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
         if name in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            start = sum(args[0][:index]) if name == "split_with_sizes" else args[0] * index
+            start = _start(args[0], view.number)
             return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
         if name == "expand" and base.shape == new.shape:
             return new
@@ -177,6 +178,11 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _start(sizes: int | Sequence[int], index: int) -> int:
+    """The first row of part `index` of a split into parts of these sizes, or of one size."""
+    return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
 
 
 def _order(x: torch.Tensor) -> list[int]:

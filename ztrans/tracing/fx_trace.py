@@ -89,7 +89,7 @@ def _with_caches_that_change() -> Iterator[None]:
 
     PyTorch refuses to read such a cached result. In a trace only the policies of the checkpoint matter.
     """
-    cached = torch.utils.checkpoint._VersionWrapper
+    cached: Any = torch.utils.checkpoint._VersionWrapper
     get_val = cached.get_val
     cached.get_val = lambda self, allow_cache_entry_mutation: self.val
     try:

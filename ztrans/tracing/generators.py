@@ -19,7 +19,10 @@ class Generators:
     """The generators of `random` and `numpy.random`, and those among `values`, with their present states."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
-        self._pairs = [(random.getstate, random.setstate), (numpy.random.get_state, numpy.random.set_state)]
+        self._pairs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+            (random.getstate, random.setstate),
+            (numpy.random.get_state, numpy.random.set_state),
+        ]
         for value in values:
             if isinstance(value, random.Random):
                 self._pairs.append((value.getstate, value.setstate))

@@ -46,7 +46,10 @@ class Marks(TorchFunctionMode):
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
     """Record `x.data = value`, which no dispatch mode sees: from here on the trace takes `x` for `value`."""
-    tracer = get_proxy_mode().tracer
+    mode = get_proxy_mode()
+    if mode is None:  # no trace is under way
+        return set_data(x, value)
+    tracer = mode.tracer
     for tensor in (x, value):
         if get_proxy_slot(tensor, tracer, None) is None:
             refuse_closure(set_data, tensor, user_source(3), "the step")

@@ -34,6 +34,7 @@ _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 _COPIES = {"aten::_foreach_copy_": aten.copy_.default, "aten::_foreach_zero_": aten.zero_.default}
+_BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
@@ -83,7 +84,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     if op is aten.set.source_Tensor:  # the first tensor is the second one from here on
         return args[1]
     if name in _OURS:
-        return _mark(builder, _OURS[name], *args, val)
+        return _mark(builder, _OURS[name], args[0], args[1], val)
     if name.startswith(("aten::_foreach_", *_FUSED)):
         return _per_member(builder, op, args, kwargs)
     if shows_argument(op) and isinstance(args[0], Alias):
@@ -118,30 +119,15 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
 
 def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
     """Import an operation that changes arguments, `out=` too. The functional form returns their new values last."""
-    name, declared = op._schema.name.removeprefix("aten::"), op._schema.arguments
+    declared = op._schema.arguments
     given = dict(zip((a.name for a in declared), args)) | kwargs
-    changed = [given[a.name] for a in declared if is_written(a)]
-    targets = [x for each in changed for x in (each if isinstance(each, list) else [each])]
-    values = builder.read(args)
-    if name == "copy_" or (name == "fill_" and isinstance(values[1], Var)):
-        results = (values[1],)
-    elif name in ("zero_", "fill_"):
-        results = (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
-    else:
-        form = functional(op)
-        if form is None or not all(isinstance(x, Alias) for x in targets):
-            raise ValueError(
-                f"trace: the in-place operation {op} has no functional form.\n"
-                f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
-            )
-        options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
-        like = [builder.meta(builder.read(x)) for x in targets] if op._schema.name.startswith(_FUSED) else None
-        results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
-        results = results if isinstance(results, tuple) else (results,)
+    written = [given[a.name] for a in declared if is_written(a)]
+    targets = [x for each in written for x in (each if isinstance(each, list) else [each])]
+    results = _functional_results(builder, op, args, kwargs, targets)
     own, new = results[: -len(targets)], results[-len(targets) :]
     for target, value in zip(targets, new):
         old = builder.read(target)
-        if value.shape != old.shape and name not in ("copy_", "fill_"):  # which broadcast
+        if value.shape != old.shape and op._schema.name not in _BROADCASTS:
             raise ValueError(
                 f"trace: {op} makes {value.type} of {old.type}; a traced tensor keeps its shape.\n"
                 f"  at {where(builder.source)}\nGive it the shape of the result, or make a new one."
@@ -149,6 +135,25 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
         builder.write(target, _as_type(builder, value, old))
     returned = (Alias.of(own) or targets)[: len(op._schema.returns)]
     return returned[0] if len(returned) == 1 else returned
+
+
+def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+    """The results of the functional form of an in-place operation: its own, then the new values of `targets`."""
+    name, values = op._schema.name, builder.read(args)
+    if name in _BROADCASTS and isinstance(values[1], Var):
+        return (values[1],)
+    if name in ("aten::zero_", "aten::fill_"):
+        return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
+    form = functional(op)
+    if form is None or not all(isinstance(x, Alias) for x in targets):
+        raise ValueError(
+            f"trace: the in-place operation {op} has no functional form.\n"
+            f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
+        )
+    options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
+    like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
+    results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _as_type(builder: Builder, new: Any, old: Var) -> Var:
@@ -166,26 +171,30 @@ def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
     name, results = op._schema.name, []
     given = dict(zip((a.name for a in op._schema.arguments), args)) | kwargs
     for i in range(next(len(a) for a in args if isinstance(a, list))):
+        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
         if name.startswith(_FUSED):
             _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
-            continue
-        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
-        if name in _COPIES:
+        elif name in _COPIES:
             _in_place(builder, _COPIES[name], [*of_member.values()], {})
-            continue
-        options = {k: builder.read(of_member.pop(k)) for k in ("value", "alpha", "dtype") if k in of_member}
-        if "_addc" in name and "scalars" in of_member:
-            options["value"] = builder.read(of_member.pop("scalars"))
-        values = builder.read([*of_member.values()])
-        plain = member(op, values)
-        if plain is None:
-            raise ValueError(
-                f"trace: {op} has no form for one tensor at a time.\n"
-                f"  at {where(builder.source)}\nUse the optimizer with foreach=False."
-            )
-        new = builder.emit(plain, values, options)
-        if name.endswith("_"):
-            builder.write(args[0][i], _as_type(builder, new, values[0]))
         else:
-            results.append(Alias.of(new))
+            results.append(_member(builder, op, of_member))
     return None if name.endswith("_") else results
+
+
+def _member(builder: Builder, op: Any, given: dict[str, Any]) -> Any:
+    """One member of an operation over lists, which was given these arguments by name."""
+    target, name = next(iter(given.values())), op._schema.name
+    if "_addc" in name and "scalars" in given:
+        given["value"] = given.pop("scalars")
+    options = {k: builder.read(given.pop(k)) for k in ("value", "alpha", "dtype") if k in given}
+    values = builder.read([*given.values()])
+    plain = member(op, values)
+    if plain is None:
+        raise ValueError(
+            f"trace: {op} has no form for one tensor at a time.\n"
+            f"  at {where(builder.source)}\nUse the optimizer with foreach=False."
+        )
+    new = builder.emit(plain, values, options)
+    if name.endswith("_"):
+        builder.write(target, _as_type(builder, new, values[0]))
+    return Alias.of(new)

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -40,10 +40,16 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Recorded(Protocol):
-    """A program as it was traced: its graph, and every tensor of the trace with the line that made it."""
+    """A traced program: its graph, and every tensor of the trace with the line that made it."""
 
-    graph: Any
-    tensors: list[tuple[weakref.ref, Source | None]]
+    @property
+    def graph(self) -> Any: ...
+
+    @property
+    def tensors(self) -> list[tuple[weakref.ref, Source | None]]: ...
+
+
+T = TypeVar("T", bound=Recorded)
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,14 @@ class Snapshot:
     """The present Python values that a step reaches: variables, attributes, and the entries of containers."""
 
     def __init__(self, reach: Reach) -> None:
-        self._variables = [(place, place.read()) for place in reach.places if place.write is not None]
+        self._variables = [(place, place.write, place.read()) for place in reach.places if place.write is not None]
         self._holders = [(name, holder, _contents(holder)) for name, holder in reach.holders]
         self._lines = {place.name: place.source for place in reach.places}
         self._lines |= {f".{attribute}": line for attribute, line in reach.attributes.items()}
 
     def changes(self) -> list[Change]:
         """The values that have changed since."""
-        pairs = [(place.name, old, place.read()) for place, old in self._variables]
+        pairs = [(place.name, old, place.read()) for place, _, old in self._variables]
         for name, holder, before in self._holders:
             now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
             keys = [k for k in {**before, **now} if not (isinstance(k, str) and is_internal(holder, k))]
@@ -80,9 +86,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore every value."""
-        for place, old in self._variables:
+        for place, write, old in self._variables:
             if place.read() is not old:
-                place.write(old)
+                write(old)
         for _, holder, before in self._holders:
             _restore(holder, before)
 
@@ -92,7 +98,7 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
+def settled(record: Callable[[], T], reach: Reach, step: str) -> T:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
     Warns of lines that print, and of tensors of the trace that something outside of the step still holds.

@@ -76,7 +76,7 @@ def _mentions(code: types.CodeType) -> _Mentions:
         action, _, kind = step.opname.partition("_")
         names = kinds.get(kind)
         if names is not None and action in ("LOAD", "STORE", "DELETE"):
-            line = step.positions.lineno or code.co_firstlineno
+            line = (step.positions and step.positions.lineno) or code.co_firstlineno
             if action == "LOAD":
                 names.setdefault(step.argval, line)
             else:
@@ -260,9 +260,13 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         variables[name] = value
 
 
-@functools.cache
 def is_own(kind: Any) -> bool:
     """Whether a class or a Python module is the user's."""
+    return _is_own(kind)
+
+
+@functools.cache
+def _is_own(kind: Any) -> bool:
     if isinstance(kind, types.ModuleType):
         return not is_library(getattr(kind, "__file__", None) or sys.executable)
     if kind in _NAMESPACES:

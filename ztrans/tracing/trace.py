@@ -8,7 +8,7 @@ to Python values while it runs are undone, or are an error (see `leaks`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
-from ..ir.graph import Graph, Var, dce
+from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
 from .errors import no_argument, no_state
 from .fx_trace import record
 from .import_fx import import_fx
 from .leaks import settled
-from .regions import label_regions
+from .regions import Fact, label_regions
 from .versions import check_torch
 
 
@@ -76,6 +76,11 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
 
+def _device_of(leaves: Iterable[Abstract]) -> str:
+    """The first device of the leaves that is no CPU, else the CPU."""
+    return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
+
+
 def _device(leaf: torch.Tensor) -> str:
     # A fake cuda tensor aborts the process on a CPU build.
     return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
@@ -115,8 +120,7 @@ def trace(
         if i < num_state:
             raise no_state(paths[i], value)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
-    devices = [abstract[i].device for i in dynamic]
-    default_device = device or next((d for d in devices if d not in ("cpu", "meta")), "cpu")
+    default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
     of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
     batch_vars = frozenset(of_batch)
@@ -139,11 +143,7 @@ def trace(
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        graph = dce(label_regions(graph, facts))
-        checkpoint = {v: fact.checkpoint for e, fact in facts.items() for v in e.outs if v is not None}
-        drops = {v for e, fact in facts.items() for v in e.outs if v is not None and fact.dropped}
-        graph = checkpointed(graph, checkpoint, drops)
-        return _Traced(graph, recorded.out_tree, recorded.tensors)
+        return _Traced(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
@@ -155,6 +155,14 @@ class _Traced(NamedTuple):
     graph: Graph
     out_tree: pytree.TreeSpec
     tensors: list
+
+
+def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
+    """The program with the regions of its equations, and with the results recomputed that checkpoints drop."""
+    graph = dce(label_regions(graph, facts))
+    of_values = {v: fact for e, fact in facts.items() for v in e.outs if v is not None}
+    checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
+    return checkpointed(graph, checkpoint, {v for v, fact in of_values.items() if fact.dropped})
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -186,9 +194,9 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
 def _parameters(fn: Callable, count: int) -> list[str]:
     """The names of the parameters that `count` positional arguments are for."""
     try:
-        declared = inspect.signature(fn).parameters.values()
+        declared = [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):
-        declared = ()
+        declared = []
     named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
     return named + [f"arg{i}" for i in range(len(named), count)]
 

@@ -48,8 +48,13 @@ class _Reduced:
 
     def sums_with(self, other: _Reduced) -> bool:
         """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
-        keys = [(r.start.op, r.start.kwargs, r.start.provenance.paths, r.start.outs[0].layout) for r in (self, other)]
-        return keys[0] == keys[1]
+        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, other)]
+        return keys[0] == keys[1] and self.end is not other.end
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The state leaves that the gradient is for."""
+        return self.start.provenance.paths if self.start.provenance else ()
 
 
 class _Uses:
@@ -74,7 +79,8 @@ class _Uses:
         if end is None or end.op is not WAIT:
             return None
         start = self.makers[end.args[0]]
-        ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and start.provenance.role == "grad" and len(start.ins) == 1
+        role = start.provenance.role if start.provenance else None
+        ok = start.op in (REDUCE_SCATTER, ALL_REDUCE) and role == "grad" and len(start.ins) == 1
         return _Reduced(start.ins[0], start, end) if ok else None
 
     def holds(self, v: object, r: _Reduced) -> bool:
@@ -93,7 +99,7 @@ class _Uses:
         while (add := self.only_reader(v)) is not None and add.op in SUMS:
             if any(self.holds(term, r) for term in add.args if term is not v):
                 return True
-            v = add.outs[0]
+            v = add.out
         return False
 
 
@@ -132,9 +138,9 @@ def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
 
 def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
     """wait(reduce(a)) * c, where a sum of two reductions follows."""
-    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.outs[0]) is not None
+    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
     r = uses.reduced(e.args[0]) if scales else None
-    return _scale(uses.graph, e, r) if r and uses.is_summed(e.outs[0], r) else None
+    return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
 
 
 _PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
@@ -143,7 +149,7 @@ _PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
 def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
     """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
     a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
-    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.outs[0].dtype)
+    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
     casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
     before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
     start = b.start.replace(args=([total],))
@@ -152,14 +158,14 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
         if e is b.start:
             eqns += [*casts, before, start]
         elif e is add and rest is not None:
-            eqns.append(e.replace(args=(rest, b.end.outs[0])))
+            eqns.append(e.replace(args=(rest, b.end.out)))
         elif e is add or e is a.start or e is a.end:
             continue
         else:
             eqns.append(e)
     graph = graph.replace(eqns=tuple(eqns))
     if rest is None:
-        graph = rename(graph, {add.outs[0]: b.end.outs[0]})
+        graph = rename(graph, {add.out: b.end.out})
     return dce(graph)
 
 
@@ -177,7 +183,7 @@ def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn],
 
 def _without(graph: Graph, e: Eqn) -> Graph:
     """The program without `e`, whose first argument takes the place of its result."""
-    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.outs[0]: e.args[0]})
+    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.out: e.args[0]})
 
 
 def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
@@ -190,4 +196,4 @@ def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
             eqns += [first, old.replace(args=([scaled],))]
         elif old is not e:
             eqns.append(old)
-    return rename(graph.replace(eqns=tuple(eqns)), {e.outs[0]: r.end.outs[0]})
+    return rename(graph.replace(eqns=tuple(eqns)), {e.out: r.end.out})

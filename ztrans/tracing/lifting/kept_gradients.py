@@ -126,17 +126,21 @@ class KeptGradients(TorchFunctionMode):
         Raises: ValueError where the next call would need gradients that are not carried.
         """
         for name, source in self._as_none.items():
-            if self.params[name].grad is not None and self.carried is not None:
-                raise _early(name, source)
-            if self.carried is None and (self.params[name].grad is not None or name in self.had):
-                raise _kept(name, "adds to", source)
+            self._check_none(name, source)
         self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
         if self.carried is None:
             return None
+        now = {name: self.params[name].grad for name in self._begin}
         none = {name: g if name in self._as_none else torch.zeros_like(g) for name, g in self._begin.items()}
-        return {
-            name: none[name] if self.params[name].grad is None else self.params[name].grad.detach() for name in none
-        }
+        return {name: none[name] if g is None else g.detach() for name, g in now.items()}
+
+    def _check_none(self, name: str, source: Source | None) -> None:
+        """Raises: ValueError where a gradient that was taken for None is not None in every call."""
+        ends_with_one = self.params[name].grad is not None
+        if ends_with_one and self.carried is not None:
+            raise _early(name, source)
+        if self.carried is None and (ends_with_one or name in self.had):
+            raise _kept(name, "adds to", source)
 
 
 def _kept(name: str, what: str, source: Source | None) -> ValueError:

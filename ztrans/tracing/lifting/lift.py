@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -32,18 +32,21 @@ from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # Optimizers that choose an update by a value that they read, unless they are capturable; and the counts in their state.
 _CHOOSING = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 _COUNTS = ("step", "eta", "mu")
 
 
 def lift(
-    loop_step: Callable,
+    loop_step: Callable[P, T],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     carry_grads: bool = False,
-) -> tuple[Callable, State]:
+) -> tuple[Callable[Concatenate[State, P], tuple[State, T]], State]:
     """Turn `loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, into `(step, state)`.
 
     `step(state, *batch) -> (state, output)` is a pure train step for any transform. It takes the batch arguments of
@@ -90,7 +93,7 @@ def lift(
     counted = [is_number(x) for x in pytree.tree_leaves((today["optimizer"], today["lr"]))]
     had = {name for name, p in own.items() if p.grad is not None}
 
-    def step(state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
+    def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         rates, written = state["lr"], versions(state["lr"])
         leaves = pytree.tree_leaves((state["optimizer"], rates))
         numbers = [x for x, is_counted in zip(leaves, counted) if is_counted]
@@ -123,10 +126,11 @@ def lift(
         modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
         return *modes, repr(hyperparameters(optimizers))
 
-    step.settings = settings  # type: ignore[attr-defined]
+    own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
+    vars(step).update(settings=settings, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
-    given = inspect.signature(loop_step).parameters.values()
-    step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
+    step.__doc__ = loop_step.__doc__
     return step, today
 
 
@@ -201,7 +205,7 @@ def _held(
 
 def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """The counts of optimizers in `_CHOOSING`, widened to fp64: outside of a trace these read Python numbers."""
-    counts = []
+    counts: list[torch.Tensor] = []
     for state in (s for o in optimizers if isinstance(o, _CHOOSING) for s in o.state.values()):
         wide = {k: state[k].to(torch.float64, copy=True) for k in _COUNTS if k in state}
         state.update(wide)

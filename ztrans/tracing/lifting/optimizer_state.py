@@ -45,19 +45,28 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     """
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
-    if not new:
-        return
-    own = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+    if new:
+        fresh = _by_name(optimizer, params, new) if _is_torchs(optimizer) else None
+        optimizer.state.update(_tried(optimizer, params, new, names) if fresh is None else fresh)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the names in an optimizer's state say their first values. Dampened momentum begins with a gradient."""
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None) and not dampened
+
+
+def _by_name(
+    optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor]
+) -> dict[torch.Tensor, State] | None:
+    """The state of parameters before the first step, where the names of all its entries are known."""
     try:
-        created = _created(optimizer, params) if own and not dampened else {}
+        created = _created(optimizer, params)
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    if created and all(key in _FRESH for p in new for key in created[p]):
-        fresh = {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
-    else:
-        fresh = _tried(optimizer, params, new, names)
-    optimizer.state.update(fresh)
+    if not created or any(key not in _FRESH for p in new for key in created[p]):
+        return None
+    return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
 
 
 def _filled(value: Any, number: float) -> Any:
@@ -202,14 +211,16 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not (a.is_floating_point() or a.is_complex()):
-            return torch.equal(a, b)
-        tolerance = 8 * torch.finfo(a.dtype).eps
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
+        return a.shape == b.shape and a.dtype == b.dtype and _close(a, b)
     return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = 8 * torch.finfo(a.dtype).eps
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _unknown(optimizer: Optimizer, why: str) -> ValueError:

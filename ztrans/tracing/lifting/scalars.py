@@ -18,6 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+_OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar, by the operands before it
+_SCALARS = ("alpha", "value", "scalars")  # names of the scalar
 _HALF = (torch.float16, torch.bfloat16)
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
@@ -46,25 +48,27 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     """
     name = getattr(func, "__name__", "")
     plain = name.removeprefix("_foreach_").rstrip("_")
-    if plain not in ("add", "sub", "addcmul", "addcdiv") or "out" in kwargs:
+    count = _OPERANDS.get(plain)
+    if count is None or "out" in kwargs:
         return NotImplemented
-    count = 3 if plain.startswith("addc") else 2
-    key = "value" if count == 3 else "alpha"
-    rest = [args[count]] if len(args) > count else [v for k, v in kwargs.items() if k in (key, "scalars")]
-    over_list = name.startswith("_foreach_")
-    if over_list and count == 2 and not rest and isinstance(args[-1], torch.Tensor):
-        rest = [None]  # _foreach_add_(xs, step): the number that is added is a tensor
-    elif not rest or not isinstance(rest[0], torch.Tensor) or len(args) < count:
+    over_list, in_place, operands = name.startswith("_foreach_"), name.endswith("_"), args[:count]
+    scalar = next(iter((*args[count : count + 1], *(kwargs[k] for k in _SCALARS if k in kwargs))), None)
+    if over_list and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
+        return _per_member(plain, operands, None, in_place)  # _foreach_add_(xs, step) adds a number that is a tensor
+    if not isinstance(scalar, torch.Tensor) or len(args) < count:
         return NotImplemented
-    scalar, in_place, operands = rest[0], name.endswith("_"), args[:count]
-    if not over_list:
-        return _one(plain, operands, scalar, in_place)
+    return (_per_member if over_list else _computed)(plain, operands, scalar, in_place)
+
+
+def _per_member(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> list[torch.Tensor]:
+    """An operation over lists, member by member; `scalar` has one dim where each member has its own."""
     columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
-    each = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
-    return [_one(plain, row, s, in_place) for row, s in zip(zip(*columns), each)]
+    scalars = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
+    return [_computed(plain, row, s, in_place) for row, s in zip(zip(*columns), scalars)]
 
 
-def _one(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    """The result for one tensor."""
     x, *rest = operands
     dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
     if dtype in _HALF and (x.device.type != "cpu" or plain.startswith("addc")):  # computed in fp32, rounded once
@@ -121,9 +125,9 @@ class Numbers(TorchFunctionMode):
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if all(x.ndim == 0 or not (x.is_floating_point() or x.is_complex()) for x in operands):
+        if not any(map(_decides_dtype, operands)):
             args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
-        return func(*args, **kwargs)  # a float tensor with dims decides the dtype of the result by itself
+        return func(*args, **kwargs)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of one element, as a number."""
@@ -163,6 +167,11 @@ class Numbers(TorchFunctionMode):
         if number not in self._constants:
             self._constants[number] = torch.full((), number, dtype=torch.float64)
         return self._constants[number]
+
+
+def _decides_dtype(x: torch.Tensor) -> bool:
+    """Whether an operand decides the dtype of the result, whatever number it is combined with."""
+    return x.ndim > 0 and (x.is_floating_point() or x.is_complex())
 
 
 def _is_whole(x: Any) -> bool:
