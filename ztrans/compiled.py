@@ -1,4 +1,4 @@
-"""Compiled: the program of one rank bound to its devices; run, measured, tuned."""
+"""Compiled: the program of one rank bound to its devices, to be run, profiled and tuned."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
+    """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares programs over all ranks, and takes rank 0's plan where they differ. A program with a plan
-    that the ranks `agreed` on for another batch shape needs no more than to send the same messages.
+    The first call compares the programs of all ranks, and takes rank 0's plan where plans differ. This is left out
+    for a program that follows a plan which the ranks have `agreed` on for another batch size: it sends the same
+    messages.
 
-    Raises: TypeError when called with other arguments than it was compiled for, when what the step reads besides
-    its arguments has changed since it was traced, and inside of torch.func's transforms.
+    Raises: TypeError when called with other arguments than it was compiled for, when a value that the step reads
+    besides its arguments has changed since it was traced, and inside of torch.func's transforms.
     """
 
     lowered: Lowered
@@ -80,7 +81,7 @@ class Compiled:
         with self._step(leaves, local) as run:
             outputs = run(local)
         for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
-            # the same DTensor objects, whose storage now holds the new state
+            # the tensors that the caller passed, whose storages now hold the new state
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
 
@@ -151,10 +152,10 @@ class Compiled:
                 yield bound.run
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
-        """The program of the same step for a batch of other sizes, in the order of this one.
+        """The program of the same step for other batch sizes, in the order of this program.
 
-        The ranks agreed on that order, so they need not agree again, and this rank alone may have such a batch. A
-        program that cannot follow it, since it has other collectives, is planned and agreed on as a new one.
+        The ranks have agreed on that order, so this rank alone may have such a batch. A program with other
+        collectives cannot follow it: it is planned, and agreed on, as a new one.
         """
         known = self._bound[0].lowered if self._bound else self.lowered
         try:
@@ -191,7 +192,7 @@ class Compiled:
 
 
 def _agreed(lowered: Lowered) -> Lowered:
-    """The program in the order of the plan of the mesh's first rank, which may have measured otherwise.
+    """The program in the order of the first rank's plan, which may be for other measured times than this rank's.
 
     Raises: RuntimeError on every rank where ranks lowered different programs, or where that plan does not fit one.
     """

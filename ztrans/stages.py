@@ -1,7 +1,7 @@
-"""Traced and Lowered: the stages of a step before it is compiled, as `jax.stages`.
+"""Traced and Lowered: the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as written; `Lowered` the program of one rank, transforms applied and order
-fixed. Each prints as its program.
+`Traced` is the program as written. `Lowered` is the program of one rank, with all transforms applied and its order
+planned. Each prints as its program.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ class Traced:
     @no_collection()
     @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """The per-rank program: transforms applied, collectives placed, buckets and order planned.
+        """The program of one rank: transforms applied, collectives placed, buckets and order planned.
 
-        The plan is made for `cluster`, by default an assumed one (H100s on InfiniBand; CPUs on gigabit
-        Ethernet; `tune` measures). A `plan` that was made before is applied as it is.
+        Args:
+            cluster: the devices and links to plan for; by default H100s on InfiniBand, or CPUs on gigabit Ethernet.
+                `Step.tune` plans for measured ones.
+            plan: a plan that was made before, which is applied as it is.
 
-        Raises: ValueError when a plan is for another program, or a memory budget cannot be met.
+        Raises: ValueError when the plan is for another program, or a memory budget cannot be met. ProgramError when a
+        transform returns a program that is not well formed.
         """
         mesh, history = self._transformed()
         hinted = history[-1][1]
@@ -76,9 +79,9 @@ class Traced:
 
     @no_collection()
     def follow(self, other: Lowered) -> Lowered:
-        """The program of one rank in the order of another of the same step, which is for a batch of other sizes.
+        """The program of one rank, in the order of `other`: a program of the same step for other batch sizes.
 
-        Raises: ValueError when it does not have the same collectives.
+        Raises: ValueError when the two programs do not have the same collectives.
         """
         mesh, history = self._transformed()
         hinted, plan = history[-1][1], other.plan
@@ -90,7 +93,7 @@ class Traced:
         return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
-        """The mesh, and the program after each transform; at last with what no transform used taken out."""
+        """The mesh, and the program after each transform, the last one without marks and without unused equations."""
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -132,9 +135,9 @@ class Lowered:
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """The step played on a cluster (default: that of its plan), to print or to save as a picture.
+        """A simulation of the step on a cluster (default: that of its plan), to print or to save as a picture.
 
-        It carries the bound that no order of the same collectives can beat within the same memory.
+        It has the lower bound on the time of the step in any order of the same collectives within the same memory.
         """
         cluster = cluster or self.cluster
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
@@ -144,10 +147,11 @@ class Lowered:
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:
-        """Plan again from what was measured; `plan.notes` say what that should gain.
+        """Plan anew from measured times; `plan.notes` say how much faster the step should become.
 
-        Every rank may bring its own profile: when the program first runs, rank 0's plan counts. The
-        first steps are recorded and the rest replayed better, as in DeepSpeed's DeepCompile.
+        Every rank may pass its own profile. When the program first runs, all ranks take rank 0's plan.
+
+        Source: DeepSpeed DeepCompile, 2025, which also plans anew after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         plan, graph = make(self.hinted, cluster)
@@ -161,7 +165,7 @@ class Lowered:
         return self._ordered(plan, plans.apply(self.hinted, plan))
 
     def following(self, plan: Plan) -> Lowered:
-        """This program in the order of another rank's plan, though it may need more memory than was asked for."""
+        """This program in the order of another rank's plan, even where that takes more memory than the budget."""
         return self._ordered(plan, plans.ordered(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
@@ -197,11 +201,13 @@ class Lowered:
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
         """A callable program on this rank's devices.
 
-        Backend "eager" runs it operation by operation; with "inductor" what lies between collectives and
-        matrix products is compiled, when it first runs. With `cuda_graph` the second call captures the whole
-        step, and it and those that follow replay it: see `capture`, and `Compiled.close`.
+        Args:
+            backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
+                collectives and matrix products, when the program first runs.
+            cuda_graph: whether the second call captures the whole step as a CUDA graph, which that call and all
+                later ones replay; see `Compiled.close`.
 
-        Raises: ValueError for another backend, where Inductor has no compiler, or for a graph without a GPU.
+        Raises: ValueError for another backend, for "inductor" without a compiler, or for a graph without a GPU.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")

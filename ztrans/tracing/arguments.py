@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
         return pytree.tree_leaves(self.batch)
 
     def key(self) -> tuple:
-        """What a program is made for of these arguments."""
+        """The properties of these arguments that a program is specialised on."""
         leaves, tree = self.leaves()
         num_state = len(pytree.tree_leaves(self.state))
         # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.

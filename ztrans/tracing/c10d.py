@@ -74,7 +74,7 @@ def is_point_to_point(op: Any) -> bool:
 
 
 def functionalized(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `op(*args, **kwargs)` returns, with its effect on its arguments made by functional operations.
+    """The result of `op(*args, **kwargs)`, whose changes of its arguments are recorded as functional operations.
 
     Raises: NoForm for a collective that has none.
     """
@@ -123,7 +123,7 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor, to: list[int], sent: list[int]) -> None:
-    """Rows `to` come from each rank, rows `sent` go to each; none given is an even share."""
+    """Receive `to` rows from each rank and send `sent` rows to each; without numbers every rank gets the same share."""
     to, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in ((to, output), (sent, x)))
     output.copy_(call.run(functional.all_to_all_single.default, x, to, sent))
 

@@ -171,10 +171,11 @@ def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
     name, results = op._schema.name, []
     given = dict(zip((a.name for a in op._schema.arguments), args)) | kwargs
     for i in range(next(len(a) for a in args if isinstance(a, list))):
-        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
-        if name.startswith(_FUSED):
+        if name.startswith(_FUSED):  # some of its lists are empty
             _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
-        elif name in _COPIES:
+            continue
+        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
+        if name in _COPIES:
             _in_place(builder, _COPIES[name], [*of_member.values()], {})
         else:
             results.append(_member(builder, op, of_member))
