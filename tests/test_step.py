@@ -79,8 +79,8 @@ def test_a_default_that_is_kept_is_a_constant_and_one_that_is_passed_an_input():
 
 def test_arguments_of_var_keywords_come_in_any_order():
     step = zt.Step.of(lambda state, **batch: (state, batch["x"] - batch["y"]))
-    for call in (lambda: step(X, x=X, y=X * 3), lambda: step(X, y=X * 3, x=X)):
-        assert torch.equal(call()[1], X * -2)
+    for call in (lambda s: step(s, x=X, y=X * 3), lambda s: step(s, y=X * 3, x=X)):
+        assert torch.equal(call(X.clone())[1], X * -2)
     assert len(step._cache) == 1
 
 
@@ -88,7 +88,7 @@ def test_wrong_arguments_are_a_type_error_as_in_python():
     step = zt.Step.of(scaled)
     for run in (step, step.trace, step.lower, step.compiled, step.lower(torch.zeros(()), X).compile()):
         with pytest.raises(TypeError, match=r"scaled\(\) got an unexpected keyword argument 'bacth'"):
-            run(torch.zeros(()), bacth=X)
+            run(torch.zeros(()), X, bacth=X)
         with pytest.raises(TypeError, match=r"scaled\(\) multiple values for argument 'batch'"):
             run(torch.zeros(()), X, batch=X)
         with pytest.raises(TypeError, match=r"scaled\(\) missing a required .*'state'"):
@@ -100,14 +100,15 @@ def test_wrong_arguments_are_a_type_error_as_in_python():
 def test_a_program_says_which_names_it_was_compiled_for():
     compiled = zt.Step.of(scaled).lower(torch.zeros(()), X, plus=2.0).compile()
     assert compiled(torch.zeros(()), X, plus=3.0)[1] == X.sum() * 2 + 3
-    with pytest.raises(TypeError, match=r"compiled for arguments .*, the last by name: plus, called with"):
+    with pytest.raises(TypeError, match=r"(?s)compiled for arguments .*, the last by name: plus, called with"):
         compiled(torch.zeros(()), X, 3.0)
 
 
 def test_lockstep_takes_batches_by_name():
-    lowered = zt.shard_params(MESH)(scaled).lower(torch.zeros(()), batch=X)
-    by_name = lowered.lockstep(torch.zeros(()), [{"batch": X}, {"batch": X + 1}])
-    by_position = lowered.lockstep(torch.zeros(()), [(X,), (X + 1,)])
+    step = zt.shard_params(MESH)(lambda state, batch, scale: (state + 1, (state * batch).sum() * scale))
+    lowered = step.lower(X, scale=2.0, batch=X)
+    by_name = lowered.lockstep(X, [{"batch": X, "scale": 2.0}, {"scale": 2.0, "batch": X + 1}])
+    by_position = lowered.lockstep(X, [(X, 2.0), (X + 1, 2.0)])
     assert torch.equal(by_name[0], by_position[0]) and by_name[1] == by_position[1]
 
 
@@ -128,7 +129,7 @@ def test_a_lifted_loop_takes_its_batch_by_name():
     assert step.__doc__ == "Fit y." and [*step.__signature__.parameters] == ["state", "x", "y", "scale"]
     losses = [step(step.shard(state), *args, **kwargs)[1] for args, kwargs in (((x, y), {}), ((), {"y": y, "x": x}))]
     assert torch.equal(*losses) and len(step._cache) == 1
-    assert torch.allclose(step(step.shard(state), x, y, scale=2.0)[1], 2 * losses[0])
+    assert torch.allclose(step(step.shard(state), x, y, scale=2.0)[1].float(), 2 * losses[0])
 
 
 # ---- methods
@@ -189,7 +190,7 @@ def test_a_method_may_use_a_module_of_its_self():
     trainer, x, y = Trainer(), torch.ones(4, 2), torch.zeros(4, 1)
     state = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     grads, loss = grad_and_value(loss_of)(state, trainer.model, x, y)
-    new, outputs = trainer.step.lower(state, x, y).lockstep(state, [(x[:2], y[:2]), (x[2:], y[2:])])
+    new, outputs = trainer.step.lower(state, x[:2], y[:2]).lockstep(state, [(x[:2], y[:2]), (x[2:], y[2:])])
     assert all(torch.allclose(new[k], state[k] - 0.5 * grads[k]) for k in state)
     assert torch.allclose(outputs[0], loss)
 
