@@ -209,8 +209,8 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
             raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
 
 
-def _donated(graph: Graph, what: str) -> str:
+def _donated(graph: Graph, reason: str) -> str:
     return (
-        f"{graph.name}: {what}, and a step writes its state in place.\n"
+        f"{graph.name}: {reason}, and a step writes its state in place.\n"
         f"Call `state = step.shard(state)` once, before the loop: it copies."
     )

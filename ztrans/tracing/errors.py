@@ -41,19 +41,19 @@ def no_argument(leaf: Any) -> TypeError:
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
     """The step reads a value of a tensor, or uses a shape that depends on values."""
-    what = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
+    read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
-        f"trace: {step} {what} while it is traced ({op}).\n"
+        f"trace: {step} {read} while it is traced ({op}).\n"
         f"  at {where(source)}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks."
     )
 
 
-def seeds(what: str, source: Source | None, step: str) -> ValueError:
+def seeds(used: str, source: Source | None, step: str) -> ValueError:
     """The step uses a random generator of its own, or seeds PyTorch's."""
     return ValueError(
-        f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
+        f"trace: {step} uses {used}, which is no input of the program and would be used once, while it is traced.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )

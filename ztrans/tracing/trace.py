@@ -213,10 +213,10 @@ def _check_result(fn: Callable, result: Any, state: Any) -> None:
         had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(state)[0]}
         has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(result[0])[0]}
         lost, gained = sorted(had - has), sorted(has - had)
-        what = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
+        changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
         raise ValueError(
             f"trace: {_name(fn)} returned a state of another structure than it was given"
-            f" ({'; '.join(what) or f'{new} for {old}'}).\n"
+            f" ({'; '.join(changes) or f'{new} for {old}'}).\n"
             f"Return every leaf of the state, in the same containers; keep anything else in the output."
         )
 

@@ -182,11 +182,11 @@ class Sharding:
         maker = self.values.producers.get(out)
         return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
 
-    def averaged(self, out: Var, to: Split | None, what: str, role: str) -> Var:
+    def averaged(self, out: Var, to: Split | None, name: str, role: str) -> Var:
         end, key = self.end(out), (out, to, role)
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
             raise ValueError(
-                f"shard_params: the {what} {out} is an integer that depends on the batch, so it differs from rank to "
+                f"shard_params: the {name} {out} is an integer that depends on the batch, so it differs from rank to "
                 f"rank and has no mean.\n  at {where(end.source, 'the step arguments')}\n"
                 f"Reduce it with zt.psum(x, {self.axis!r}), make it a float, or pass outputs='local'."
             )
@@ -207,10 +207,10 @@ class Sharding:
             eqn = before[0]
         return None
 
-    def unreduced(self, eqn: Eqn | None, what: str, leaf: Var | None = None) -> ValueError:
+    def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"
         return ValueError(
-            f"shard_params: {what} {reaches} without having been reduced, so each rank would keep another state.\n"
+            f"shard_params: {subject} {reaches} without having been reduced, so each rank would keep another state.\n"
             f"  at {where(eqn.source if eqn else None, 'the step arguments')}\n"
             f"Reduce it over the axis: zt.pmean(x, {self.axis!r}) for a mean, zt.psum for a sum. "
             f"Gradients from torch.autograd.grad, torch.func.grad and .backward() are reduced for you; "

@@ -143,9 +143,9 @@ class KeptGradients(TorchFunctionMode):
             raise _kept(name, "adds to", source)
 
 
-def _kept(name: str, what: str, source: Source | None) -> ValueError:
+def _kept(name: str, use: str, source: Source | None) -> ValueError:
     return ValueError(
-        f"lift: the loop step {what} the gradient that an earlier call has left for {name}: nothing resets it, and a "
+        f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it, and a "
         f"lifted step starts from its state alone.\n"
         f"  at {where(source)}\n"
         f"Call optimizer.zero_grad() in the loop step, and before lift if gradients are there; or carry gradients from "
