@@ -1,11 +1,11 @@
-"""Compiled: the program of one rank bound to its devices; run, measured, tuned."""
+"""Compiled: the program of one rank bound to its devices, to be run, profiled and tuned."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,29 +27,30 @@ from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
-from .tracing.arguments import check_captured, check_donation, flat
+from .tracing.arguments import Arguments, check_captured, check_donation, flat
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
 
 
 class Bound(NamedTuple):
-    """A program as it runs on this rank, and a hash of the messages that it sends."""
+    """A program as it runs on this rank."""
 
     lowered: Lowered
-    run: Callable
-    messages: int = 0
+    run: Any  # a function from flat inputs to flat outputs, with the FX `program` that it runs
+    messages: int = 0  # a hash of those that it sends
 
 
 @dataclass(frozen=True, repr=False)
 class Compiled:
-    """A program bound to this rank: callable, no longer transformable, as `jax.stages.Compiled`.
+    """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares programs over all ranks, and takes rank 0's plan where they differ. A program with a plan
-    that the ranks `agreed` on for another batch shape needs no more than to send the same messages.
+    The first call compares the programs of all ranks, and takes rank 0's plan where plans differ. This is left out
+    for a program that follows a plan which the ranks have `agreed` on for another batch size: it sends the same
+    messages.
 
-    Raises: TypeError when called with other arguments than it was compiled for, when what the step reads besides
-    its arguments has changed since it was traced, and inside of torch.func's transforms.
+    Raises: TypeError when called with other arguments than it was compiled for, when a value that the step reads
+    besides its arguments has changed since it was traced, and inside of torch.func's transforms.
     """
 
     lowered: Lowered
@@ -79,32 +80,35 @@ class Compiled:
     def _repr_html_(self) -> str:
         return html(self.graph)
 
-    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        refuse_inside(self.lowered.graph.name, (state, batch))
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(state, batch)
+        return self.run(self._arguments(args, kwargs))
 
     @without_autocast()
-    def run(self, state: Any, batch: tuple) -> tuple[Any, Any]:
-        """What a call does when the step has been looked up for what it captures, as `Step` does."""
-        leaves, local = self._flat(state, batch)
+    def run(self, arguments: Arguments) -> tuple[Any, Any]:
+        """Run the program for arguments that fit it, and for captured values that are known to be those of the trace.
+
+        A `Step` calls this: to choose a program, it has compared the captured values.
+        """
+        leaves, local = self._flat(arguments)
         with self._step(leaves, local) as run:
             outputs = run(local)
         for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
-            # the same DTensor objects, whose storage now holds the new state
+            # the tensors that the caller passed, whose storages now hold the new state
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
 
     @without_autocast()
-    def profile(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
-        """Run `steps` real steps and record them: when what ran, in the lanes of `Lowered.timeline`.
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+        """Run `steps` real steps on these arguments and record when each operation and message ran.
 
-        The state is donated and advances. All ranks must call it, and know the same of operations and links
-        after it; the timeline is this rank's. A step with `cuda_graph` is recorded as it is without. See
-        `profile.Profile`.
+        The state is donated and advances. All ranks must call it. Afterwards all have the same times of operations
+        and links; the timeline, in the lanes of `Lowered.timeline`, is this rank's own. A step with `cuda_graph` is
+        recorded without its graph. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
-        leaves, local = self._flat(state, batch)
+        leaves, local = self._flat(self._arguments(args, kwargs))
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
@@ -114,30 +118,30 @@ class Compiled:
             return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
 
     def close(self) -> None:
-        """Let go of the captured CUDA graph, if there is one.
+        """Release the captured CUDA graph, if there is one.
 
-        Before the process group goes, or to go on with another state: the next call runs the step as it is,
-        and the one after captures it anew.
+        Call it before the process group is destroyed, or to go on with another state: the next call runs without a
+        graph, and the one after it captures a new one.
         """
         for bound in self._bound:
             if isinstance(bound.run, Capture):
                 bound.run.close()
 
-    def tune(self, state: Any, *batch: Any, steps: int = 3) -> tuple[Compiled, Profile]:
-        """Plan again from `steps` recorded steps, record as many of that plan, and keep the faster one.
+    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
+        """Record `steps` steps, plan anew from them, record as many steps of the new plan, and keep the faster plan.
 
-        Returns that, and what was recorded first. The plan's notes say what a step took on the slowest
-        rank. The state is donated and advances. All ranks must call it.
+        Returns the program with that plan, and the first recording. The plan's notes give the seconds of a step on
+        the slowest rank. The state is donated and advances. All ranks must call it.
         """
-        before = self.profile(state, *batch, steps=steps)
-        again = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
-        after = again.profile(state, *batch, steps=steps)
+        before = self.profile(*args, steps=steps, **kwargs)
+        replanned = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
+        after = replanned.profile(*args, steps=steps, **kwargs)
         first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
-        lowered, run, sent = (again if second < first else self)._bound[0]
+        lowered, run, sent = (replanned if second < first else self)._bound[0]
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
         plan = dataclasses.replace(lowered.plan, notes=notes)
-        lowered = dataclasses.replace(lowered, plan=plan, cluster=again.lowered.cluster)
+        lowered = dataclasses.replace(lowered, plan=plan, cluster=replanned.lowered.cluster)
         return dataclasses.replace(self, lowered=lowered, _bound=[Bound(lowered, run, sent)]), before
 
     @property
@@ -146,8 +150,8 @@ class Compiled:
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @contextlib.contextmanager
-    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Callable]:
-        """What runs the program, once all ranks have come to it."""
+    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Any]:
+        """The function that runs the program, once all ranks have met for this step."""
         name, mesh = self.lowered.graph.name, self._mesh
         state = leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
@@ -162,10 +166,10 @@ class Compiled:
                 yield bound.run
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
-        """The program of the same step for a batch of other sizes, in the order of this one.
+        """The program of the same step for other batch sizes, in the order of this program.
 
-        The ranks agreed on that order, so they need not agree again, and this rank alone may have such a batch. A
-        program that cannot follow it, since it has other collectives, is planned and agreed on as a new one.
+        The ranks have agreed on that order, so this rank alone may have such a batch. A program with other
+        collectives cannot follow it: it is planned, and agreed on, as a new one.
         """
         known = self._bound[0].lowered if self._bound else self.lowered
         try:
@@ -173,13 +177,17 @@ class Compiled:
         except ValueError:
             return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
-    def _flat(self, state: Any, batch: tuple) -> tuple[list, list[torch.Tensor]]:
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        return Arguments.of(self.lowered.program.captured.fn, args, kwargs)
+
+    def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
-        leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, state, batch)
-        check_donation(lowered.graph, local)  # each time: one leaf may since have been set to another
+        leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
+        check_donation(lowered.graph, local)  # at every call: the caller may have set one leaf to another
         return leaves, local
 
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
+        run: Any
         if not self._bound:
             lowered = self.lowered if self.agreed else _agreed(self.lowered)
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
@@ -187,10 +195,10 @@ class Compiled:
             if self.cuda_graph:
                 local = placed(lowered.graph, local)
             if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, lowered.mesh, local, self._writes.begin)
+                graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
-                run = executable(lowered.graph, lowered.mesh, self._writes.begin)
+                run = executable(lowered.graph, self._mesh, self._writes.begin)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
@@ -198,7 +206,7 @@ class Compiled:
 
 
 def _agreed(lowered: Lowered) -> Lowered:
-    """The program in the order of the plan of the mesh's first rank, which may have measured otherwise.
+    """The program in the order of the first rank's plan, which may be for other measured times than this rank's.
 
     Raises: RuntimeError on every rank where ranks lowered different programs, or where that plan does not fit one.
     """

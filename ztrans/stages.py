@@ -1,13 +1,13 @@
-"""Traced and Lowered: the stages of a step before it is compiled, as `jax.stages`.
+"""Traced and Lowered: the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as written; `Lowered` the program of one rank, transforms applied and order
-fixed. Each prints as its program.
+`Traced` is the program as written. `Lowered` is the program of one rank, with all transforms applied and its order
+planned. Each prints as its program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,9 @@ from .profiling.profile import Profile
 from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
 from .runtime.mesh import check_runs
-from .tracing.arguments import check_captured, local_part, traced_leaves
+from .tracing.arguments import Arguments, check_captured, local_part, traced_leaves
 from .tracing.trace import Program
-from .transforms.base import Transform, rewritten
+from .transforms.base import Transform, mesh_of, rewritten
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,12 +58,15 @@ class Traced:
     @no_collection()
     @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """The per-rank program: transforms applied, collectives placed, buckets and order planned.
+        """The program of one rank: transforms applied, collectives placed, buckets and order planned.
 
-        The plan is made for `cluster`, by default an assumed one (H100s on InfiniBand; CPUs on gigabit
-        Ethernet; `tune` measures). A `plan` that was made before is applied as it is.
+        Args:
+            cluster: the devices and links to plan for; by default H100s on InfiniBand, or CPUs on gigabit Ethernet.
+                `Step.tune` plans for measured ones.
+            plan: a plan that was made before, which is applied as it is.
 
-        Raises: ValueError when a plan is for another program, or a memory budget cannot be met.
+        Raises: ValueError when the plan is for another program, or a memory budget cannot be met. ProgramError when a
+        transform returns a program that is not well formed.
         """
         mesh, history = self._transformed()
         hinted = history[-1][1]
@@ -78,9 +81,9 @@ class Traced:
 
     @no_collection()
     def follow(self, other: Lowered) -> Lowered:
-        """The program of one rank in the order of another of the same step, which is for a batch of other sizes.
+        """The program of one rank, in the order of `other`: a program of the same step for other batch sizes.
 
-        Raises: ValueError when it does not have the same collectives.
+        Raises: ValueError when the two programs do not have the same collectives.
         """
         mesh, history = self._transformed()
         hinted, plan = history[-1][1], other.plan
@@ -92,8 +95,8 @@ class Traced:
         return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
-        """The mesh, and the program after each transform; at last with what no transform used taken out."""
-        mesh = next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
+        """The mesh, and the program after each transform, the last one without marks and without unused equations."""
+        mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
@@ -151,9 +154,9 @@ class Lowered:
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """The step played on a cluster (default: that of its plan), to print or to save as a picture.
+        """A simulation of the step on a cluster (default: that of its plan), to print or to save as a picture.
 
-        It carries the bound that no order of the same collectives can beat within the same memory.
+        It has the lower bound on the time of the step in any order of the same collectives within the same memory.
         """
         cluster = cluster or self.cluster
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
@@ -163,10 +166,11 @@ class Lowered:
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:
-        """Plan again from what was measured; `plan.notes` say what that should gain.
+        """Plan anew from measured times; `plan.notes` say how much faster the step should become.
 
-        Every rank may bring its own profile: when the program first runs, rank 0's plan counts. The
-        first steps are recorded and the rest replayed better, as in DeepSpeed's DeepCompile.
+        Every rank may pass its own profile. When the program first runs, all ranks take rank 0's plan.
+
+        Source: DeepSpeed DeepCompile, 2025, which also plans anew after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         plan, graph = make(self.hinted, cluster)
@@ -181,7 +185,7 @@ class Lowered:
         return self._ordered(plan, plans.apply(self.hinted, plan))
 
     def following(self, plan: Plan) -> Lowered:
-        """This program in the order of another rank's plan, though it may need more memory than was asked for."""
+        """This program in the order of another rank's plan, even where that takes more memory than the budget."""
         return self._ordered(plan, plans.ordered(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
@@ -189,34 +193,41 @@ class Lowered:
         plan = _described(plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device), graph)
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
-    def lockstep(self, state: Any, batches: Sequence[tuple]) -> tuple[Any, list[Any]]:
+    def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
         """Run one step of all ranks in this process, equation by equation, from the full state.
 
-        `batches` holds each rank's batch arguments. Returns the full new state and each rank's output;
-        nothing is updated in place. No process group is needed, so it runs under an AbstractMesh.
+        `batches` holds each rank's batch arguments: a tuple of them, or a dict of them by name. Returns the full new
+        state and each rank's output; nothing is updated in place. No process group is needed, so it runs under an
+        AbstractMesh.
 
         Raises: TypeError for arguments, or values that the step captured, other than those it was traced for.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_captured(program, graph.name)
-        flat = [[local_part(x) for x in traced_leaves(program, graph.name, state, b)] for b in batches]
+        inputs = []
+        for batch in batches:
+            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+            arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
+            inputs.append([local_part(x) for x in traced_leaves(program, graph.name, arguments)])
         n = graph.num_state
-        whole = [x.contiguous() for x in flat[0][:n]]
-        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), flat, strict=True)]
+        whole = [x.contiguous() for x in inputs[0][:n]]
+        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
         outs = lockstep(graph, ranks)
-        full = join(graph, outs)
-        results = [pytree.tree_unflatten([*full, *out[n:]], program.out_tree) for out in outs]
+        new_state = join(graph, outs)
+        results = [pytree.tree_unflatten([*new_state, *out[n:]], program.out_tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
         """A callable program on this rank's devices.
 
-        Backend "eager" runs it operation by operation; with "inductor" what lies between collectives and
-        matrix products is compiled, when it first runs. With `cuda_graph` the second call captures the whole
-        step, and it and those that follow replay it: see `capture`, and `Compiled.close`.
+        Args:
+            backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
+                collectives and matrix products, when the program first runs.
+            cuda_graph: whether the second call captures the whole step as a CUDA graph, which that call and all
+                later ones replay; see `Compiled.close`.
 
-        Raises: ValueError for another backend, where Inductor has no compiler, or for a graph without a GPU.
+        Raises: ValueError for another backend, for "inductor" without a compiler, or for a graph without a GPU.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")

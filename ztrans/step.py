@@ -1,18 +1,20 @@
 """Step: a train step and the transforms applied to it.
 
-Decorating appends to a tuple of transforms and never nests. Calling a step traces, lowers and
-compiles what the arguments need, once, and runs it; `trace`, `lower` and `compile` do the same one
-at a time (see `stages`).
+Decorating a step appends to its tuple of transforms and never nests. Calling a step traces, lowers and compiles a
+program for the arguments at the first such call, and runs it. `trace`, `lower` and `compile` do one of these at a
+time (see `stages`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,40 +33,53 @@ from .runtime.meeting import Call, meet
 from .runtime.mesh import check_runs
 from .runtime.replicas import check_same
 from .stages import Lowered, Traced
-from .tracing.arguments import check_laid_out
+from .tracing.arguments import Arguments, any_size, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import no_state
-from .tracing.trace import Abstract, is_number, leaf_names, trace
-from .transforms.base import Chain, Transform
+from .tracing.trace import is_number, leaf_names, trace
+from .transforms.base import Transform, appended, layout_of, mesh_of
 
 _MANY_PROGRAMS = 8
+_METHODS = "_ztrans_methods"  # the attribute of an object that holds its methods that are steps
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Generic[P, R]):
     """A train step `fn(state, *batch) -> (state, output)` and the transforms applied to it.
 
-    Calling it runs one step on this rank's slice of the batch; the state passed in is donated, that
-    is updated in place. Equality is that of function and transforms.
+    Calling it runs one step on this rank's slice of the batch; the state passed in is donated, that is updated in
+    place. It has the name, docstring, signature and types of its function. Equality is that of function and
+    transforms.
+
+    A method of a class may be a step. Its `self` is read as a closure is: the numbers, strings and truth values that
+    the method reads from it are constants of the program, and a change of one is traced anew; a tensor in it is an
+    error, for a tensor is passed as state or with the batch.
     """
 
-    fn: Callable
+    fn: Callable[P, R]
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
     _cache: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    # By what a program is made for besides the sizes of its batch: the program whose plan the ranks agreed on.
+    # The program whose plan the ranks agreed on, by its key without the sizes of its batch.
     _agreed: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def __name__(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+    __name__: ClassVar[str]  # of each step, that of its function
 
-    @property
-    def __wrapped__(self) -> Callable:
-        return self.fn
+    def __post_init__(self) -> None:
+        """Take over what `functools.wraps` takes over, and the signature."""
+        attributes: dict[str, Any] = {"__name__": type(self.fn).__name__, "__wrapped__": self.fn}
+        attributes |= {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
+        with contextlib.suppress(TypeError, ValueError):  # some functions of C have none
+            attributes["__signature__"] = inspect.signature(self.fn)
+        vars(self).update(attributes)
 
     @staticmethod
-    def of(fn: Callable | Step) -> Step:
+    def of(fn: Callable[P, R]) -> Step[P, R]:
         """`fn` as a step, with no transforms if it is not one yet."""
         if isinstance(fn, Step):
             return fn
@@ -74,96 +89,123 @@ class Step:
             )
         return Step(fn)
 
-    def then(self, transform: Transform) -> Step:
+    def then(self, transform: Transform) -> Step[P, R]:
         """This step with one more transform; the same one twice is once.
 
-        Raises: ValueError when it is there with other options, or is shard_params and not the first.
+        Raises: ValueError when the transforms of the step do not allow it (see `appended`).
         """
-        if isinstance(transform, Chain):
-            return transform(self)
-        for have in self.transforms:
-            if have == transform:
-                return self
-            if type(have) is type(transform):
-                raise ValueError(
-                    f"{transform.name}: applied twice with different options, {have!r} and {transform!r}.\n"
-                    f"Keep one of them."
-                )
-        before = [t.name for t in self.transforms if not t.as_written]
-        if transform.name == "shard_params" and before:
-            raise ValueError(
-                f"shard_params: applied after {', '.join(before)}, which work on the program "
-                f"that it makes.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
-            )
-        return Step(self.fn, (*self.transforms, transform), self.plan)
+        transforms = appended(self.transforms, transform)
+        return self if transforms is self.transforms else Step(self.fn, transforms, self.plan)
 
     def __repr__(self) -> str:
         return f"Step({', '.join([self.__name__, *map(repr, self.transforms)])})"
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Step[P, R]: ...
+
+    @overload
+    def __get__(self: Step[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Step[Q, R]: ...
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> Step[..., Any]:
+        """The step as a method of `instance`, where a function would be one: a step of the bound function.
+
+        The object keeps the step, and with it the programs compiled for it, as long as it lives.
+
+        Raises: TypeError for an object without a `__dict__`, and for a class.
+        """
+        bind = getattr(type(self.fn), "__get__", None)
+        if instance is None or bind is None:
+            return self
+        attributes = getattr(instance, "__dict__", None)
+        if not isinstance(attributes, dict):
+            raise TypeError(
+                f"{self.__name__}: a step that is a method keeps its programs in its object, and {instance!r} has no "
+                f"__dict__ to write to.\nAdd '__dict__' to the __slots__ of its class, or make the step a staticmethod."
+            )
+        method: Step[..., Any] = Step(bind(self.fn, instance, owner), self.transforms, self.plan)
+        return attributes.setdefault(_METHODS, _Methods()).steps.setdefault(method, method)
+
     @property
     def mesh(self) -> DeviceMesh | AbstractMesh | None:
-        return next((t.mesh for t in self.transforms if hasattr(t, "mesh")), None)
+        """The mesh that the step runs on; None for a step of one process."""
+        return mesh_of(self.transforms)
 
-    def trace(self, state: Any, *batch: Any) -> Traced:
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """The program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
-        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        return Traced(trace(self.fn, state, *batch, device=device, captured=self._captured), self.transforms)
+        return self._traced(Arguments.of(self.fn, args, kwargs))
 
-    def lower(self, state: Any, *batch: Any, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """`trace(state, *batch).lower(cluster=..., plan=...)`; by default with the plan of `planned`, if it fits."""
-        traced = self.trace(state, *batch)
+    def _traced(self, arguments: Arguments) -> Traced:
+        state, batch, names = arguments
+        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
+        return Traced(program, self.transforms)
+
+    def lower(self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any) -> Lowered:
+        """`trace(state, *batch).lower(cluster=..., plan=...)`; by default with the plan of `planned`, if it fits.
+
+        An argument of the step that is called `cluster` or `plan` is passed by position.
+        """
+        return self._lowered(Arguments.of(self.fn, args, kwargs), cluster, plan)
+
+    def _lowered(self, arguments: Arguments, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+        traced = self._traced(arguments)
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
             except OtherProgramError as error:  # as for a last batch that is smaller
                 planned = traced.lower(cluster=cluster)
-                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=2)
+                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=3)
                 return planned
         return traced.lower(cluster=cluster, plan=plan)
 
-    def planned(self, plan: Plan) -> Step:
+    def planned(self, plan: Plan) -> Step[P, R]:
         """This step with a plan made before, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
 
         A program that the plan is not for, as that of another batch shape, is planned anew, with a warning.
         """
         return Step(self.fn, self.transforms, plan)
 
-    def tune(self, state: Any, *batch: Any, steps: int = 3) -> Profile:
-        """Record `steps` steps, plan again from what was measured, record as many, and go on with the faster plan.
+    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+        """Record `steps` steps, plan anew from them, record as many steps of the new plan, and keep the faster plan.
 
-        Returns what was recorded first. The state is donated and advances. All ranks must call it. See
-        `Compiled.tune`.
+        Returns the first recording. The state is donated and advances. All ranks must call it. See `Compiled.tune`.
         """
-        key = self._key(state, batch)
-        tuned, measured = self.compiled(state, *batch).tune(state, *batch, steps=steps)
+        arguments = Arguments.of(self.fn, args, kwargs)
+        key = self._key(arguments)
+        tuned, measured = self._compiled(arguments).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        for other in [k for k in self._cache if _any_size(k) == _any_size(key)]:
-            del self._cache[other]
-        self._cache[key] = self._agreed[_any_size(key)] = tuned
+        for outdated in [k for k in self._cache if any_size(k) == any_size(key)]:
+            del self._cache[outdated]
+        self._cache[key] = self._agreed[any_size(key)] = tuned
         return measured
 
-    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        refuse_inside(self.__name__, (state, batch))
-        return self.compiled(state, *batch).run(state, batch)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = Arguments.of(self.fn, args, kwargs)
+        refuse_inside(self.__name__, arguments)
+        return cast("R", self._compiled(arguments).run(arguments))
 
-    def compiled(self, state: Any, *batch: Any) -> Compiled:
+    def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these, made at the first call with such arguments.
 
         The sizes of the batch may differ from rank to rank and from call to call: a program for another size follows
         the plan of the first, so that all ranks send the same messages in the same order.
         """
-        key = self._key(state, batch)
+        return self._compiled(Arguments.of(self.fn, args, kwargs))
+
+    def _compiled(self, arguments: Arguments) -> Compiled:
+        key = self._key(arguments)
         if key not in self._cache:
-            self._check_laid_out(state)
-            first = self._agreed.get(_any_size(key))
+            self._check_laid_out(arguments.state)
+            first = self._agreed.get(any_size(key))
             if first is None:
-                self._cache[key] = self._agreed[_any_size(key)] = self.lower(state, *batch).compile()
+                self._cache[key] = self._agreed[any_size(key)] = self._lowered(arguments).compile()
             else:
-                self._cache[key] = first.for_other_sizes(self.trace(state, *batch))
+                self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
+                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in arguments.batch_leaves()]
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
-                    f"{', '.join(str(a) for a in _shapes(batch))}. Every new shape is traced and compiled: pad "
+                    f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
                     f"batches to a few sizes. So is every new value of a number that the step reads besides its "
                     f"arguments: pass it as one. In a lifted loop these are all settings of the module and of the "
                     f"optimizer but lr: a scheduler may want cycle_momentum=False.",
@@ -171,35 +213,34 @@ class Step:
                 )
         return self._cache[key]
 
-    def _key(self, state: Any, batch: tuple) -> tuple:
-        return *_signature(state, batch), self._captured.key()
+    def _key(self, arguments: Arguments) -> tuple:
+        return *arguments.key(), self._captured.key()
 
     @functools.cached_property
     def _captured(self) -> Captured:
         return Captured(self.fn)
 
-    def _check_laid_out(self, state: Any) -> None:
+    def _devices(self) -> DeviceMesh | None:
+        """The mesh of devices that the step runs on; None for a step of one process.
+
+        Raises: ValueError for an abstract mesh; RuntimeError for one whose process group has been destroyed.
+        """
         if self.mesh is not None:
             check_runs(self.mesh)
+        return self.mesh if isinstance(self.mesh, DeviceMesh) else None
+
+    def _check_laid_out(self, state: Any) -> None:
+        mesh = self._devices()
+        if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, self.mesh, paths, pytree.tree_leaves(state), layouts)
+            check_laid_out(self.__name__, mesh, paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
-        """Where each state leaf lives, in the order of the tree's leaves."""
-        paths = leaf_names(self.fn, (state,))[0]
-        found: list[Layout] = []
-        for path, leaf in zip(paths, pytree.tree_leaves(state)):
-            layout: Layout = ()
-            if isinstance(leaf, torch.Tensor):
-                meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-                layout = next(
-                    (x for t in self.transforms if (x := t.layout(path, tuple(leaf.shape), meta)) is not None),
-                    (),
-                )
-            found.append(layout)
-        return found
+        """The layout of each state leaf, in the order of the tree's leaves."""
+        names = leaf_names(self.fn, (state,))[0]
+        return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
-    def shard(self, state: Any, *, source: int | None = None, device: torch.device | str | None = None) -> Any:
+    def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
         """Full tensors (the same on every rank), or DTensors -> DTensor leaves as this step wants them, copied.
 
         All ranks must call it. Without a `source` the ranks compare a digest of every leaf. With `source=0` only
@@ -210,22 +251,20 @@ class Step:
         Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError where ranks hold different
         leaves, and for another source than 0 on a mesh of several axes; RuntimeError for a half updated state.
         """
-        mesh = self.mesh
         leaves, tree = pytree.tree_flatten(state)
         paths = leaf_names(self.fn, (state,))[1]
         for path, leaf in zip(paths, leaves):
             if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
                 raise no_state(path, leaf)
         check_whole(leaves, "shard")
+        mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        check_runs(mesh)
         if source and mesh.ndim > 1:
             raise ValueError(
                 f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be."
             )
-        if isinstance(mesh, DeviceMesh):
-            check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
+        check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
         device = torch.device(device) if device is not None else None
         laid = [
             relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
@@ -233,7 +272,7 @@ class Step:
         ]
         return pytree.tree_unflatten(laid, tree)
 
-    def unshard(self, state: Any) -> Any:
+    def unshard(self, state: State) -> State:
         """DTensor leaves -> full tensors on every rank; a collective call.
 
         Raises: RuntimeError for a half updated state, or when not all ranks call it.
@@ -245,31 +284,11 @@ class Step:
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().clone(), state)
 
 
-def _signature(state: Any, batch: tuple) -> tuple:
-    leaves, tree = pytree.tree_flatten((state, *batch))
-    num_state = len(pytree.tree_leaves(state))
-    # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
-    described = tuple(
-        (
-            Abstract.of(x, i < num_state),
-            x.placements if isinstance(x, DTensor) else None,
-            i < num_state or isinstance(x, torch.Tensor),
-            isinstance(x, torch.Tensor) and x.requires_grad,
-        )
-        for i, x in enumerate(leaves)
-    )
-    return tree, num_state, described
+class _Methods:
+    """The methods of one object that are steps, by themselves. A copy of the object makes its own."""
 
+    def __init__(self) -> None:
+        self.steps: dict[Step, Step] = {}
 
-def _any_size(key: tuple) -> tuple:
-    """The key of a program without the sizes of its batch."""
-    tree, num_state, described, *rest = key
-    rough = tuple(
-        (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) and i >= num_state else (x, *more)
-        for i, (x, *more) in enumerate(described)
-    )
-    return tree, num_state, rough, *rest
-
-
-def _shapes(batch: tuple) -> list:
-    return [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
+    def __reduce__(self) -> tuple:
+        return _Methods, ()

@@ -84,6 +84,11 @@ def crossed(grads, state):
     return {"up": up + (up + down.sum()), "down": down * grads[2]["down"] + grads[2]["up"].sum()}
 
 
+def doubled(grads, state):
+    """A gradient added to itself, by one equation."""
+    return {k: g + g for k, g in grads[0].items()}
+
+
 def step_with(total_of):
     def step(state, batch):
         parts = zip(*(t.chunk(MICRO) for t in batch))
@@ -133,7 +138,7 @@ def test_what_is_used_otherwise_is_reduced_for_itself(total_of, most):
     assert reductions(lowered) == {"params.up": most, "params.down": most}
 
 
-@pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_meaning_stays(total_of, stage):
     """Each rank's micro-batches differ from those of one device; with one micro-batch's data for all they are the same."""

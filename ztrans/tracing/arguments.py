@@ -1,11 +1,12 @@
-"""Arguments of a compiled step: flat, as this rank holds them, and fit to be written in place."""
+"""The arguments of a step: how they are passed, what this rank holds of them, and which of them it may write to."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,22 +15,97 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
-from .trace import Program
+from .trace import Abstract, Program
 
 
-def traced_leaves(program: Program, name: str, state: Any, batch: tuple) -> list:
+class Arguments(NamedTuple):
+    """The arguments of one call of a step, in the order of its parameters, however the caller passed them.
+
+    The last `len(names)` values of `batch` are passed by name: those of keyword-only parameters, and of parameters
+    that follow one whose default was kept. A default that is kept is not an argument: the step reads it as it reads
+    a global.
+    """
+
+    state: Any
+    batch: tuple
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of `fn(*args, **kwargs)`: equal calls give equal arguments.
+
+        Raises: TypeError as Python does, where `fn` does not take such arguments.
+
+        >>> def step(state, x, scale=1.0): ...
+        >>> Arguments.of(step, ("s",), {"x": 2})
+        Arguments(state='s', batch=(2,), names=())
+        >>> Arguments.of(step, ("s", 2), {"rate": 3})
+        Traceback (most recent call last):
+            ...
+        TypeError: step() got an unexpected keyword argument 'rate'
+        """
+        if kwargs or not args:
+            try:
+                bound = inspect.signature(fn).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() {error}") from None
+            args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
+        if not args:
+            raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
+        return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
+
+    def leaves(self) -> tuple[list, pytree.TreeSpec]:
+        """All leaves, those of the state first, and the tree that they come from."""
+        return pytree.tree_flatten((self.state, *self.batch))
+
+    def batch_leaves(self) -> list:
+        return pytree.tree_leaves(self.batch)
+
+    def key(self) -> tuple:
+        """The properties of these arguments that a program is specialised on."""
+        leaves, tree = self.leaves()
+        num_state = len(pytree.tree_leaves(self.state))
+        # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
+        described = tuple(
+            (
+                Abstract.of(x, i < num_state),
+                x.placements if isinstance(x, DTensor) else None,
+                i < num_state or isinstance(x, torch.Tensor),
+                isinstance(x, torch.Tensor) and x.requires_grad,
+            )
+            for i, x in enumerate(leaves)
+        )
+        return tree, self.names, num_state, described
+
+
+def any_size(key: tuple) -> tuple:
+    """A key that starts with that of `Arguments`, without the sizes of the batch."""
+    tree, names, num_state, described, *rest = key
+    sizeless = tuple(
+        (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) and i >= num_state else (x, *more)
+        for i, (x, *more) in enumerate(described)
+    )
+    return tree, names, num_state, sizeless, *rest
+
+
+def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     """The leaves of a call that are inputs of the program.
 
     Raises: TypeError where the others are not what the program was traced for.
     """
-    leaves, tree = pytree.tree_flatten((state, *batch))
-    if tree != program.in_tree:
-        raise TypeError(f"{name}: compiled for arguments {program.in_tree}, called with {tree}.")
+    leaves, tree = arguments.leaves()
+    if (tree, arguments.names) != (program.in_tree, program.names):
+        compiled, called = _listed(program.in_tree, program.names), _listed(tree, arguments.names)
+        raise TypeError(f"{name}: compiled for arguments {compiled}, called with {called}.")
     for i, value in program.static:
         if leaves[i] != value:
             raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
     static = {i for i, _ in program.static}
     return [x for i, x in enumerate(leaves) if i not in static]
+
+
+def _listed(tree: pytree.TreeSpec, names: tuple[str, ...]) -> str:
+    return f"{tree}, the last by name: {', '.join(names)}" if names else str(tree)
 
 
 def check_captured(program: Program, name: str) -> None:
@@ -45,24 +121,24 @@ def check_captured(program: Program, name: str) -> None:
 
 
 def flat(
-    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, state: Any, batch: tuple
+    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
 ) -> tuple[list, list[torch.Tensor]]:
-    """The flat arguments of a call, and what they hold on this rank.
+    """The leaves of a call that are inputs of the program, and the tensors that this rank holds of them.
 
     Raises: TypeError where they are not what the program was compiled for.
     """
-    found = traced_leaves(program, graph.name, state, batch)
-    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # one rank holds everything, however it is called
+    leaves = traced_leaves(program, graph.name, arguments)
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-        check_laid_out(graph.name, mesh, program.paths, found, layouts, lowered=True)
-    local = [local_part(x) for x in found]
+        check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
+    local = [local_part(x) for x in leaves]
     # A program reads memory, and a lazily conjugated or negated tensor is not what its memory holds.
     local[graph.num_state :] = [x.resolve_conj().resolve_neg() for x in local[graph.num_state :]]
-    for v, x, y in zip(graph.inputs, found, local, strict=True):
+    for v, x, y in zip(graph.inputs, leaves, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
             raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
-    return found, local
+    return leaves, local
 
 
 def check_laid_out(
@@ -73,9 +149,11 @@ def check_laid_out(
     layouts: Sequence[Layout],
     lowered: bool = False,
 ) -> None:
-    """State must lie as shard_params wants it: on this mesh, cut in this way. Leaves beyond `layouts` are not state.
+    """Check that each leaf of the state is on this mesh and cut as its layout says.
 
-    Layouts of a lowered program say nothing about axes of size 1.
+    Leaves beyond the last of `layouts` are not state. Layouts of a lowered program say nothing about axes of size 1.
+
+    Raises: TypeError that names the first leaves for which this is not so.
     """
     if not isinstance(mesh, DeviceMesh):
         return
@@ -92,15 +170,15 @@ def check_laid_out(
                 wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
     if wrong:
         raise TypeError(
-            f"shard_params: {name} was called with state that is not laid out "
-            f"for it. {len(wrong)} of {len(layouts)} leaves, including:\n"
+            f"{name} was called with state that is not laid out for it. "
+            f"{len(wrong)} of {len(layouts)} leaves, including:\n"
             + "".join(f"  * {line}\n" for line in wrong[:3])
             + "Call `state = train_step.shard(state)` once, before the loop."
         )
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """What this rank holds of an argument, a number as a tensor."""
+    """This rank's part of an argument: the local tensor of a DTensor; a number as a tensor."""
     if isinstance(x, DTensor):
         x = x.to_local()
     elif not isinstance(x, torch.Tensor):
@@ -109,7 +187,10 @@ def local_part(x: Any) -> torch.Tensor:
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """State is written in place, so each leaf of it needs memory of its own, contiguous as it was traced."""
+    """Check that a step may write its state in place: each leaf is contiguous and shares memory with no other input.
+
+    Raises: TypeError that names the leaf, or the two inputs that share memory.
+    """
     spans = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
         size = x.numel()
@@ -128,8 +209,8 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
             raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
 
 
-def _donated(graph: Graph, what: str) -> str:
+def _donated(graph: Graph, reason: str) -> str:
     return (
-        f"{graph.name}: {what}, and a step writes its state in place.\n"
+        f"{graph.name}: {reason}, and a step writes its state in place.\n"
         f"Call `state = step.shard(state)` once, before the loop: it copies."
     )

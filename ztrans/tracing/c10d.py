@@ -1,12 +1,12 @@
 """In-place collectives of torch.distributed, recorded as the functional ones that a program holds.
 
 `dist.all_reduce(x)` changes `x`. While a step is traced, PyTorch shows the call as an operation of the
-namespace c10d, which says neither that it writes `x` nor what it writes. This module says it:
+namespace c10d, whose schema does not declare that it writes `x`. This module records a functional form instead:
 
     dist.all_reduce(x)   -->   x.copy_(wait_tensor(all_reduce(x, "sum", group)))
 
-A call with `async_op=True` has its result at once: the work that it returns is already done. What has no
-functional form, because one rank does what another does not, is refused.
+In the trace a call with `async_op=True` is complete at once, and so is the work that it returns. A collective in which
+ranks take different parts has no functional form, and is an error.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -34,7 +34,7 @@ class NoForm(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call by their names, and the process group that it is for."""
+    """The arguments of one call by name, and its process group."""
 
     given: dict[str, Any]
 
@@ -74,7 +74,7 @@ def is_point_to_point(op: Any) -> bool:
 
 
 def functionalized(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `op(*args, **kwargs)` returns, with its effect on its arguments made by functional operations.
+    """The result of `op(*args, **kwargs)`, whose changes of its arguments are recorded as functional operations.
 
     Raises: NoForm for a collective that has none.
     """
@@ -123,7 +123,7 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor, to: list[int], sent: list[int]) -> None:
-    """Rows `to` come from each rank, rows `sent` go to each; none given is an even share."""
+    """Receive `to` rows from each rank and send `sent` rows to each; without numbers every rank gets the same share."""
     to, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in ((to, output), (sent, x)))
     output.copy_(call.run(functional.all_to_all_single.default, x, to, sent))
 

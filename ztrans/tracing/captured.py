@@ -1,8 +1,8 @@
-"""Captured: what a program is made for besides the arguments of its step.
+"""Captured: the values that a program is specialised on besides the arguments of its step.
 
-A trace makes constants of the numbers, strings and truth values that a step finds in its closure, in globals,
-in defaults, and in attributes of its modules and objects, and it depends on PyTorch's own state (see `ambient`).
-Where these values are is worked out once (see `reached`). At every call they are read and compared.
+A trace makes constants of the numbers, strings and truth values that a step reads from its closure, from globals, from
+defaults, and from attributes of modules and objects. It also depends on PyTorch's own state (see `ambient`). The
+places of these values are determined once (see `reached`). At every call the values are read and compared.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .reached import LONGEST, Reach, is_own, reach
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
-_LEVEL = 10  # what a container in a container counts for, which bounds how deep they are read
+_LEVEL = 10  # entries that a container counts as, which bounds how deeply nested ones are read
 _LONGEST_TEXT = 80  # characters of a container in a message
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class Key(NamedTuple):
-    """What a program is made for besides its arguments: equal keys have one program."""
+    """The values that a program is specialised on besides its arguments: calls with equal keys share one program."""
 
-    reach: int  # which of the lists of places was right
+    reach: int  # the number of the list of places that was read
     values: tuple  # at these places
     ambient: tuple
     settings: Any
@@ -41,26 +41,26 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Captured:
-    """What the step `fn` reads of Python and of PyTorch besides its arguments.
+    """The values that the step `fn` reads besides its arguments.
 
-    `settings` are what a lifted loop says of its module and its optimizers. A function or an object that is
-    replaced by another leads to other places, so there may be several lists of them.
+    A lifted loop adds `settings` of its module and its optimizers. When a function or an object is replaced by
+    another, the new one leads to other places, so there may be several lists of places.
     """
 
     fn: Callable
     _reaches: list[tuple[Reach, list]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def key(self) -> Key:
-        """What the values are now."""
+        """The present values."""
         settings = getattr(self.fn, "settings", None)
         return Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
 
     def reach(self) -> Reach:
-        """The places that are read now."""
+        """The places that the step reads at present."""
         return self._reaches[self._read()[0]][0]
 
     def _read(self) -> tuple[int, tuple]:
-        """Which of the lists of places is right now, and what stands there."""
+        """The number of the list of places that applies at present, and the values at these places."""
         for number, (known, objects) in reversed(list(enumerate(self._reaches))):
             values, now = _values(known)
             if len(now) == len(objects) and all(map(operator.is_, now, objects)):
@@ -71,7 +71,7 @@ class Captured:
         return len(self._reaches) - 1, values
 
     def changes(self, before: Key, now: Key) -> list[str]:
-        """What differs between two keys, each in words."""
+        """The differences between two keys, each in words."""
         ambients = zip(before.ambient, now.ambient)
         changes = [f"{name} was {old} and is {new}" for (name, old), (_, new) in ambients if old != new]
         if before.settings != now.settings:
@@ -98,14 +98,14 @@ def _values(reached: Reach) -> tuple[tuple, list]:
 
 
 def constants(value: Any) -> tuple[Any, list]:
-    """What of a value a program depends on, with its type, and the functions and objects that it holds."""
+    """The constants in a value, each with its type, and the functions and objects in it."""
     reading = _Reading([])
     return _value(value, reading), reading.objects
 
 
 @dataclass
 class _Reading:
-    """What was found in a value, and how much of it is still read: settings are small, and what is large is data."""
+    """The functions and objects in a value, and how many entries may still be read: a large value is data."""
 
     objects: list
     left: int = LONGEST
@@ -135,8 +135,10 @@ def _value(value: Any, reading: _Reading) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as messages show it."""
-    kind, content = value or (object, ...)
+    """A value as error messages show it."""
+    kind: Any
+    content: Any
+    kind, content = value or (object, None)
     if kind in _CONSTANTS or isinstance(content, numbers.Number | enum.Enum):
         return repr(content)
     if isinstance(content, tuple) and issubclass(kind, dict):

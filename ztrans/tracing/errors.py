@@ -1,4 +1,4 @@
-"""What a traced step may not do: each refusal says what was done, on which line, and what to do instead."""
+"""The errors of tracing. Each names what the step does, the user's line, and what to do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ir.source import Source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
-    """Raise for a tensor that was there before the step and was not passed in."""
+    """Raises: ValueError for a tensor that existed before the step and is none of its arguments."""
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
         return  # torch.tensor(...) written inside the step: a literal
     raise ValueError(
@@ -40,27 +40,27 @@ def no_argument(leaf: Any) -> TypeError:
 
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
-    """The step reads a value, or takes a shape from values."""
-    what = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
+    """The step reads a value of a tensor, or uses a shape that depends on values."""
+    read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
-        f"trace: {step} {what} while it is traced ({op}).\n"
+        f"trace: {step} {read} while it is traced ({op}).\n"
         f"  at {where(source)}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks."
     )
 
 
-def seeds(what: str, source: Source | None, step: str) -> ValueError:
-    """The step has random numbers of its own making."""
+def seeds(used: str, source: Source | None, step: str) -> ValueError:
+    """The step uses a random generator of its own, or seeds PyTorch's."""
     return ValueError(
-        f"trace: {step} uses {what}, which is no input of the program and would be used once, while it is traced.\n"
+        f"trace: {step} uses {used}, which is no input of the program and would be used once, while it is traced.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
 
 
 def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueError:
-    """The step calls something of torch.distributed that a program cannot hold."""
+    """The step calls a function of torch.distributed that a program cannot hold."""
     return ValueError(
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
         f"same on all ranks, cannot hold: {why}.\n"
@@ -70,7 +70,7 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueE
 
 
 def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> ValueError:
-    """An operation that does not work on tensors without values."""
+    """An operation that has no fake implementation."""
     return ValueError(
         f"trace: {step} uses {op}, which does not run on tensors without values: {str(error).splitlines()[0]}\n"
         f"  at {where(source)}\n"
@@ -89,7 +89,7 @@ def changes_python(name: str, source: Source | None, step: str) -> ValueError:
 
 
 def leaks_tensor(holder: str, source: Source | None, step: str) -> str:
-    """A tensor of the trace is held outside of the step, where nothing computes it again."""
+    """A warning: something outside of the step holds a tensor of the trace, which has no values."""
     return (
         f"trace: {step} leaves a tensor in {holder} while it is traced. After a step there is what was there before.\n"
         f"  at {where(source)}\n"
@@ -108,7 +108,7 @@ def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> 
 
 
 def draws_in_python(source: Source | None, step: str) -> ValueError:
-    """The step draws a number of Python's or NumPy's generators."""
+    """The step draws a number from Python's or NumPy's generators."""
     return ValueError(
         f"trace: {step} draws a random number of Python's or NumPy's, which would be drawn once, while it is traced.\n"
         f"  at {where(source)}\n"
@@ -117,7 +117,7 @@ def draws_in_python(source: Source | None, step: str) -> ValueError:
 
 
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation draws random numbers: attention with no dropout does not, nor does its derivative."""
+    """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
     if not is_random(func) or func._schema.name.endswith("_backward"):
         return False
     given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
@@ -126,7 +126,7 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
-    """A recomputed forward draws random numbers a second time."""
+    """Backward draws random numbers, as a checkpoint does that recomputes dropout."""
     return ValueError(
         f"trace: {step} draws random numbers in its backward pass ({func}).\n"
         f"  at {where(source)}\n"

@@ -1,8 +1,8 @@
-"""Functionalize: the tensors of a traced program as names of storages, which changes in place write to.
+"""Functionalize: in-place changes of tensors and their views as equations that make new values.
 
-A storage holds its base tensor as a value; a tensor is a storage and the views that lead to it from
-the base. To read a tensor whose storage has changed is to take its views again; to write it is to
-write through the inverses of its views to the base.
+A storage holds the current value of its base tensor. A tensor is an alias: a storage, and the views that lead from
+the base to it. Reading a tensor whose storage has changed takes its views anew. Writing a tensor applies the inverses
+of its views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 """
@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from ..ir.source import Source, where
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
-_INVERSES = {  # of the views that show all of the base
+_INVERSES = {  # of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
@@ -32,7 +32,7 @@ _INVERSES = {  # of the views that show all of the base
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-_SCATTERS = {  # of the views that show a part of it
+_SCATTERS = {  # the inverses of the views that show some of its elements
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
@@ -40,18 +40,19 @@ _SCATTERS = {  # of the views that show a part of it
 }
 
 
-class View(NamedTuple):
-    """A view of a base: `op(base, *args, **kwargs)`, of which it is result `index`."""
+@dataclass(frozen=True)
+class View:
+    """A view of a base: result `number` of `op(base, *args, **kwargs)`."""
 
     op: Any
     args: tuple
     kwargs: dict
-    index: int = 0
+    number: int = 0
 
 
 @dataclass
 class Storage:
-    """What a storage holds now, as a contiguous sequence of values of its base tensor."""
+    """The current value of a storage's base tensor, and how often it has changed."""
 
     value: Var
     version: int = 0
@@ -59,7 +60,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced program; `value` is what it showed in version `seen` of its storage."""
+    """A tensor of the traced program; `value` is its value in version `seen` of its storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()
@@ -67,23 +68,23 @@ class Alias:
     value: Var | None = None
 
     @staticmethod
-    def of(made: Any) -> Any:
+    def of(results: Any) -> Any:
         """New tensors, each with a storage of its own, for the results of an equation."""
-        if isinstance(made, tuple):
-            return [Alias.of(v) for v in made]
-        return None if made is None else Alias(Storage(made), value=made)
+        if isinstance(results, tuple):
+            return [Alias.of(v) for v in results]
+        return None if results is None else Alias(Storage(results), value=results)
 
 
 @dataclass
 class Builder:
-    """Equations in the making. `node` is what they are recorded from; `strides` are those that the tracer
-    saw, which recorded views rely on."""
+    """The equations of a program so far. `node` is the recorded operation that is being imported; `strides` are those
+    of the tensors in the trace, which the recorded views rely on."""
 
     names: Names
     strides: dict[Var, tuple[int, ...]]
     eqns: list[Eqn] = field(default_factory=list)
     nodes: dict[Eqn, fx.Node] = field(default_factory=dict)
-    node: fx.Node | None = None
+    node: fx.Node = field(init=False)
 
     @property
     def source(self) -> Source | None:
@@ -91,7 +92,7 @@ class Builder:
         return self.node.meta.get("custom", {}).get("source")
 
     def meta(self, var: Var) -> torch.Tensor:
-        """A tensor without data of a value's type and strides."""
+        """A meta tensor with the type and the strides of a value."""
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
 
     def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
@@ -103,11 +104,11 @@ class Builder:
         tensors = [x for each in (like if many else (like,)) for x in (each if isinstance(each, list) else (each,))]
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
-            label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
-            is_tensor = isinstance(x, torch.Tensor)
-            outs.append(Var(self.names.fresh(label), x.dtype, tuple(x.shape)) if is_tensor else None)
-            if is_tensor:
-                self.strides[outs[-1]] = x.stride()
+            outs.append(None)
+            if isinstance(x, torch.Tensor):
+                label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
+                outs[i] = out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
+                self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
         self.nodes[eqn] = self.node
@@ -124,18 +125,18 @@ class Builder:
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
-        """Change what `x` names: write `value` through its views to the base."""
+        """Give `x` a new value, and with it the base of its storage."""
         old, new = self.read(x), value
         bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
-        if self.strides[value] == self.strides[old]:  # else its view is taken again, of what was written
+        if self.strides[value] == self.strides[old]:  # else a later read takes its views of the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`: whatever is viewed of `old` can be viewed of it."""
+        """`value` in the memory order of `old`, so that every view of `old` is also possible of it."""
         if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
             return value
         if self.meta(old).is_contiguous():
@@ -147,11 +148,11 @@ class Builder:
 
     def view(self, base: Var, view: View) -> Var:
         out = self.emit(view.op, (base, *view.args), view.kwargs)
-        return out[view.index] if isinstance(out, tuple) else out
+        return out[view.number] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
-        """`base` with what the view shows of it replaced by `new`."""
-        op, args, kwargs, index = view
+        """`base` with `new` in place of the elements that the view shows."""
+        op, args, kwargs = view.op, view.args, view.kwargs
         name = op._schema.name.removeprefix("aten::")
         if op is aten.view.dtype:
             return self.emit(op, (new, base.dtype))
@@ -166,10 +167,10 @@ class Builder:
             order = [d % len(base.shape) for d in args[0]]
             return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
         if name == "unbind":
-            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), index))
+            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
         if name in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            start = sum(args[0][:index]) if name == "split_with_sizes" else args[0] * index
+            start = _start(args[0], view.number)
             return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
         if name == "expand" and base.shape == new.shape:
             return new
@@ -177,6 +178,11 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _start(sizes: int | Sequence[int], index: int) -> int:
+    """The first row of part `index` of a split into parts of these sizes, or of one size."""
+    return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
 
 
 def _order(x: torch.Tensor) -> list[int]:

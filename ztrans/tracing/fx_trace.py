@@ -1,4 +1,4 @@
-"""fx_trace: a function of tensors, run once on tensors without values, as the FX graph of its operations.
+"""fx_trace: run a function once on fake tensors, and record its operations as an FX graph.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -29,12 +29,11 @@ from .watch import Watch
 
 @dataclass(frozen=True)
 class Recorded:
-    """The operations of a function; the tree of what it returned; every tensor of the trace that somebody may still
-    hold, with the line that made it."""
+    """The recorded run of a function."""
 
-    graph: fx.Graph
-    out_tree: pytree.TreeSpec
-    tensors: list[tuple[weakref.ref, Source | None]]
+    graph: fx.Graph  # its operations
+    out_tree: pytree.TreeSpec  # of its result
+    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the trace, with the line that made it
 
 
 def record(
@@ -43,9 +42,9 @@ def record(
     wants_grad: Sequence[bool],
     step: str,
 ) -> Recorded:
-    """Record `call(inputs)`. The inputs are made here, without values; those of `wants_grad` are leaves of autograd.
+    """Record `call(make_inputs())` on fake tensors. Inputs with `wants_grad` require gradients.
 
-    Raises: ValueError when it seeds PyTorch's generator, or does what no program can hold (see `watch`).
+    Raises: ValueError when the function seeds PyTorch's generator, or does what no program can hold (see `watch`).
     """
     with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         inputs = make_inputs()
@@ -65,7 +64,7 @@ def record(
     generator = torch.random.get_rng_state()
     with mode, _quiet(), _without_onednn(), _with_caches_that_change():
         module = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*inputs)
-    torch.clear_autocast_cache()  # of weights without values, that the caller's autocast would use again
+    torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, step)
@@ -74,8 +73,8 @@ def record(
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Its recurrent layers keep what backward needs under autograd alone, and a program runs without; what is chosen
-    when a program runs is not touched."""
+    """Trace without oneDNN, whose recurrent layers save values for backward only under autograd, and programs run
+    without autograd. When a program runs, PyTorch may still choose oneDNN."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -86,9 +85,11 @@ def _without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_caches_that_change() -> Iterator[None]:
-    """While it is traced a selective checkpoint caches every result, also one that is then changed in place, as a
-    dropout mask is. PyTorch would refuse to use it; here only the marks of the checkpoint count."""
-    cached = torch.utils.checkpoint._VersionWrapper
+    """Let selective checkpoints cache results that are later changed in place, as a dropout mask is.
+
+    PyTorch refuses to read such a cached result. In a trace only the policies of the checkpoint matter.
+    """
+    cached: Any = torch.utils.checkpoint._VersionWrapper
     get_val = cached.get_val
     cached.get_val = lambda self, allow_cache_entry_mutation: self.val
     try:
@@ -99,14 +100,14 @@ def _with_caches_that_change() -> Iterator[None]:
 
 @functools.cache
 def _declared() -> dict:
-    """cuDNN's batch norm writes statistics that it does not declare to write: as what it is, which does."""
+    """Decompositions of cuDNN's batch norm, which does not declare that it writes statistics; the parts declare it."""
     aten = torch.ops.aten
     return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
 
 
 class _Fakes(FakeTensorMode):
-    """Tensors without elements, also for fused optimizers that write over what they are given: PyTorch would run
-    those on real ones, as large as the model, to see what they make."""
+    """Fake tensors, also for fused optimizers that overwrite their arguments: PyTorch would run those on real tensors,
+    as large as the model, to learn the types of their results."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:

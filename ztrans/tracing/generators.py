@@ -1,4 +1,4 @@
-"""Generators: the random numbers of Python and of NumPy, which a step would draw once, while it is traced."""
+"""Generators: detect draws from the random generators of Python and NumPy, which a program would not repeat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from ..ir.source import Source, is_users
 
 
 class Generators:
-    """The generators of `random` and `numpy.random`, and those among `values`, with the states they are in now."""
+    """The generators of `random` and `numpy.random`, and those among `values`, with their present states."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
-        self._pairs = [(random.getstate, random.setstate), (numpy.random.get_state, numpy.random.set_state)]
+        self._pairs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+            (random.getstate, random.setstate),
+            (numpy.random.get_state, numpy.random.set_state),
+        ]
         for value in values:
             if isinstance(value, random.Random):
                 self._pairs.append((value.getstate, value.setstate))
@@ -30,7 +33,7 @@ class Generators:
         self._seen = self._bytes()
 
     def have_moved(self) -> bool:
-        """Whether anything has been drawn since."""
+        """Whether any generator has drawn since."""
         return self._bytes() != self._seen
 
     def restore(self) -> None:
@@ -39,7 +42,7 @@ class Generators:
             write(state)
 
     def line_of_draw(self, run: Callable[[], object]) -> Source | None:
-        """The user's line that draws first in `run()`, which is watched line by line; None where none does."""
+        """The user's line that draws first in `run()`, found by running it line by line; None where none draws."""
         lines: list[Source] = []
         last: dict[FrameType | None, Source] = {}
 
@@ -62,5 +65,5 @@ class Generators:
         return lines[0] if lines else None
 
     def _bytes(self) -> list[bytes]:
-        """Their states in a form that compares: NumPy's hold arrays."""
+        """The states in a form that can be compared, for NumPy's hold arrays."""
         return [pickle.dumps(read()) for read, _ in self._pairs]

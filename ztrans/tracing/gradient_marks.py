@@ -1,8 +1,8 @@
-"""Gradient marks: while a step is traced, gradients are marked as what they are.
+"""Gradient marks: while a step is traced, each gradient is marked with the value that it is for.
 
-A torch-function mode sees every `torch.autograd.grad`, which `torch.func.grad` calls, and marks
-what it returns (see `ops.gradient`). `.backward()` is expressed by it, and scalars that are tensors
-by arithmetic.
+A torch-function mode intercepts `torch.autograd.grad`, which `torch.func.grad` calls too, and marks the gradients that
+it returns (see `ops.gradient`). The mode expresses `.backward()` by `torch.autograd.grad`, and computes operations
+whose scalar is a tensor (`add(x, y, alpha=tensor)`) by arithmetic.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -23,7 +23,7 @@ from .lifting.scalars import with_tensor_scalar
 
 
 class Marks(TorchFunctionMode):
-    """Mark what `torch.autograd.grad` returns, which `torch.func.grad` calls, and express `.backward()` by it."""
+    """Mark the gradients that `torch.autograd.grad` returns, and express `.backward()` by it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -40,13 +40,16 @@ class Marks(TorchFunctionMode):
             return _one_hot(*args, **kwargs)
         if func in _SPARSE:
             args, kwargs = _with_dense_gradient(func, args, kwargs)
-        made = with_tensor_scalar(func, args, kwargs)
-        return func(*args, **kwargs) if made is NotImplemented else made
+        result = with_tensor_scalar(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
-    """Record `x.data = value`, which no dispatch mode sees: from here on `x` is another name of `value`."""
-    tracer = get_proxy_mode().tracer
+    """Record `x.data = value`, which no dispatch mode sees: from here on the trace takes `x` for `value`."""
+    mode = get_proxy_mode()
+    if mode is None:  # no trace is under way
+        return set_data(x, value)
+    tracer = mode.tracer
     for tensor in (x, value):
         if get_proxy_slot(tensor, tracer, None) is None:
             refuse_closure(set_data, tensor, user_source(3), "the step")
@@ -68,8 +71,8 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
     )
     for leaf, g in zip(leaves, grads):
         if g is not None:
-            # Fused optimizers read a leaf, which is contiguous as all state is, and its gradient from end to end;
-            # that they lie alike is what `.backward()` sees to.
+            # Fused optimizers read a leaf and its gradient element by element in memory order. State is contiguous,
+            # so the gradient has to be; PyTorch's `.backward()` sees to that too.
             g = ops.gradient(g.contiguous() if g.layout is torch.strided else g, leaf.detach())
             if leaf.grad is None or create_graph:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
@@ -81,38 +84,38 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`F.one_hot` without a look at the values, by which PyTorch checks them inside of torch.func's transforms."""
+    """`F.one_hot` without the check of its values, which PyTorch makes inside of torch.func's transforms."""
     if num_classes < 0 or tensor.dtype != torch.int64:
         return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
-# Where these have the argument that asks for a sparse gradient, whose entries are counted when it is there.
+# Lookups, each with the position of the argument that asks for a sparse gradient.
 _SPARSE = {F.embedding: 6, torch.embedding: 4, F.embedding_bag: 7, torch.embedding_bag: 5, torch.gather: 3}
 
 
 def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a lookup whose gradient is dense: a program's shapes do not depend on values."""
+    """The arguments of a lookup, with a dense gradient: the shape of a sparse one depends on values."""
     args = tuple(False if k == _SPARSE[func] else x for k, x in enumerate(args))
     return args, {k: False if k in ("sparse", "sparse_grad") else x for k, x in kwargs.items()}
 
 
 def _listed(x) -> list:
-    """A tensor, or several, as autograd takes them."""
+    """A tensor or several, in any form that autograd accepts, as a list."""
     return [x] if isinstance(x, torch.Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
 
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward pass would reach, in the order in which it was built."""
-    found: dict[int, torch.Tensor] = {}
+    """The leaves that a backward pass would reach."""
+    leaves: dict[int, torch.Tensor] = {}
     stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
         if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
+            leaves[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return list(found.values())
+    return list(leaves.values())

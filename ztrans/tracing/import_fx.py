@@ -1,8 +1,8 @@
-"""import_fx(graph, inputs): a recorded FX graph as functional equations, one tensor each.
+"""import_fx(graph, inputs): a recorded FX graph as functional equations.
 
-In-place operations become their functional twins, whose results are written to the storages that
-they change (see `aliases`). Operations over lists (`_foreach_add_`, `_fused_adamw_`) become one
-equation per member, so that each parameter's update can run as soon as its gradient is there.
+An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
+changes (see `functionalize`). An operation over lists (`_foreach_add_`, `_fused_adamw_`) becomes one equation for each
+member, so that each parameter can be updated as soon as its gradient is there.
 
     y = x[0]; y.add_(1)   -->   y = select(x, 0); y1 = add(y, 1); x1 = select_scatter(x, y1, 0)
 """
@@ -27,36 +27,37 @@ from .regions import Fact
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
-# A lazy view computes when it is read, and only operations of PyTorch know that: what copies or sends its memory does
-# not. A program computes it where the step wrote it.
+# PyTorch computes a lazy view when an operation reads it. A collective or a copy of its memory does not, so a program
+# computes the values where the step takes the view.
 _COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 _COPIES = {"aten::_foreach_copy_": aten.copy_.default, "aten::_foreach_zero_": aten.zero_.default}
+_BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded graph, its outputs, and what the tracer saw of each equation."""
+    """The equations of a recorded graph, its outputs, and the facts that the tracer recorded for each equation."""
     fakes = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
-    made = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
+    builder = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
     env: dict[fx.Node, Any] = {}
     unread = iter(inputs)
     outputs: list[Any] = []
     for node in graph.nodes:
-        made.node = node
+        builder.node = node
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), env.__getitem__)
         if node.op == "placeholder":
             env[node] = Alias(Storage(next(unread)))
         elif node.op == "get_attr":
             env[node] = getattr(graph.owning_module, node.target)
         elif node.op == "output":
-            outputs = made.read(args[0])
+            outputs = builder.read(args[0])
         elif node.target.__name__ == "getitem":
             env[node] = args[0][args[1]]
         else:
-            env[node] = _operation(made, node.target, args, kwargs, node.meta.get("val"))
-    return made.eqns, outputs, {eqn: _fact(node) for eqn, node in made.nodes.items()}
+            env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("val"))
+    return builder.eqns, outputs, {eqn: _fact(node) for eqn, node in builder.nodes.items()}
 
 
 def _fact(node: fx.Node) -> Fact:
@@ -71,44 +72,44 @@ def _fact(node: fx.Node) -> Fact:
     return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
 
 
-def _operation(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """One recorded operation: a view, a change in place, a list of either, or plain."""
-    if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and its like change a name, not a storage
+def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
+    """Import one recorded operation: a mark, an operation over lists, a view, an in-place one, or a plain one."""
+    if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and others change the view, not the storage
         op = functional(op)
     name = op._schema.name
     if name.startswith("profiler::"):  # optimizers name their steps for profilers
         return None
     if op in _SAME and isinstance(args[0], Alias):
         return args[0]
-    if op is aten.set.source_Tensor:  # from here on another name of the same tensor
+    if op is aten.set.source_Tensor:  # the first tensor is the second one from here on
         return args[1]
     if name in _OURS:
-        return _mark(made, _OURS[name], *args, val)
+        return _mark(builder, _OURS[name], args[0], args[1], val)
     if name.startswith(("aten::_foreach_", *_FUSED)):
-        return _per_member(made, op, args, kwargs)
+        return _per_member(builder, op, args, kwargs)
     if shows_argument(op) and isinstance(args[0], Alias):
-        return _view(made, op, args, kwargs, val)
-    if name in _BATCH_NORMS and isinstance(args[3], Alias):  # the one never says that it writes, the other always
+        return _view(builder, op, args, kwargs, val)
+    if name in _BATCH_NORMS and isinstance(args[3], Alias):  # they write in training only, which neither declares
         op = (aten._native_batch_norm_legit if args[5] else aten.native_batch_norm).default
     if any(map(is_written, op._schema.arguments)):
-        return _in_place(made, op, args, kwargs)
-    return Alias.of(made.emit(op, made.read(args), {k: made.read(v) for k, v in kwargs.items()}, val))
+        return _in_place(builder, op, args, kwargs)
+    return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
 
 
-def _mark(made: Builder, op: Any, x: Alias, other: Any, val: Any) -> Alias:
-    """A gradient, pmean or psum. Nested levels of torch.func may pass a gradient through twice: one mark is enough."""
-    value, other = made.read(x), made.read(other)
-    if op is GRADIENT and any(e.op is GRADIENT and value in e.outs for e in made.eqns[-1:]):
+def _mark(builder: Builder, op: Any, x: Alias, other: Any, val: Any) -> Alias:
+    """A gradient, pmean or psum. Nested levels of torch.func may mark a gradient twice; the first mark counts."""
+    value, other = builder.read(x), builder.read(other)
+    if op is GRADIENT and any(e.op is GRADIENT and value in e.outs for e in builder.eqns[-1:]):
         return x
     name = f"{other.name}.grad" if isinstance(other, Var) else ""
-    return Alias.of(made.emit(op, (value, other), like=val, name=name))
+    return Alias.of(builder.emit(op, (value, other), like=val, name=name))
 
 
-def _view(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    base, rest, op = args[0], tuple(made.read(args[1:])), _COMPUTED.get(op, op)
-    if op is aten.as_strided.default and base.views:  # of the storage, wherever the view begins
+def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
+    base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
+    if op is aten.as_strided.default and base.views:  # it views the storage, so its base is that of all views
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
-    shown = made.emit(op, (made.read(base), *rest), kwargs, val)
+    shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)
     outs = [
         Alias(base.storage, (*base.views, View(op, rest, kwargs, i)), base.storage.version, v)
         for i, v in enumerate(shown if isinstance(shown, tuple) else [shown])
@@ -116,76 +117,85 @@ def _view(made: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     return outs if isinstance(shown, tuple) else outs[0]
 
 
-def _in_place(made: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
-    """An operation that changes arguments, `out=` among them: its functional twin returns their new values last."""
-    name, declared = op._schema.name.removeprefix("aten::"), op._schema.arguments
+def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
+    """Import an operation that changes arguments, `out=` too. The functional form returns their new values last."""
+    declared = op._schema.arguments
     given = dict(zip((a.name for a in declared), args)) | kwargs
-    changed = [given[a.name] for a in declared if is_written(a)]
-    targets = [x for each in changed for x in (each if isinstance(each, list) else [each])]
-    values = made.read(args)
-    if name == "copy_" or (name == "fill_" and isinstance(values[1], Var)):
-        results = (values[1],)
-    elif name in ("zero_", "fill_"):
-        results = (made.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
-    else:
-        twin = functional(op)
-        if twin is None or not all(isinstance(x, Alias) for x in targets):
-            raise ValueError(
-                f"trace: the in-place operation {op} has no functional form.\n"
-                f"  at {where(made.source)}\nUse the operation that returns a new tensor."
-            )
-        others = {k: made.read(v) for k, v in kwargs.items() if k not in outs(op)}
-        like = [made.meta(made.read(x)) for x in targets] if op._schema.name.startswith(_FUSED) else None
-        results = made.emit(twin, with_defaults(op, twin, values, kwargs), others, like)
-        results = results if isinstance(results, tuple) else (results,)
+    written = [given[a.name] for a in declared if is_written(a)]
+    targets = [x for each in written for x in (each if isinstance(each, list) else [each])]
+    results = _functional_results(builder, op, args, kwargs, targets)
     own, new = results[: -len(targets)], results[-len(targets) :]
     for target, value in zip(targets, new):
-        old = made.read(target)
-        if value.shape != old.shape and name not in ("copy_", "fill_"):  # which broadcast
+        old = builder.read(target)
+        if value.shape != old.shape and op._schema.name not in _BROADCASTS:
             raise ValueError(
                 f"trace: {op} makes {value.type} of {old.type}; a traced tensor keeps its shape.\n"
-                f"  at {where(made.source)}\nGive it the shape of the result, or make a new one."
+                f"  at {where(builder.source)}\nGive it the shape of the result, or make a new one."
             )
-        made.write(target, _as_type(made, value, old))
+        builder.write(target, _as_type(builder, value, old))
     returned = (Alias.of(own) or targets)[: len(op._schema.returns)]
     return returned[0] if len(returned) == 1 else returned
 
 
-def _as_type(made: Builder, new: Any, old: Var) -> Var:
+def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+    """The results of the functional form of an in-place operation: its own, then the new values of `targets`."""
+    name, values = op._schema.name, builder.read(args)
+    if name in _BROADCASTS and isinstance(values[1], Var):
+        return (values[1],)
+    if name in ("aten::zero_", "aten::fill_"):
+        return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
+    form = functional(op)
+    if form is None or not all(isinstance(x, Alias) for x in targets):
+        raise ValueError(
+            f"trace: the in-place operation {op} has no functional form.\n"
+            f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
+        )
+    options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
+    like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
+    results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _as_type(builder: Builder, new: Any, old: Var) -> Var:
     """`new` in the dtype and shape of `old`."""
     if new.dtype != old.dtype:
-        new = made.emit(aten._to_copy.default, (new,), {"dtype": old.dtype})
+        new = builder.emit(aten._to_copy.default, (new,), {"dtype": old.dtype})
     if new.shape != old.shape:
-        new = made.emit(aten.expand.default, (new, list(old.shape)))
-        new = made.emit(aten.clone.default, (new,))
+        new = builder.emit(aten.expand.default, (new, list(old.shape)))
+        new = builder.emit(aten.clone.default, (new,))
     return new
 
 
-def _per_member(made: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
+def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
     """`_foreach_add_([a, b], [c, d])` as two additions, `_fused_adamw_` as one update per parameter."""
     name, results = op._schema.name, []
     given = dict(zip((a.name for a in op._schema.arguments), args)) | kwargs
     for i in range(next(len(a) for a in args if isinstance(a, list))):
-        if name.startswith(_FUSED):
-            _in_place(made, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
+        if name.startswith(_FUSED):  # some of its lists are empty
+            _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
             continue
-        one = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
+        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
         if name in _COPIES:
-            _in_place(made, _COPIES[name], [*one.values()], {})
-            continue
-        extra = {k: made.read(one.pop(k)) for k in ("value", "alpha", "dtype") if k in one}
-        if "_addc" in name and "scalars" in one:
-            extra["value"] = made.read(one.pop("scalars"))
-        values = made.read([*one.values()])
-        plain = member(op, values)
-        if plain is None:
-            raise ValueError(
-                f"trace: {op} has no form for one tensor at a time.\n"
-                f"  at {where(made.source)}\nUse the optimizer with foreach=False."
-            )
-        new = made.emit(plain, values, extra)
-        if name.endswith("_"):
-            made.write(args[0][i], _as_type(made, new, values[0]))
+            _in_place(builder, _COPIES[name], [*of_member.values()], {})
         else:
-            results.append(Alias.of(new))
+            results.append(_member(builder, op, of_member))
     return None if name.endswith("_") else results
+
+
+def _member(builder: Builder, op: Any, given: dict[str, Any]) -> Any:
+    """One member of an operation over lists, which was given these arguments by name."""
+    target, name = next(iter(given.values())), op._schema.name
+    if "_addc" in name and "scalars" in given:
+        given["value"] = given.pop("scalars")
+    options = {k: builder.read(given.pop(k)) for k in ("value", "alpha", "dtype") if k in given}
+    values = builder.read([*given.values()])
+    plain = member(op, values)
+    if plain is None:
+        raise ValueError(
+            f"trace: {op} has no form for one tensor at a time.\n"
+            f"  at {where(builder.source)}\nUse the optimizer with foreach=False."
+        )
+    new = builder.emit(plain, values, options)
+    if name.endswith("_"):
+        builder.write(target, _as_type(builder, new, values[0]))
+    return Alias.of(new)

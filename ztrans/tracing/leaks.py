@@ -1,12 +1,12 @@
-"""Leaks: what a step does to Python while it is traced, which its program will not do again.
+"""Leaks: changes that a step makes to Python values while it is traced, which its program does not repeat.
 
-A step runs as Python once, while it is traced. A count that it keeps, a list that it appends to, an attribute
-that it writes, a number that it draws and a line that it prints are then done once and never again. So the
-Python values that the step reaches are compared before and after, and put back.
+A step runs as Python code once, while it is traced. A count that it keeps, a list that it appends to, an attribute
+that it writes, a number that it draws and a line that it prints would happen once, and not in later steps. So the
+Python values that the step reaches are compared before and after the trace, and restored.
 
-Some code writes an attribute in every step before it reads it, as a module that leaves a term of the loss for
-later. Whether that is so is tried: the step is traced a second time from what the first trace left. If the
-program is the same, the writes are part of it, and only their trace outside of the step is missing.
+Some code writes an attribute in every step before it reads it, as a module that stores a term of the loss for later.
+To allow this, a step that has changed something is traced a second time from the changed values. If the program is
+the same, the changes do not matter to it.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -40,15 +40,21 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Recorded(Protocol):
-    """A program as it was traced: its graph, and every tensor of the trace with the line that made it."""
+    """A traced program: its graph, and every tensor of the trace with the line that made it."""
 
-    graph: Any
-    tensors: list[tuple[weakref.ref, Source | None]]
+    @property
+    def graph(self) -> Any: ...
+
+    @property
+    def tensors(self) -> list[tuple[weakref.ref, Source | None]]: ...
+
+
+T = TypeVar("T", bound=Recorded)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A Python value that is another than before."""
+    """A Python value that the trace has changed."""
 
     name: str
     source: Source | None
@@ -61,17 +67,17 @@ class Change:
 
 
 class Snapshot:
-    """The Python values that a step reaches, as they are now: variables, attributes, and what containers hold."""
+    """The present Python values that a step reaches: variables, attributes, and the entries of containers."""
 
     def __init__(self, reach: Reach) -> None:
-        self._variables = [(place, place.read()) for place in reach.places if place.write is not None]
+        self._variables = [(place, place.write, place.read()) for place in reach.places if place.write is not None]
         self._holders = [(name, holder, _contents(holder)) for name, holder in reach.holders]
         self._lines = {place.name: place.source for place in reach.places}
         self._lines |= {f".{attribute}": line for attribute, line in reach.attributes.items()}
 
     def changes(self) -> list[Change]:
-        """What is another now."""
-        pairs = [(place.name, old, place.read()) for place, old in self._variables]
+        """The values that have changed since."""
+        pairs = [(place.name, old, place.read()) for place, _, old in self._variables]
         for name, holder, before in self._holders:
             now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
             keys = [k for k in {**before, **now} if not (isinstance(k, str) and is_internal(holder, k))]
@@ -79,25 +85,26 @@ class Snapshot:
         return [Change(name, self._line(name), old, new) for name, old, new in pairs if not _same(old, new)]
 
     def restore(self) -> None:
-        """Put everything back."""
-        for place, old in self._variables:
+        """Restore every value."""
+        for place, write, old in self._variables:
             if place.read() is not old:
-                place.write(old)
+                write(old)
         for _, holder, before in self._holders:
             _restore(holder, before)
 
     def _line(self, name: str) -> Source | None:
-        """The line that writes what goes by `name`, or reads what holds it."""
+        """The line that writes the value called `name`, or that reads its container."""
         attribute = f".{name.rpartition('.')[2]}"
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
-    """The program that `record()` traces, if tracing it does nothing to Python that a program would have to repeat.
+def settled(record: Callable[[], T], reach: Reach, step: str) -> T:
+    """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
-    Warns of lines that print, and of tensors of the trace that are held outside of the step.
+    Warns of lines that print, and of tensors of the trace that something outside of the step still holds.
 
-    Raises: ValueError for draws of Python's generators, counts, and tensors that leave the trace and come back.
+    Raises: ValueError for draws from Python's generators, for counts, and for tensors that one trace leaves and the
+    next one reads.
     """
     before, generators = Snapshot(reach), Generators(place.read() for place in reach.places)
     try:
@@ -117,7 +124,7 @@ def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded
 
 
 def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step: str) -> None:
-    """Raise with the line that draws, for which the step is traced once more, line by line."""
+    """Trace the step once more, line by line, and raise an error with the line that draws."""
     generators.restore()
     before.restore()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -129,8 +136,10 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
 def _leaks(
     record: Callable, first: Recorded, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
-    """The names that hold tensors of the first trace, and their lines, where a second trace from what the first one
-    left is the same; else an error."""
+    """The names that hold tensors of the first trace, with their lines.
+
+    Raises: ValueError where a second trace, from the values that the first one left, gives another program.
+    """
     if not changes:
         return []
     refusal = changes_python(changes[0].name, changes[0].source, step)
@@ -150,7 +159,7 @@ def _leaks(
 
 
 class _Heard:
-    """Standard output, with the user's lines that write to it."""
+    """Standard output that remembers the user's lines which write to it."""
 
     def __init__(self, out: TextIO) -> None:
         self.out, self.lines = out, dict[Source | None, None]()
@@ -165,7 +174,7 @@ class _Heard:
 
 @contextlib.contextmanager
 def _heard(step: str) -> Iterator[None]:
-    """Warn of the lines that print: they do so once, not in every step."""
+    """Warn of lines that print: they print while the step is traced, not in every step."""
     heard = _Heard(sys.stdout)
     with contextlib.redirect_stdout(heard):
         yield
@@ -178,14 +187,14 @@ def _heard(step: str) -> Iterator[None]:
 
 
 def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
-    """A tensor of a trace that something still holds, if there is one."""
+    """A tensor of the trace that something still holds, with its line, if there is one."""
     if any(ref() is not None for ref, _ in recorded.tensors):
-        gc.collect()  # what only a cycle holds is nobody's
+        gc.collect()  # some are held by reference cycles alone
     return [(x, line) for ref, line in recorded.tensors if (x := ref()) is not None][:1]
 
 
 def _holder(tensor: torch.Tensor) -> str:
-    """What holds a tensor, as far as Python knows."""
+    """The kind of object that holds a tensor, as far as Python's garbage collector knows."""
     kinds = [type(x) for x in gc.get_referrers(tensor) if not isinstance(x, tuple | types.FrameType)]
     return f"a {kinds[0].__qualname__}" if kinds else "a cache"
 
@@ -195,7 +204,7 @@ def _holds_tensor_of_trace(value: Any) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether a value is what it was, as far as a program could tell."""
+    """Whether a value is unchanged, as far as a program could tell."""
     if old is new:
         return True
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or _holds_tensor_of_trace(new):
@@ -205,7 +214,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _contents(holder: Any) -> dict:
-    """What a container or an object holds, by index, key or attribute."""
+    """The entries of a container or the attributes of an object, by index, key or name."""
     if isinstance(holder, dict):
         return dict(holder)
     if isinstance(holder, set | frozenset):

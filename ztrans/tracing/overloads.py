@@ -1,6 +1,7 @@
-"""Overloads: the functional form of an operation that changes its arguments, and the form of an operation
-over lists for one tensor at a time. Overloads are matched by the names and types of their arguments,
-for their own names follow no rule (`pow_.Scalar` is `pow.Tensor_Scalar`).
+"""Overloads: the functional form of an in-place operation, and the form of an operation over lists for one tensor.
+
+Overloads are matched by the names and types of their arguments, because their own names follow no rule: the functional
+form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from ..ir.graph import Var
 
 aten = torch.ops.aten
-# What a member of a list operation is called, where it is not the list operation's own name.
+# The names of operations on one tensor that differ from those of the operation over lists.
 _MEMBERS = {
     "norm": ("linalg_vector_norm",),
     "powsum": ("linalg__powsum",),
@@ -38,21 +39,21 @@ def _overloads(packet: Any) -> Iterator[Any]:
 
 
 def functional(op: Any) -> Any:
-    """The functional twin: `add_.Tensor` and `add.out` -> `add.Tensor`; None if there is none."""
+    """The functional form: `add_.Tensor` and `add.out` -> `add.Tensor`; None if there is none."""
     namespace, name = op._schema.name.split("::")
     short, library = name.removesuffix("_"), getattr(torch.ops, namespace)
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs(op)]
     for packet in (getattr(library, short, None), getattr(library, f"{short}_functional", None)):
-        for twin in _overloads(packet):
-            given = twin._schema.arguments
+        for form in _overloads(packet):
+            given = form._schema.arguments
             if [(a.name, str(a.type)) for a in given] == wanted and not any(map(is_written, given)):
-                return twin
+                return form
     return None
 
 
-def with_defaults(op: Any, twin: Any, values: list, kwargs: dict) -> list:
-    """`values`, with the defaults of `op` that its twin lacks (`bernoulli_` has a p, `bernoulli.p` wants one)."""
-    rest = list(zip(op._schema.arguments, twin._schema.arguments))[len(values) :]
+def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
+    """`values`, and the defaults of `op` that its functional form lacks, as `bernoulli_` has one for p."""
+    rest = list(zip(op._schema.arguments, form._schema.arguments))[len(values) :]
     left_out = (a for a, t in rest if not a.kwarg_only and a.name not in kwargs and not t.has_default_value())
     return [*values, *(a.default_value for a in left_out)]
 

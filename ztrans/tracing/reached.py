@@ -1,8 +1,8 @@
-"""Reached: the Python values that the code of a step can read besides its arguments, and where they are.
+"""Reached: the places of the Python values that the code of a step can read besides its arguments.
 
-The walk starts at the step's function and follows what its code names: variables of closures and of modules,
-defaults of arguments, attributes of objects, and through these the functions that it calls. Code of libraries is
-not followed, but for the functions that it was given (`functools.partial`, `torch.func.grad(loss)`, decorators).
+The walk starts at the step's function and follows the names in its code: variables of closures and of modules,
+defaults of parameters, attributes of objects, and through these the functions that it calls. Code of libraries is not
+followed, except for the functions that it was given (`functools.partial`, `torch.func.grad(loss)`, decorators).
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 @dataclass(frozen=True)
 class Place:
-    """Where the code finds a value, which is ABSENT while it is not there. `source` is where the code writes it, or
-    else reads it; `write` puts another value into a variable."""
+    """A place that the code reads: a variable, an attribute, the defaults of a function."""
 
     name: str
-    read: Callable[[], Any]
-    source: Source | None = None
-    write: Callable[[Any], None] | None = None
+    read: Callable[[], Any]  # returns ABSENT while the place has no value
+    source: Source | None = None  # the line that writes the value, or else the first that reads it
+    write: Callable[[Any], None] | None = None  # assigns to a variable
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Every place that a step's code reads; every object and container that it may change, by the name it goes by;
-    and the lines that name attributes."""
+    """The places, objects and attributes that the code of a step reaches."""
 
     places: tuple[Place, ...]
-    holders: tuple[tuple[str, Any], ...]
-    attributes: Mapping[str, Source]
+    holders: tuple[tuple[str, Any], ...]  # the objects and containers that it may change, each with its name
+    attributes: Mapping[str, Source]  # that the code names, each with its line
 
 
 def reach(fn: Callable) -> Reach:
@@ -59,7 +57,7 @@ def reach(fn: Callable) -> Reach:
 
 
 class _Mentions(NamedTuple):
-    """The names in a piece of code, each with the line that writes it, or else the first that reads it."""
+    """The names in a code object, each with the line that writes it, or else the first line that reads it."""
 
     globals: dict[str, int]
     closure: dict[str, int]
@@ -78,7 +76,7 @@ def _mentions(code: types.CodeType) -> _Mentions:
         action, _, kind = step.opname.partition("_")
         names = kinds.get(kind)
         if names is not None and action in ("LOAD", "STORE", "DELETE"):
-            line = step.positions.lineno or code.co_firstlineno
+            line = (step.positions and step.positions.lineno) or code.co_firstlineno
             if action == "LOAD":
                 names.setdefault(step.argval, line)
             else:
@@ -92,7 +90,7 @@ def _mentions(code: types.CodeType) -> _Mentions:
 
 
 class _Walk:
-    """One walk over the code that a function reaches."""
+    """One walk over all code that a function can call."""
 
     def __init__(self) -> None:
         self.places: dict[tuple, Place] = {}
@@ -112,7 +110,7 @@ class _Walk:
             self.visit(value, name)
 
     def visit(self, value: Any, name: str) -> None:
-        """Follow a value to what it reads."""
+        """Follow a value: a function to the names in its code, a container to its entries, an object to its methods."""
         if id(value) in self.seen or isinstance(value, torch.Tensor):
             return
         self.seen[id(value)] = value
@@ -152,7 +150,7 @@ class _Walk:
             self.holders[id(f)] = name, f
 
     def method(self, bound: types.MethodType, name: str) -> None:
-        self.visit(bound.__self__, name.rpartition(".")[0] or name)
+        self.visit(bound.__self__, name.rpartition(".")[0] or "self")
         self.visit(bound.__func__, name)
 
     def partial(self, p: functools.partial, name: str) -> None:
@@ -169,7 +167,7 @@ class _Walk:
             self.visit(value, f"{name}[{key!r}]")
 
     def module(self, m: nn.Module, name: str) -> None:
-        """A module's plain attributes are read by code that is not followed, so each of them is a place."""
+        """Make each plain attribute of a module a place, for libraries read them in code that is not followed."""
         self.holders[id(m)] = name, m
         for attribute in vars(m):
             if attribute not in _OF_EVERY_MODULE and not is_internal(m, attribute):
@@ -184,12 +182,12 @@ class _Walk:
         self.attribute(m, "forward", name)
 
     def namespace(self, owner: Any, name: str) -> None:
-        """A Python module or a class of the user's: its attributes may be named by the code."""
+        """Note a Python module or a class of the user's, whose attributes the code may name."""
         if is_own(owner):
             self.holders[id(owner)] = name, owner
 
     def scan_attributes(self) -> bool:
-        """Read the attributes of every object that the code names. Returns whether there was anything new."""
+        """Visit the attributes that the code names, on every object. Returns whether any was new."""
         before = len(self.scanned)
         for name, owner in list(self.holders.values()):
             known = isinstance(owner, nn.Module) and not is_own(type(owner))
@@ -199,7 +197,7 @@ class _Walk:
         return len(self.scanned) > before
 
     def attribute(self, owner: Any, attribute: str, name: str) -> None:
-        """What `owner.attribute` reads: an entry of its own, or of its class."""
+        """Follow what `owner.attribute` reads: an entry of the object, or of its class."""
         if (id(owner), attribute) in self.scanned:
             return
         self.scanned.add((id(owner), attribute))
@@ -237,7 +235,7 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
 
 
 def is_internal(holder: Any, attribute: str) -> bool:
-    """Whether an attribute is for a library's module alone, as the lists of weights of a recurrent layer."""
+    """Whether an attribute is private to a module of a library, as the lists of weights of a recurrent layer are."""
     return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
 
 
@@ -262,9 +260,13 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         variables[name] = value
 
 
-@functools.cache
 def is_own(kind: Any) -> bool:
     """Whether a class or a Python module is the user's."""
+    return _is_own(kind)
+
+
+@functools.cache
+def _is_own(kind: Any) -> bool:
     if isinstance(kind, types.ModuleType):
         return not is_library(getattr(kind, "__file__", None) or sys.executable)
     if kind in _NAMESPACES:

@@ -1,14 +1,14 @@
-"""Which part of the step an equation belongs to: forward, backward or update.
+"""The regions of a step: every equation belongs to forward, backward or update.
 
-`backward` is what autograd ran. `forward` is what it recorded, what depends on the batch before
-the last backward, and what only prepares either. The rest is the `update`: it works on values that
-are the same on all ranks, after a gradient, or between two of them. In a step without a backward,
-`forward` is what depends on the batch and enters the state through `pmean` or `psum` alone.
+Equations that autograd ran are backward. Equations that autograd recorded are forward, and so are those before the
+last backward that depend on the batch, and those whose results only these equations read. Equations that are neither
+forward nor backward belong to the update: they work on values that are the same on all ranks. In a step without a
+backward, forward is what depends on the batch and enters the state through `pmean` or `psum` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
@@ -18,47 +18,76 @@ from ..ir.varying import Varying, varying
 
 @dataclass(frozen=True)
 class Fact:
-    """What the tracer saw of an equation: autograd ran it; autograd recorded it; the number of the selective
-    checkpoint that it is in; that checkpoint drops its results, and backward computes them."""
+    """What the tracer saw of an equation."""
 
-    backward: bool
-    recorded: bool
-    checkpoint: int | None = None
-    dropped: bool = False
+    backward: bool  # autograd ran it
+    recorded: bool  # autograd recorded it, to run its derivative later
+    checkpoint: int | None = None  # the number of the selective checkpoint that it is in
+    dropped: bool = False  # that checkpoint does not store its results: backward computes them again
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
-    """Give every equation its region."""
-    unknown = graph.replace(eqns=tuple(e.replace(region="update") for e in graph.eqns))
-    over = varying(unknown, ("batch",))
-    differentiated = _differentiated(graph, facts)
-    updated = _updated(graph, facts, over, differentiated) | _depending_on_gradients(graph)
-    last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
-    unreduced = _unreduced(graph, over) if last == len(graph.eqns) else set[Var]()
-    feeds: set[Var] = {v for e in graph.eqns if any(o in over for o in e.outs) for v in e.ins}
-
-    def region(i: int, e: Eqn) -> Region:
-        outs = [o for o in e.outs if o is not None]
-        if facts[e].backward or e.op is GRADIENT:
-            return "backward"
-        if any(o in over for o in outs):
-            return "forward" if i < last and not any(o in unreduced for o in outs) else "update"
-        if e in differentiated:
-            return "forward"
-        if any(o in updated for o in outs):
-            return "update"
-        return "forward" if any(o in feeds for o in outs) and i < last else "update"
-
+    """Give every equation its region: that of the first rule which holds for it."""
+    evidence = _Evidence(graph, facts)
     eqns = []
-    for i, e in reversed(list(enumerate(graph.eqns))):
-        eqns.append(e.replace(region=region(i, e)))
-        if eqns[-1].region != "update":
-            feeds.update(e.ins)
+    for e in reversed(graph.eqns):  # the readers of a value before its maker
+        region = next(region for holds, region in _RULES if holds(evidence, e))
+        if region != "update":
+            evidence.read_early.update(e.ins)
+        eqns.append(e.replace(region=region))
     return graph.replace(eqns=tuple(reversed(eqns)))
 
 
+class _Evidence:
+    """The facts about a program from which the region of an equation follows."""
+
+    def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
+        unknown = graph.replace(eqns=tuple(e.replace(region="update") for e in graph.eqns))
+        last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
+        self.facts = facts
+        self.over = varying(unknown, ("batch",))
+        self.before_last_backward = set(graph.eqns[:last])
+        self.differentiated = _differentiated(graph, facts)
+        self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)
+        self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
+        # What equations read that depend on the batch or are, as labelled so far, of forward and backward.
+        self.read_early = {v for e in graph.eqns if any(o in self.over for o in e.outs) for v in e.ins}
+
+    def is_backward(self, e: Eqn) -> bool:
+        return self.facts[e].backward or e.op is GRADIENT
+
+    def varies_too_late(self, e: Eqn) -> bool:
+        """It depends on the batch, but stands behind the last backward, or enters the state without a reduction."""
+        late = e not in self.before_last_backward or any(o in self.unreduced for o in e.outs)
+        return late and self.varies(e)
+
+    def varies(self, e: Eqn) -> bool:
+        return any(o in self.over for o in e.outs)
+
+    def is_differentiated(self, e: Eqn) -> bool:
+        return e in self.differentiated
+
+    def is_updated(self, e: Eqn) -> bool:
+        return any(o in self.updated for o in e.outs)
+
+    def prepares(self, e: Eqn) -> bool:
+        """Forward or backward reads its result."""
+        return e in self.before_last_backward and any(o in self.read_early for o in e.outs)
+
+
+_RULES: tuple[tuple[Callable[[_Evidence, Eqn], bool], Region], ...] = (
+    (_Evidence.is_backward, "backward"),
+    (_Evidence.varies_too_late, "update"),
+    (_Evidence.varies, "forward"),
+    (_Evidence.is_differentiated, "forward"),
+    (_Evidence.is_updated, "update"),
+    (_Evidence.prepares, "forward"),
+    (lambda evidence, e: True, "update"),
+)
+
+
 def _depending_on_gradients(graph: Graph) -> set[Var]:
-    """Values that are made of gradients."""
+    """Values that are computed from gradients."""
     depends: set[Var] = set()
     for e in graph.eqns:
         if e.op is GRADIENT or any(v in depends for v in e.ins):
@@ -67,7 +96,7 @@ def _depending_on_gradients(graph: Graph) -> set[Var]:
 
 
 def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
-    """What autograd recorded on the way to a backward: it belongs to the function that is differentiated."""
+    """Equations that autograd recorded and whose results reach a backward: the function that is differentiated."""
     differentiated: set[Eqn] = set()
     reaches: set[Var] = set()
     for e in reversed(graph.eqns):
@@ -80,7 +109,10 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
 
 
 def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentiated: set[Eqn]) -> set[Var]:
-    """Other invariant values that are differentiated for, or become state: the update makes them."""
+    """Invariant values that become state, or that a gradient is for, and what only they are computed from.
+
+    The function that is differentiated does not compute them, so the update does.
+    """
     wanted = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
@@ -91,7 +123,7 @@ def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentia
 
 
 def _unreduced(graph: Graph, over: Varying) -> set[Var]:
-    """Values that depend on the batch and enter the state without a reduction that the user asked for."""
+    """Values that depend on the batch and enter the state without a `pmean` or `psum` of the user's."""
     unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
     for e in reversed(graph.eqns):
         if any(o in unreduced for o in e.outs) and e.op not in (PMEAN, PSUM):

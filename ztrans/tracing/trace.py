@@ -1,14 +1,14 @@
 """trace(fn, state, *batch): a train step as a `Graph`, forward, backward and update.
 
-The step runs once on tensors without values (see `fx_trace`), and each of its operations keeps the user's line
-and its region (see `watch`). What was recorded is made functional from end to end (see `functional`). What the
-step did to Python meanwhile is undone, or refused (see `leaks`).
+The step runs once on fake tensors (see `fx_trace`). Each operation keeps the user's line and its region (see
+`watch`). The recorded operations are imported as functional equations (see `import_fx`). Changes that the step makes
+to Python values while it runs are undone, or are an error (see `leaks`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
-from ..ir.graph import Graph, Var, dce
+from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
 from .errors import no_argument, no_state
 from .fx_trace import record
 from .import_fx import import_fx
 from .leaks import settled
-from .regions import label_regions
+from .regions import Fact, label_regions
 from .versions import check_torch
 
 
@@ -38,12 +38,13 @@ class Program:
     paths: tuple[str, ...]  # of all input leaves
     static: tuple[tuple[int, Any], ...]  # input leaves that are no tensors and no numbers: (index, value)
     captured: Captured  # what the step reads besides its arguments
-    made_for: Key  # what that was
+    made_for: Key  # the values that it read when it was traced
+    names: tuple[str, ...] = ()  # of the last arguments, which are passed by name
 
 
 @dataclass(frozen=True)
 class Abstract:
-    """What a program is specialised on for one leaf: shape, dtype, stride, device."""
+    """The properties of a leaf that a program is specialised on: shape, dtype, stride, device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,7 +52,7 @@ class Abstract:
     device: str
 
     def empty(self, otherwise: str) -> torch.Tensor:
-        """A tensor that lies so; on the device `otherwise` if it lies on none."""
+        """An uninitialised tensor with these properties; on the device `otherwise` where the leaf is a meta tensor."""
         device = otherwise if self.device == "meta" else self.device
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
@@ -64,15 +65,20 @@ class Abstract:
             if not isinstance(leaf, Hashable):
                 raise no_argument(leaf)
             return leaf
-        if is_state:  # state is kept contiguous, whatever it came as
+        if is_state:  # state is stored contiguous, whatever strides the caller's leaf has
             stride = torch.empty(leaf.shape, device="meta").stride()
             return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
         return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
 
 
 def is_number(leaf: Any) -> bool:
-    """Python's numbers and NumPy's; truth values say which program is meant."""
+    """Whether a leaf is a number of Python or NumPy, which is an input. A truth value is not: it selects a program."""
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
+
+
+def _device_of(leaves: Iterable[Abstract]) -> str:
+    """The first device of the leaves that is no CPU, else the CPU."""
+    return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
 
 
 def _device(leaf: torch.Tensor) -> str:
@@ -82,13 +88,19 @@ def _device(leaf: torch.Tensor) -> str:
 
 @no_collection()
 def trace(
-    fn: Callable, state: Any, *batch: Any, device: str | None = None, captured: Captured | None = None
+    fn: Callable,
+    state: Any,
+    *batch: Any,
+    names: tuple[str, ...] = (),
+    device: str | None = None,
+    captured: Captured | None = None,
 ) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
-    which become inputs, never constants. Meta leaves are traced as lying on `device`, by default
-    where other leaves lie. `captured` is what `fn` reads besides, if that is known already.
+    which become inputs, never constants. The last arguments of `batch` are passed by `names`. Meta leaves are
+    traced on `device`, by default that of the other leaves. `captured` is what `fn` reads besides its arguments,
+    if that is known already.
 
     Raises: ValueError when the step reads a value while it is traced, closes over a tensor, changes Python
     values that it reads, or returns a state of another structure. RuntimeError for a torch that ztrans does not
@@ -101,16 +113,15 @@ def trace(
     made_for = captured.key()
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
-    names, paths = leaf_names(fn, (state, *batch))
+    short_names, paths = leaf_names(fn, (state, *batch), names)
     abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
     static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
     for i, value in static:
         if i < num_state:
             raise no_state(paths[i], value)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
-    used = [abstract[i].device for i in dynamic]
-    device = device or next((d for d in used if d not in ("cpu", "meta")), "cpu")
-    inputs = [Var(names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
+    default_device = device or _device_of(abstract[i] for i in dynamic)
+    inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
     of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
     batch_vars = frozenset(of_batch)
 
@@ -118,34 +129,40 @@ def trace(
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
             full[i] = tensor
-        result = fn(*pytree.tree_unflatten(full, in_tree))
+        arguments = pytree.tree_unflatten(full, in_tree)
+        positional = len(arguments) - len(names)
+        result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
         return result
 
     def record_program() -> _Traced:
-        inputs_as = [abstract[i] for i in dynamic]
+        traced_as = [abstract[i] for i in dynamic]
         wants_grad = [_wants_grad(leaves[i]) for i in dynamic]
-        recorded = record(call, lambda: [a.empty(device) for a in inputs_as], wants_grad, name)
+        recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        graph = dce(label_regions(graph, facts))
-        checkpoint = {v: fact.checkpoint for e, fact in facts.items() for v in e.outs if v is not None}
-        drops = {v for e, fact in facts.items() for v in e.outs if v is not None and fact.dropped}
-        graph = checkpointed(graph, checkpoint, drops)
-        return _Traced(graph, recorded.out_tree, recorded.tensors)
+        return _Traced(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
-    return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for)
+    return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
 
 
 class _Traced(NamedTuple):
-    """What one run of the step gave: the program, the tree of its results, the tensors that were made."""
+    """One run of the step: its program, the tree of its results, and the tensors that it created."""
 
     graph: Graph
     out_tree: pytree.TreeSpec
     tensors: list
+
+
+def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
+    """The program with the regions of its equations, and with the results recomputed that checkpoints drop."""
+    graph = dce(label_regions(graph, facts))
+    of_values = {v: fact for e, fact in facts.items() for v in e.outs if v is not None}
+    checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
+    return checkpointed(graph, checkpoint, {v for v, fact in of_values.items() if fact.dropped})
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -157,23 +174,31 @@ def _name(fn: Callable) -> str:
     return name if name.isidentifier() else "step"
 
 
-def leaf_names(fn: Callable, args: tuple) -> tuple[list[str], list[str]]:
-    """A short name for each leaf (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`)."""
-    try:
-        given = [p.name for p in inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        given = []
-    given += [f"arg{i}" for i in range(len(given), len(args))]
-    names: list[str] = []
+def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    """A short name for each leaf (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
+
+    The last arguments are passed by `names`.
+    """
+    short_names: list[str] = []
     paths: list[str] = []
-    for i, (head, arg) in enumerate(zip(given, args)):
+    for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
         for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
             parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
-            path = ".".join([head, *parts])
+            path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
-            names.append(short if short not in names else path)
-    return names, paths
+            short_names.append(short if short not in short_names else path)
+    return short_names, paths
+
+
+def _parameters(fn: Callable, count: int) -> list[str]:
+    """The names of the parameters that `count` positional arguments are for."""
+    try:
+        declared = [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        declared = []
+    named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
+    return named + [f"arg{i}" for i in range(len(named), count)]
 
 
 def _check_result(fn: Callable, result: Any, state: Any) -> None:
@@ -188,10 +213,10 @@ def _check_result(fn: Callable, result: Any, state: Any) -> None:
         had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(state)[0]}
         has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(result[0])[0]}
         lost, gained = sorted(had - has), sorted(has - had)
-        what = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
+        changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
         raise ValueError(
             f"trace: {_name(fn)} returned a state of another structure than it was given"
-            f" ({'; '.join(what) or f'{new} for {old}'}).\n"
+            f" ({'; '.join(changes) or f'{new} for {old}'}).\n"
             f"Return every leaf of the state, in the same containers; keep anything else in the output."
         )
 

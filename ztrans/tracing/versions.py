@@ -1,6 +1,6 @@
-"""versions: the torch releases that ztrans stands on. It uses private APIs of torch, and those change.
+"""The range of torch releases that ztrans works with, for it uses private APIs, which change between releases.
 
-The range is that of pyproject.toml, which an installer reads and a later upgrade of torch alone does not.
+pyproject.toml has the same range, and an installer checks it. A later upgrade of torch alone does not.
 """
 
 from __future__ import annotations

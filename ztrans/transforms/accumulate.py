@@ -1,15 +1,17 @@
-"""Accumulate first, reduce once: what ZeRO stages 0 and 1 do with micro-batches.
+"""Reduce a sum of gradients once, instead of summing reduced gradients: ZeRO stages 0 and 1 with micro-batches.
 
+    wait(reduce(a)) + 0                        -->   wait(reduce(a)), where `sum()` starts
     wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
     (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
-    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), on the way to such a sum
+    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), where such a sum follows
 
-Sums are linear, so this holds up to rounding; the gradients stay whole until the last micro-batch.
+Reductions are linear, so the results are equal up to rounding. Gradients stay whole until the last micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -23,87 +25,132 @@ SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 def accumulate_unsharded(graph: Graph) -> Graph:
-    """Reduce sums of gradients instead of summing reduced gradients, to fix-point."""
-    changed = True
-    while changed:
-        graph, changed = _once(graph)
+    """Rewrite with the patterns above until none of them matches."""
+    while (rewritten := _rewritten(graph)) is not None:
+        graph = rewritten
     return graph
+
+
+def _rewritten(graph: Graph) -> Graph | None:
+    """The program after the first pattern that matches, at the first equation where one does."""
+    uses = _Uses(graph)
+    graphs = (pattern(uses, e) for e in graph.eqns for pattern in _PATTERNS)
+    return next((new for new in graphs if new is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reduced:
-    """A value that is `wait(reduce(term))`, all links used once."""
+    """A value `wait(reduce(term))`: `start` and `end` are the reduction and its wait, and nothing else reads either."""
 
     term: Var
     start: Eqn
     end: Eqn
 
+    def sums_with(self, other: _Reduced) -> bool:
+        """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
+        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, other)]
+        return keys[0] == keys[1] and self.end is not other.end
 
-def _once(graph: Graph) -> tuple[Graph, bool]:
-    made, used, waits = producers(graph.eqns), users(graph), pair(graph).waits
-    outputs = set(variables(graph.outputs))
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The state leaves that the gradient is for."""
+        return self.start.provenance.paths if self.start.provenance else ()
 
-    def once(v: Var) -> bool:
-        return len(used.get(v, ())) == 1 and v not in outputs
 
-    def as_reduced(v: object) -> _Reduced | None:
-        end = made.get(v) if isinstance(v, Var) and once(v) else None
-        if end is None or end not in waits:
+class _Uses:
+    """A program, with the equation that makes each value and those that read it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
+        self.waits = pair(graph).waits
+        self.outputs = set(variables(graph.outputs))
+
+    def only_reader(self, v: Var) -> Eqn | None:
+        """The equation that reads `v`, if it is the only one, and `v` is no output."""
+        readers = self.readers.get(v, ())
+        return readers[0] if len(readers) == 1 and v not in self.outputs else None
+
+    def maker(self, v: object) -> Eqn | None:
+        """The equation that makes `v` for one reader alone."""
+        return self.makers.get(v) if isinstance(v, Var) and self.only_reader(v) is not None else None
+
+    def reduced(self, v: object) -> _Reduced | None:
+        """The reduction of a gradient that gives `v`, to one reader alone."""
+        end = self.maker(v)
+        if end is None or end not in self.waits:
             return None
-        start = waits[end].start
-        ok = start.provenance.role == "grad" and len(start.ins) == 1
+        start = self.waits[end].start
+        role = start.provenance.role if start.provenance else None
+        ok = role == "grad" and len(start.ins) == 1
         return _Reduced(start.ins[0], start, end) if ok else None
 
-    def holds(v: object, r: _Reduced) -> bool:
-        """Whether `v` is a sum with another reduction for the same value among its terms."""
-        if isinstance(v, Var) and once(v) and v in made:
-            e = made[v]
-            if e.op in SUMS or e.op in SCALES:
-                return any(holds(a, r) for a in e.args)
-            other = as_reduced(v)
-            return other is not None and _same(other, r)
-        return False
+    def holds(self, v: object, r: _Reduced) -> bool:
+        """Whether `v` is a sum that has another reduction for the same value among its terms."""
+        e = self.maker(v)
+        if e is not None and (e.op in SUMS or e.op in SCALES):
+            return any(self.holds(term, r) for term in e.args)
+        term = self.reduced(v)
+        return term is not None and term.sums_with(r)
 
-    def meets(v: Var, r: _Reduced) -> bool:
-        """Whether `v` is on its way to such a sum: what is scaled for another would be scaled whole for nothing."""
-        while once(v) and used[v][0].op in SUMS:
-            add = used[v][0]
-            if any(holds(other, r) for other in add.args if other is not v):
+    def is_summed(self, v: Var, r: _Reduced) -> bool:
+        """Whether `v` is added to a sum with another reduction for the same value.
+
+        Elsewhere a factor is applied to the part, which has fewer elements than the whole gradient.
+        """
+        while (add := self.only_reader(v)) is not None and add.op in SUMS:
+            if any(self.holds(term, r) for term in add.args if term is not v):
                 return True
-            v = add.outs[0]
+            v = add.out
         return False
 
-    for e in graph.eqns:
-        if e.op in SUMS and not e.kwargs:
-            if type(e.args[1]) in (int, float) and e.args[1] == 0 and as_reduced(e.args[0]):
-                return _without(graph, e), True  # what sum() starts from
-            pairs = [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
-            for left, right in pairs:
-                r, first = as_reduced(right), as_reduced(left)
-                if r and first and _same(first, r):
-                    return _merge(graph, e, first, r, None), True
-                inner = made.get(left) if isinstance(left, Var) and once(left) else None
-                if r and inner is not None and inner.op in SUMS and not inner.kwargs:
-                    for x, y in ((inner.args[0], inner.args[1]), (inner.args[1], inner.args[0])):
-                        first = as_reduced(y)
-                        if first and _same(first, r) and isinstance(x, Var):
-                            return _merge(graph, e, first, r, x), True
-        if e.op in SCALES and not isinstance(e.args[1], Var) and once(e.outs[0]):
-            r = as_reduced(e.args[0])
-            if r and meets(e.outs[0], r):
-                return _scale(graph, e, r), True
-    return graph, False
+
+def _is_sum(e: Eqn) -> bool:
+    return e.op in SUMS and not e.kwargs
 
 
-def _same(a: _Reduced, b: _Reduced) -> bool:
-    keys = [(r.start.op, r.start.kwargs, r.start.provenance.paths, r.start.outs[0].layout) for r in (a, b)]
-    return keys[0] == keys[1]
+def _either_way(e: Eqn) -> Iterator[tuple[object, object]]:
+    """The two terms of a sum, in both orders."""
+    yield e.args[0], e.args[1]
+    yield e.args[1], e.args[0]
+
+
+def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) + 0, where `sum()` starts."""
+    zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
+    return _without(uses.graph, e) if zero and uses.reduced(e.args[0]) else None
+
+
+def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) + wait(reduce(b))."""
+    a, b = (uses.reduced(v) for v in e.args[:2]) if _is_sum(e) else (None, None)
+    return _merge(uses.graph, e, a, b, None) if a and b and a.sums_with(b) else None
+
+
+def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
+    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of either sum in either order."""
+    for left, right in _either_way(e) if _is_sum(e) else ():
+        b, inner = uses.reduced(right), uses.maker(left)
+        for x, y in _either_way(inner) if b and inner is not None and _is_sum(inner) else ():
+            a = uses.reduced(y)
+            if a and b and a.sums_with(b) and isinstance(x, Var):
+                return _merge(uses.graph, e, a, b, x)
+    return None
+
+
+def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) * c, where a sum of two reductions follows."""
+    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
+    r = uses.reduced(e.args[0]) if scales else None
+    return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
+
+
+_PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
 
 
 def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
-    """a + b, reduced where the later of them was; `rest` is added to the result."""
+    """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
     a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
-    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.outs[0].dtype)
+    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
     casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
     before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
     start = b.start.replace(args=([total],))
@@ -112,36 +159,36 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
         if e is b.start:
             eqns += [*casts, before, start]
         elif e is add and rest is not None:
-            eqns.append(e.replace(args=(rest, b.end.outs[0])))
+            eqns.append(e.replace(args=(rest, b.end.out)))
         elif e is add or e is a.start or e is a.end:
             continue
         else:
             eqns.append(e)
     graph = graph.replace(eqns=tuple(eqns))
     if rest is None:
-        graph = rename(graph, {add.outs[0]: b.end.outs[0]})
+        graph = rename(graph, {add.out: b.end.out})
     return dce(graph)
 
 
 def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
-    """The terms in the dtype of the gradient: what is rounded for the wire is their sum, as when it is written so."""
-    casts, found = [], []
+    """Casts of the terms to the dtype of the gradient, and their results: only the sum is rounded for the wire."""
+    casts, widened = [], []
     for v in terms:
         if v.dtype != dtype:
             wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
             casts.append(at.replace(op=_CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
             v = wide
-        found.append(v)
-    return casts, found
+        widened.append(v)
+    return casts, widened
 
 
 def _without(graph: Graph, e: Eqn) -> Graph:
-    """The program with the first argument of `e` in place of what it makes."""
-    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.outs[0]: e.args[0]})
+    """The program without `e`, whose first argument takes the place of its result."""
+    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.out: e.args[0]})
 
 
 def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
-    """reduce(term) * c as reduce(term * c)."""
+    """The program with `reduce(term) * c` as `reduce(term * c)`."""
     scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
     first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
     eqns = []
@@ -150,4 +197,4 @@ def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
             eqns += [first, old.replace(args=([scaled],))]
         elif old is not e:
             eqns.append(old)
-    return rename(graph.replace(eqns=tuple(eqns)), {e.outs[0]: r.end.outs[0]})
+    return rename(graph.replace(eqns=tuple(eqns)), {e.out: r.end.out})

@@ -1,57 +1,77 @@
 """Transform and chain: rewrites of a step as values.
 
-A transform is a frozen value built by a public function; applied to a train step it is appended to
-the step's tuple of transforms, and nothing runs. Chains form a monoid: `chain()` is the identity
-and `chain(a, chain(b, c)) == chain(a, b, c)`.
+A transform is a frozen value that a public function builds. Applying it to a train step appends it to the step's
+tuple of transforms; nothing runs. Chains form a monoid: `chain()` is the identity, and
+`chain(a, chain(b, c)) == chain(a, b, c)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout
+from ..ir.layout import AbstractMesh
 from ..ir.verifier import ProgramError, check, check_interface
 
 if TYPE_CHECKING:
     from ..step import Step
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, repr=False)
 class Transform:
     """A pure rewrite of a staged train step; equality and hash are those of its options.
 
-    They take turns, those of one turn in the order in which they were applied. At turns 0 and 1 the program
-    is as it was traced, but for what others of these have done.
+    A transform of your own is a frozen dataclass with a `rewrite`. One that distributes the step over ranks, as
+    `shard_params` does, also has a `mesh`, the `axes` of it that it uses, and the `layout` of each state leaf.
+
+    `turn` orders the rewrites. Transforms of turns 0 and 1 rewrite the program as it was traced, and those of turn 2
+    the program of one rank. Within a turn they rewrite in the order in which they were applied.
     """
 
     turn: ClassVar[int] = 2
+
+    # The mesh that the program runs on, if this transform distributes it.
+    mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
 
     def rewrite(self, graph: Graph) -> Graph:
         """The program after this transform."""
         raise NotImplementedError
 
-    def layout(self, path: str, shape: tuple[int, ...], leaf: Any) -> Layout | None:
-        """Where a state leaf lives; None leaves it as it is (only shard_params moves state)."""
+    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout | None:
+        """The layout in which a state leaf is kept between steps, or None if this transform does not choose it.
+
+        Args:
+            path: the leaf's place in the state, such as `params.fc1.weight`.
+            shape: its global shape.
+            leaf: a meta tensor of that shape and of its dtype.
+        """
         return None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes whose ranks hold the same state, or parts of it (only shard_params has some)."""
+        """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
 
     @property
     def as_written(self) -> bool:
-        """Whether it works on the program as it was traced."""
+        """Whether it rewrites the program as it was traced."""
         return self.turn < Transform.turn
 
     @property
     def name(self) -> str:
         return type(self).__name__.lstrip("_").lower()
 
-    def __call__(self, fn: Callable | Step) -> Step:
+    def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
         from ..step import Step  # a door upwards: a transform applied to a function is a step
 
         return Step.of(fn).then(self)
@@ -68,8 +88,8 @@ class Transform:
 def rewritten(graph: Graph, transform: Transform) -> Graph:
     """The program after a transform, verified.
 
-    Raises: ProgramError that names the transform and the equation when its rewrite made no well-formed program, or
-    one with other inputs or outputs; TypeError when it made none.
+    Raises: TypeError when the rewrite returns something that is no program. ProgramError, which names the transform
+    and the equation, when the program is not well formed, or has other inputs or outputs than before.
     """
     new = transform.rewrite(graph)
     if not isinstance(new, Graph):
@@ -91,14 +111,6 @@ class Chain(Transform):
 
     transforms: tuple[Transform, ...] = ()
 
-    def __call__(self, fn: Callable | Step) -> Step:
-        from ..step import Step  # the same door
-
-        step = Step.of(fn)
-        for transform in self.transforms:
-            step = step.then(transform)
-        return step
-
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.transforms))})"
 
@@ -115,3 +127,48 @@ def chain(*transforms: Transform) -> Chain:
             raise TypeError(f"chain: {t!r} is not a transform; call it first: chain(prefetch(), ...).")
         flat.extend(t.transforms if isinstance(t, Chain) else (t,))
     return Chain(tuple(flat))
+
+
+def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[Transform, ...]:
+    """The transforms of a step, and one more behind them; the same one twice is once.
+
+    Raises: ValueError when it is there with other options. Also when it has a mesh, and follows a transform that
+    rewrites the program which it makes, or one with another mesh.
+    """
+    if isinstance(transform, Chain):
+        return functools.reduce(appended, transform.transforms, transforms)
+    if transform in transforms:
+        return transforms
+    same_kind = next((t for t in transforms if type(t) is type(transform)), None)
+    if same_kind is not None:
+        raise ValueError(
+            f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
+            f"Keep one of them."
+        )
+    before = [t.name for t in transforms if not t.as_written and t.mesh is None]
+    if transform.mesh is not None and before:
+        raise ValueError(
+            f"{transform.name}: applied after {', '.join(before)}, which work on the program "
+            f"that it makes.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
+        )
+    mesh = mesh_of(transforms)
+    if None not in (mesh, transform.mesh) and mesh != transform.mesh:
+        raise ValueError(
+            f"{transform.name}: its mesh is {transform.mesh!r}, and that of the transforms before it is {mesh!r}.\n"
+            f"Give them one mesh, with an axis for each."
+        )
+    return (*transforms, transform)
+
+
+def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
+    """The mesh that a step with these transforms runs on; None for a step of one process."""
+    return next((t.mesh for t in transforms if t.mesh is not None), None)
+
+
+def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layout:
+    """The layout that the first of these transforms to choose one gives a state leaf; a number is whole everywhere."""
+    if not isinstance(leaf, torch.Tensor):
+        return ()
+    meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    layouts = (t.layout(name, tuple(leaf.shape), meta) for t in transforms)
+    return next((layout for layout in layouts if layout is not None), ())

@@ -1,4 +1,4 @@
-"""delay_weight_grads: make weight gradients while the step's own collectives travel."""
+"""delay_weight_grads: compute weight gradients while the step's own collectives are under way."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .base import Transform
 def delay_weight_grads(*, most: int = 4) -> Transform:
     """Let the matmuls of weight gradients run while a collective of the step's own backward is under way.
 
-    Autograd makes a layer's weight gradients before, or between, those of its inputs, which tensor
-    parallelism then sums: whoever reads the sum stands still while it travels. The last `most` matmuls
-    before such a collective that it does not need move between its start and its wait; with them move
-    the views and casts of what they make, and what is made for them alone. Collectives keep their
-    order; what those matmuls read lives as long as they are put off.
+    Autograd computes a layer's weight gradients before, or between, those of its inputs. Tensor parallelism sums
+    the latter over ranks, and the readers of the sum wait for it. So the last `most` matmuls before such a
+    collective that it does not depend on move between its start and its wait. Views and casts of their results
+    move with them, and so do equations whose results they alone read. Collectives keep their order. The inputs of
+    these matmuls live longer.
 
     Rewrites:
         dw = mm(t(x), dy)                       dx = mm(dy, t(w))
@@ -29,12 +29,12 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
         y = wait_tensor(s)                      y = wait_tensor(s)
 
     Args:
-        most: matmuls that may run beside one collective.
+        most: the number of matmuls that may run while one collective is under way.
 
-    Raises: ValueError for a number that is none.
+    Raises: ValueError for a number below 1.
 
     Source: Megatron-LM's asynchronous all-reduce of input gradients; Qi et al., "Zero bubble pipeline
-    parallelism", 2023, which parts the two halves of backward.
+    parallelism", 2023, which separates the two halves of backward.
 
     >>> delay_weight_grads(most=2)
     delay_weight_grads(most=2)
@@ -68,24 +68,30 @@ class _DelayWeightGrads(Transform):
         return graph.replace(eqns=(*eqns, *since))
 
     def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-        """What is to come after a collective, of the equations between it and the one before."""
-        made, among, needed, read = producers(since), set(since), set[Eqn](), [*collective.ins]
-        while read:
-            e = made.get(read.pop())
-            if e is not None and e not in needed:
-                needed.add(e)
-                read += e.ins
-        found, matmuls = set[Eqn](), 0
+        """The equations between a collective and the one before it, `since`, that are to run after it."""
+        among, needed = set(since), _needed(collective, since)
+        delayed, matmuls = set[Eqn](), 0
         for e in reversed(since):
             if e in needed or e.region != "backward" or is_random(e.op):
                 continue
             if not is_matmul(e):
-                readers = {x for v in e.outs for x in used.get(v, ())}
-                found |= {e} if readers and readers <= found else set()
+                readers = {x for v in e.results for x in used.get(v, ())}
+                delayed |= {e} if readers and readers <= delayed else set()
             elif matmuls < self.most and all(map(_prepares, after := _after(e, among, used))):
-                found |= {e, *after}
+                delayed |= {e, *after}
                 matmuls += 1
-        return found
+        return delayed
+
+
+def _needed(collective: Eqn, since: Sequence[Eqn]) -> set[Eqn]:
+    """Of some equations, those that a collective depends on."""
+    makers, needed, read = producers(since), set[Eqn](), [*collective.ins]
+    while read:
+        e = makers.get(read.pop())
+        if e is not None and e not in needed:
+            needed.add(e)
+            read += e.ins
+    return needed
 
 
 def _prepares(e: Eqn) -> bool:
@@ -94,10 +100,10 @@ def _prepares(e: Eqn) -> bool:
 
 def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
     """Of some equations, those that depend on `e`."""
-    found, made = set[Eqn](), [*e.outs]
-    while made:
-        for x in used.get(made.pop(), ()):
-            if x in among and x not in found:
-                found.add(x)
-                made += x.outs
-    return found
+    after, values = set[Eqn](), [*e.results]
+    while values:
+        for x in used.get(values.pop(), ()):
+            if x in among and x not in after:
+                after.add(x)
+                values += x.results
+    return after

@@ -1,8 +1,8 @@
-"""Sharding rules: how an update equation runs on shards, as DTensor's own propagation says.
+"""Sharding rules: the layouts in which an update equation runs on shards, by DTensor's own propagation.
 
-Asked about one equation at a time, with shapes only: no process group, no data, no communication.
-DTensor says which layouts the inputs must have and which the outputs will; the collectives that
-this takes are placed in the program by the caller.
+DTensor is asked about one equation at a time, with shapes only: there is no process group, no data and no
+communication. The answer is the layouts that the inputs must have and the layouts of the outputs. The caller places
+the collectives that change layouts.
 
 Private torch APIs live here too; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -26,9 +26,9 @@ from ..ir.layout import part
 from ..ir.operations import shows_argument
 
 aten = torch.ops.aten
-# Operations that DTensor knows in another form, which is laid out in the same way.
+# Operations without a rule in DTensor, each with one that has the same layouts and a rule.
 _KNOWN_AS = {aten._conj_physical.default: aten._conj.default}
-# Casts, copies, and values made like others; sums, and products of matrices, which are sums.
+# Operations that run on a part without elements: casts, copies, values like others; sums, and products of matrices.
 _ON_NOTHING = {
     *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
@@ -37,7 +37,7 @@ _ON_NOTHING = {
 
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim1d", "start_dim", "end_dim")
-_ONE_DIM_MORE = (aten.unsqueeze, aten.stack)  # their dim is one of the result
+_ONE_DIM_MORE = (aten.unsqueeze, aten.stack)  # their argument `dim` is a dim of the result
 
 
 class NoRule(Exception):
@@ -79,53 +79,74 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
 
     Raises: NoRule when DTensor cannot shard the operation.
     """
-    ins = eqn.ins
-    have = [layouts(v) for v in ins]
-    if not any(have):
-        return have, [()] * len(eqn.outs)
-    if eqn.op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
-        return have, have  # what sum() starts from; terms stay terms
-    if eqn.op._schema.name.startswith("aten::_fused_"):
-        return _fused(eqn, have)
-    whole = [()] * len(ins), [()] * len(eqn.outs)
-    if any(v.numel == 0 for v in ins) and torch.Tag.pointwise not in eqn.op.tags:
-        return whole  # DTensor's rule for views of them never returns
+    have = [layouts(v) for v in eqn.ins]
+    if (known := _known(eqn, have)) is not None:
+        return known
     try:
-        wanted, given = _ask(eqn, ins, have, axis, size) or whole
+        wanted, given = _ask(eqn, have, axis, size)
     except NoRule:
         if not shows_argument(eqn.op):
             raise
-        return whole  # a view of a whole value takes no compute and no memory
+        return _whole(eqn)  # a view of a whole value takes no compute and no memory
     if _makes_terms(have, wanted):
-        # A value cannot be spread into terms without waste: reduce the terms that are there instead.
+        # To spread a value into terms would be wasteful: the terms that there are, are reduced instead.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
-        wanted, given = _ask(eqn, ins, have, axis, size) or whole
+        wanted, given = _ask(eqn, have, axis, size)
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
-    empty = any(_has_empty_part(v, layout, size) for v, layout in zip(ins, wanted)) and not _runs_on_nothing(eqn)
-    unknown = any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
-    return whole if empty or unknown or _makes_terms(have, wanted) else (wanted, given)
+    unfit = _makes_terms(have, wanted) or _is_a_product(given) or _fails_on_parts(eqn, wanted, size)
+    return _whole(eqn) if unfit else (wanted, given)
+
+
+def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | None:
+    """The rule for an equation about which DTensor is not asked; None for others."""
+    op: Any = eqn.op
+    if not any(have):
+        return have, [()] * len(eqn.outs)
+    if op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
+        return have, have  # sum() starts from 0; terms of a sum stay terms
+    if op._schema.name.startswith("aten::_fused_"):
+        return _fused(eqn, have)
+    if any(v.numel == 0 for v in eqn.ins) and torch.Tag.pointwise not in op.tags:
+        return _whole(eqn)  # DTensor's rule for views of values without elements never returns
+    return None
+
+
+def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:
+    """The layouts of an equation that runs on whole values."""
+    return [()] * len(eqn.ins), [()] * len(eqn.outs)
+
+
+def _is_a_product(given: list[Layout]) -> bool:
+    """Whether a result is the product of the ranks' terms, which no collective computes."""
+    return any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
+
+
+def _fails_on_parts(eqn: Eqn, wanted: list[Layout], size: int) -> bool:
+    """Whether an equation would fail on a rank whose part of an input has no elements."""
+    return any(_has_empty_part(v, layout, size) for v, layout in zip(eqn.ins, wanted)) and not _runs_on_nothing(eqn)
 
 
 def _runs_on_nothing(eqn: Eqn) -> bool:
-    """Whether an equation may run on a part without elements: one that works element by element, a view, or a sum.
+    """Whether an equation runs on a part without elements, as one that works element by element, a view, or a sum.
 
-    Others fail there (a norm of negative order, a Fourier transform), and only on the rank that has such a part.
+    Others fail (a norm of negative order, a Fourier transform), and only on the rank with such a part.
     """
-    packet = eqn.op.overloadpacket
-    if packet is aten.linalg_vector_norm:
+    op: Any = eqn.op
+    if op.overloadpacket is aten.linalg_vector_norm:
         return 0 < (eqn.args[1] if len(eqn.args) > 1 else 2) < float("inf")
-    return torch.Tag.pointwise in eqn.op.tags or packet in _ON_NOTHING or shows_argument(eqn.op) or is_random(eqn.op)
+    known = torch.Tag.pointwise in op.tags or op.overloadpacket in _ON_NOTHING
+    return known or shows_argument(op) or is_random(op)
 
 
 def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
-    """Truth values are reduced by `min` where all of them must hold, and by `max` where one is enough."""
+    """The placement of a result; of truth values, `product` is the `min` of the ranks' terms, and `sum` their `max`."""
     if isinstance(p, Partial) and v is not None and v.dtype == torch.bool:
         return Partial(p.axis, {"product": "min", "sum": "max"}.get(p.op, p.op))
     return p
 
 
 def _makes_terms(have: list[Layout], wanted: list[Layout]) -> bool:
-    """Whether a value is wanted as terms that it does not lie in."""
+    """Whether a value is wanted as terms, and has another layout."""
     return any(h != w and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted))
 
 
@@ -134,31 +155,41 @@ def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
 
 
 def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
-    """The optimizer of one parameter works elementwise; its step and learning rate are whole. (DTensor knows Adam.)"""
+    """The rule for a fused optimizer of one parameter: elementwise, with a whole step and learning rate.
+
+    DTensor has one for Adam alone.
+    """
+    op: Any = eqn.op
     cut = next((h for h in have if any(isinstance(p, Split) for p in h)), ())
-    lists = [(a.name, x) for a, x in zip(eqn.op._schema.arguments, eqn.args)] + list(eqn.kwargs.items())
+    lists = [(a.name, x) for a, x in zip(op._schema.arguments, eqn.args)] + list(eqn.kwargs.items())
     alike = [isinstance(x, (list, tuple)) and name != "state_steps" for name, x in lists for _ in variables(x)]
     return [cut if a else () for a in alike], [cut] * len(eqn.outs)
 
 
-def _ask(
-    eqn: Eqn, ins: list[Var], have: list[Layout], axis: str, size: int
-) -> tuple[list[Layout], list[Layout]] | None:
+def _ask(eqn: Eqn, have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+    """DTensor's rule for inputs in these layouts; whole values where it has none for such parts.
+
+    Raises: NoRule when DTensor has none for the operation.
+    """
     if not any(have):
         return have, [()] * len(eqn.outs)
-    types = tuple((v.shape, v.dtype, layout) for v, layout in zip(ins, have))
+    op: Any = eqn.op
+    types = tuple((v.shape, v.dtype, layout) for v, layout in zip(eqn.ins, have))
     args, kwargs = _from_the_front(eqn)
     literals = repr(_strip(args)) + repr(_strip(kwargs))
-    return _asked(_Question(_KNOWN_AS.get(eqn.op, eqn.op), types, literals, args, kwargs, axis, size))
+    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, args, kwargs, axis, size))
+    return answer or _whole(eqn)
 
 
 def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     """The arguments of an equation, with dims counted from the front.
 
-    DTensor's rule for `cumsum` and its kin does not know that dim -1 of a vector is dim 0, and sums each part alone.
+    DTensor's rules for `cumsum` and similar operations do not know that dim -1 of a vector is dim 0: they would sum
+    each part alone.
     """
-    first, arguments = eqn.ins[0], eqn.op._schema.arguments
-    if eqn.op.overloadpacket in _ONE_DIM_MORE or not isinstance(eqn.args[0], Var):
+    op: Any = eqn.op
+    first, arguments = eqn.ins[0], op._schema.arguments
+    if op.overloadpacket in _ONE_DIM_MORE or not isinstance(eqn.args[0], Var):
         return eqn.args, dict(eqn.kwargs)
     count = lambda x: x + max(len(first.shape), 1) if type(x) is int and x < 0 else x
     named = lambda name, x: ([*map(count, x)] if isinstance(x, list | tuple) else count(x)) if name in _DIMS else x
@@ -167,17 +198,12 @@ def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
 
 
 class _Question:
-    """A hashable question to DTensor; equal operations on equal types have one answer."""
+    """A hashable question to DTensor; equal operations on equal types have the same answer."""
 
-    def __init__(self, op, types, literals, args, kwargs, axis, size):
-        self.op, self.types, self.args, self.kwargs, self.axis, self.size = (
-            op,
-            types,
-            args,
-            kwargs,
-            axis,
-            size,
-        )
+    def __init__(
+        self, op: Any, types: tuple, literals: str, args: tuple, kwargs: dict[str, Any], axis: str, size: int
+    ) -> None:
+        self.op, self.types, self.args, self.kwargs, self.axis, self.size = op, types, args, kwargs, axis, size
         self.key = (op, types, literals, axis, size)
 
     def __hash__(self) -> int:
@@ -199,7 +225,7 @@ def _strip(tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
-    """What DTensor answers; None where it has a rule, and none for parts that lie as these do, or would."""
+    """DTensor's answer; None where it has a rule for the operation, but not for inputs or results in such layouts."""
     layouts = iter(layout for _, _, layout in question.types)
     mesh = _mesh(question.size)
     dispatcher = DTensor._op_dispatcher
@@ -223,12 +249,12 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
         info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-        if "redistribut" in str(error):  # it shards, but not as it lies: make the inputs whole
+        if "redistribut" in str(error):  # it has a rule, but the inputs would have to be made whole
             return None
         raise NoRule(str(error).split("\n")[0]) from None
-    found = info.output_sharding
-    specs = found.output_spec if isinstance(found.output_spec, (list, tuple)) else [found.output_spec]
-    schema = found.redistribute_schema if found.needs_redistribute else info.schema
+    sharding: Any = info.output_sharding
+    specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
+    schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
     wanted = [
         s
         for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,9 +19,9 @@ _CAST = torch.ops.aten._to_copy.default
 def fuse_cast_gather() -> Transform:
     """Gather parameters in the dtype in which they are used: half the bytes for bf16, bit for bit the same.
 
-    A gather only moves elements and a cast works on each alone, so they commute. So do views that show the
-    elements as they are; a view of the same bytes as another dtype does not. A gather is fused when everything
-    that reads it casts it to one narrower dtype, maybe through such views that leave no gaps.
+    A gather only moves elements and a cast works on each element alone, so the two commute. Casts also commute with
+    views that only rearrange elements, but not with a view of the same bytes as another dtype. A gather is fused with
+    casts when all its readers cast it to the same narrower dtype, directly or through such views without gaps.
 
     Rewrites:
         f = all_gather(w)                       f = all_gather(w, bf16)
@@ -43,40 +44,48 @@ class _FuseCastGather(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         used, outputs = users(graph), set(variables(graph.outputs))
-        narrow: dict[Var, torch.dtype] = {}  # values that become narrower
+        new: dict[Var, Var] = {}  # values that become narrower
         alias: dict[Var, Var] = {}  # results of casts that disappear
         for e in graph.eqns:
             if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
-                (end,) = used[e.outs[0]]
-                whole = torch.empty(end.outs[0].shape, dtype=end.outs[0].dtype, device="meta")
-                found = _readers(end.outs[0], whole, used, outputs)
-                dtypes = {c.kwargs["dtype"] for c in found[1]} if found else set()
-                if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < e.outs[0].dtype.itemsize:
-                    narrow.update(dict.fromkeys([e.outs[0], *found[0]], dtype))
-                    alias.update((c.outs[0], c.args[0]) for c in found[1])
-        new = {v: dataclasses.replace(v, dtype=dtype) for v, dtype in narrow.items()}
-        eqns = []
-        for e in graph.eqns:
-            if e.op is _CAST and e.outs[0] in alias:
-                continue
-            if any(out in new for out in e.outs):
-                e = e.replace(outs=tuple(new.get(out, out) for out in e.outs))
-                if rules(e).moves:
-                    e = e.replace(kwargs={**e.kwargs, "dtype": e.outs[0].dtype})
-            eqns.append(e)
+                views, casts = _narrowed(e, used, outputs)
+                new.update((v, dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])) for v in views)
+                alias.update((c.out, c.args[0]) for c in casts)
+        eqns = (_retyped(e, new) for e in graph.eqns if not (e.op is _CAST and e.outs[0] in alias))
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})
+
+
+def _narrowed(gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tuple[list[Var], list[Eqn]]:
+    """The values that become narrower with a gather, its future first, and the casts that they make superfluous."""
+    future = gather.out
+    (end,) = used[future]
+    gathered = end.out
+    readers = _readers(gathered, torch.empty(gathered.shape, dtype=gathered.dtype, device="meta"), used, outputs)
+    dtypes = {c.kwargs["dtype"] for c in readers[1]} if readers else set()
+    if readers is None or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
+        return [], []
+    return [future, *readers[0]], readers[1]
+
+
+def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
+    """An equation with narrower results, if it makes some."""
+    if not any(out in new for out in e.outs):
+        return e
+    e = e.replace(outs=tuple(out and new.get(out, out) for out in e.outs))
+    return e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype}) if rules(e).moves else e
 
 
 def _readers(
     v: Var, x: torch.Tensor, used: dict[Var, list[Eqn]], outputs: set[Var]
 ) -> tuple[list[Var], list[Eqn]] | None:
-    """The values seen through views from `v`, which lies as `x` does, and the casts that read them.
+    """The values seen through views from `v`, which has the strides of `x`, and the casts that read them.
 
-    None if anything else does, or a cast that moves elements too: of rows with gaps it makes a dense value.
+    None if another operation reads them, or a cast that also moves elements, as one of rows with gaps does.
     """
     if v in outputs:
         return None
-    seen, casts = [v], []
+    seen: list[Var] = [v]
+    casts: list[Eqn] = []
     for e in used.get(v, ()):
         if e.op is _CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
             keep = e.kwargs.get("memory_format") or torch.preserve_format
@@ -84,15 +93,16 @@ def _readers(
                 return None
             casts.append(e)
         elif rearranges(e):
-            made = e.op(*(x if a is v else a for a in e.args), **e.kwargs)
-            for out, y in zip(e.outs, made if isinstance(made, (list, tuple)) else (made,)):
+            op: Any = e.op
+            views = op(*(x if a is v else a for a in e.args), **e.kwargs)
+            for out, y in zip(e.outs, views if isinstance(views, (list, tuple)) else (views,)):
                 if out is None:
                     continue
-                found = _readers(out, y, used, outputs)
-                if found is None:
+                readers = _readers(out, y, used, outputs)
+                if readers is None:
                     return None
-                seen += found[0]
-                casts += found[1]
+                seen += readers[0]
+                casts += readers[1]
         else:
             return None
     return seen, casts

@@ -1,8 +1,8 @@
-"""Matrix chains: products of matrices, one of another, that an update contracts over the dim that is cut.
+"""Matrix chains: products of products of matrices in an update, with sums over the dim that is cut.
 
-Muon's Newton-Schulz iteration is one. On parts each of its products is a message, ten a matrix; and what is summed over
-ranks in bf16 is rounded once more, which the next products make larger. Where a chain contracts over the cut dim more
-than once, what it multiplies is gathered once, and the chain runs whole on every rank. That is exact.
+Muon's Newton-Schulz iteration is one. On parts each product that sums over the cut dim would be a message, ten for a
+matrix, and in bf16 each sum over ranks would round once more, which later products amplify. So where a chain has
+several such products, its sources are gathered once, and it runs whole on every rank, with the bits of one process.
 
     x = cast(g, bf16); n = norm(x); y = div(x, n); a = mm(y, t(y)); b = mm(a, a); ...
       -->   x_full = wait(all_gather(x)); n = norm(x_full); y = ...
@@ -11,6 +11,7 @@ than once, what it multiplies is gathered once, and the chain runs whole on ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -21,13 +22,18 @@ from ..ir.user_collectives import is_users
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten
-_FACTORS = {aten.mm: slice(0, 2), aten.bmm: slice(0, 2), aten.addmm: slice(1, 3), aten.baddbmm: slice(1, 3)}
+_FACTORS: dict[Any, slice] = {
+    aten.mm: slice(0, 2),
+    aten.bmm: slice(0, 2),
+    aten.addmm: slice(1, 3),
+    aten.baddbmm: slice(1, 3),
+}
 
 
 def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple[str, ...]]:
-    """The equations of a plain program that belong to such chains, and the leaves whose updates they are.
+    """The equations of a plain program that belong to such chains, and the names of the leaves that they update.
 
-    `layout` says how each value of the program lies where every equation of the update runs on parts.
+    `layout` gives the layout of each value where every equation of the update runs on parts.
     """
     update = [e for e in graph.eqns if e.region == "update"]
     chained = _chained(update, layout)
@@ -42,47 +48,54 @@ def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple
 
 
 def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
-    """The products that contract over the cut dim, if another one is made of them, or they of another one."""
+    """The products that sum over the cut dim, and depend on another such product or are what it depends on."""
     chained: set[Eqn] = set()
-    made_of: dict[Var, frozenset[Eqn]] = {}
+    depends_on: dict[Var, frozenset[Eqn]] = {}
     for e in update:
-        before = frozenset().union(*(made_of.get(v, ()) for v in e.ins))
+        before: frozenset[Eqn] = frozenset().union(*(depends_on.get(v, ()) for v in e.ins))
         if _contracts(e, layout):
             chained |= {e, *before} if before else set()
             before = before | {e}
         if before:
-            made_of.update((out, before) for out in e.outs if out is not None)
+            depends_on.update((out, before) for out in e.outs if out is not None)
     return chained
 
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
     """Whether an equation is a product that sums over the dim that is cut, of its first factor or its second."""
-    factors = e.args[_FACTORS[e.op.overloadpacket]] if is_matmul(e) and e.op.overloadpacket in _FACTORS else ()
-    lies = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
-    return any(isinstance(p, Split) and p.dim == dim for p, dim in lies)
+    factors = e.args[_FACTORS.get(getattr(e.op, "overloadpacket", None), slice(0))] if is_matmul(e) else ()
+    summed = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
+    return any(isinstance(p, Split) and p.dim == dim for p, dim in summed)
 
 
-def _sources(values: Iterable[Var], made: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
-    """What to gather for `values`: what they are made of, through products and value by value, in the fewest bytes."""
+def _sources(values: Iterable[Var], makers: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
+    """The values to gather so that `values` can be computed whole: the factors at the beginning of their chains."""
     stack = [v for v in values if layout(v)]
     sources, seen = dict[Var, None](), set(stack)
     while stack:
-        line = [stack.pop()]
-        while (e := made.get(line[-1])) is not None and _runs_anywhere(e) and not is_matmul(e):
-            parts = {v for v in e.ins if layout(v)}
-            if len(parts) != 1 or (v := parts.pop()).numel != line[0].numel:
-                break
-            line.append(v)
+        line = _line(stack.pop(), makers, layout)
+        e = makers.get(line[-1])
         if e is not None and is_matmul(e):
             stack += [v for v in dict.fromkeys(e.ins) if layout(v) and v not in seen]
             seen.update(e.ins)
-        else:
+        else:  # any value of the line would do: gather one with the fewest bytes
             sources[min(reversed(line), key=lambda v: v.dtype.itemsize)] = None
     return list(sources)
 
 
+def _line(v: Var, makers: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
+    """`v` and the values that it is computed from, one of another and all of its size, back to a matrix product."""
+    line = [v]
+    while (e := makers.get(line[-1])) is not None and _runs_anywhere(e) and not is_matmul(e):
+        parts = {x for x in e.ins if layout(x)}
+        if len(parts) != 1 or (x := parts.pop()).numel != v.numel:
+            break
+        line.append(x)
+    return line
+
+
 def _following(update: Iterable[Eqn], sources: Iterable[Var], layout: LayoutOf) -> list[Eqn]:
-    """The equations that read of parts only what follows from `sources`."""
+    """The equations all of whose inputs in parts depend on `sources` alone."""
     inside, following = set(sources), []
     for e in update:
         reads = [v for v in e.ins if v in inside]
@@ -93,18 +106,18 @@ def _following(update: Iterable[Eqn], sources: Iterable[Var], layout: LayoutOf) 
 
 
 def _runs_anywhere(e: Eqn) -> bool:
-    """Whether every rank may run the equation on whole values, and all get the same."""
+    """Whether every rank may run the equation on whole values, with the same result."""
     return isinstance(e.op, torch._ops.OpOverload) and not is_random(e.op) and not is_users(e)
 
 
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
-    """The names of the leaves whose gradients `sources` are made of; of the sources themselves, if there are none."""
-    made, names = producers(graph.eqns), set[str]()
+    """The names of the leaves from whose gradients `sources` are computed; where there are none, the sources' own."""
+    makers, names = producers(graph.eqns), set[str]()
     for source in sources:
         leaves, stack, seen = set[str](), [source], {source}
         while stack:
             v = stack.pop()
-            e = made.get(v)
+            e = makers.get(v)
             if e is not None and e.op is GRADIENT:
                 leaves.add(e.args[1].name)
             elif e is not None and e.region == "update":
@@ -117,7 +130,7 @@ def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
 
 
 def note(leaves: tuple[str, ...]) -> str:
-    """What a program says of the chains in it."""
+    """The note of a program with such chains."""
     more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
     return (
         f"the updates of {', '.join(leaves[:3])}{more} multiply matrices over the dim that is cut, more than once: "

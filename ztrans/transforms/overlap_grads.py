@@ -19,12 +19,13 @@ def overlap_grads(
     max_in_flight: int | None = None,
     update: Literal["eager", "last"] = "eager",
 ) -> Transform:
-    """Start each gradient's reduction where the gradient is born, in buckets, and update as they come in.
+    """Start each gradient's reduction where the gradient is computed, in buckets, and update as they are reduced.
 
-    The views, casts and sums of micro-batches between a gradient's matmul and its reduction move with
-    it: a program that casts all its parameters at the top of the loss makes every gradient's cast at
-    the very end of backward, and would start every reduction there. A bucket starts when its last member is born;
-    its wait sinks until it has come, and the update of its parameters then runs while backward goes on.
+    The views, casts and sums of micro-batches between a gradient's matmul and its reduction move with the reduction.
+    Without that, a program that casts all its parameters at the top of the loss would start every reduction at the
+    very end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member
+    is computed. Its wait moves to where the reduction is complete, and the update of its parameters then runs while
+    backward goes on.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
@@ -37,13 +38,13 @@ def overlap_grads(
     Args:
         bucket: bytes of gradients that one reduction may hold; "auto" weighs the link's latency against
             the time lost by waiting for the last member; 0 reduces each gradient alone.
-        max_compute_between: at most so many matmuls run between the starts of two reductions, or from the
-            first gradient's birth to the first one, where a gradient is born there; None does not bound them.
+        max_compute_between: the most matmuls that run between the starts of two reductions, or between the
+            first gradient and the first start, where a gradient is ready to be sent; None does not bound them.
         max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
-            twice the largest). One bucket is always allowed; a gradient in whole dies with its wait.
-        update: "eager" updates a bucket's parameters as soon as it is reduced, as far as no global norm
-            stands between; "last" writes the state only when every reduction of the step is done, so that a step
-            that fails before that leaves the old state whole, at the price of memory and overlap.
+            twice the largest). One bucket is always allowed. An unreduced gradient is freed at its wait.
+        update: "eager" updates a bucket's parameters as soon as it is reduced, unless the update depends on all
+            gradients, as by a global norm. "last" writes the state only when every reduction of the step is done, so
+            that a step which fails before that leaves the old state whole; it takes more memory and overlaps less.
 
     Raises: ValueError when the program has no gradient reductions: apply shard_params first.
 
@@ -52,9 +53,9 @@ def overlap_grads(
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    for name, value, other in (("max_in_flight", max_in_flight, None), ("bucket", bucket, "auto")):
-        if value != other and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {other!r}.")
+    for name, value, default in (("max_in_flight", max_in_flight, None), ("bucket", bucket, "auto")):
+        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {default!r}.")
     most = max_compute_between
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise ValueError(
@@ -71,14 +72,14 @@ class _OverlapGrads(Transform):
     bucket: int | str = "auto"
     max_compute_between: int | None = 8
     max_in_flight: int | None = None
-    update: str = "eager"
+    update: Literal["eager", "last"] = "eager"
 
     @property
     def name(self) -> str:
         return "overlap_grads"
 
     def rewrite(self, graph: Graph) -> Graph:
-        made, used = producers(graph.eqns), users(graph)
+        makers, used = producers(graph.eqns), users(graph)
         starts = [
             e for e in graph.eqns if e.provenance is not None and e.provenance.role in ("grad", "pmean")
         ]
@@ -87,26 +88,26 @@ class _OverlapGrads(Transform):
                 "overlap_grads: the program has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
-        size = None if self.bucket == "auto" else self.bucket
+        size = self.bucket if isinstance(self.bucket, int) else None
         hint = Order("reduce", self.max_in_flight, size, self.max_compute_between, self.update)
         outputs = set(variables(graph.outputs))
         hints: dict[Eqn, Order] = {}
         for start in starts:
             hints[start] = hint
             for v in start.ins:
-                hints.update((e, Order("birth")) for e in _chain(v, made, used, outputs))
+                hints.update((e, Order("birth")) for e in _chain(v, makers, used, outputs))
         eqns = tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns)
         return graph.replace(eqns=eqns, writes_last=self.update == "last")
 
 
-def _chain(v: Var, made: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:
-    """The views, casts and sums, used nowhere else, that lead from a gradient's birth to `v`."""
-    if v in made and v not in outputs and len(used[v]) == 1 and _prepares(made[v]):
-        yield made[v]
-        for before in made[v].ins:
-            yield from _chain(before, made, used, outputs)
+def _chain(v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:
+    """The views, casts and sums that lead from a gradient's birth to `v`, each with no other reader."""
+    if v in makers and v not in outputs and len(used[v]) == 1 and _prepares(makers[v]):
+        yield makers[v]
+        for before in makers[v].ins:
+            yield from _chain(before, makers, used, outputs)
 
 
 def _prepares(e: Eqn) -> bool:
-    """Whether an equation takes no time to speak of, and no memory that it does not give back."""
+    """Whether an equation is cheap: a view, a cast, a sum or a factor, whose inputs are not read afterwards."""
     return is_view_or_cast(e) or e.op in (*SUMS, *SCALES)

@@ -13,8 +13,8 @@ from .base import Transform
 def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
     """Start each parameter's gather as late as still hides the transfer, in buckets, within a memory budget.
 
-    Where `shard_params(reshard="auto")` allows it, gathered parameters are also kept from forward to
-    backward as far as the budget goes and time is saved: the second gather is then dropped.
+    With `shard_params(reshard="auto")`, gathered parameters are also kept from forward to backward where that saves
+    time and the budget allows it. The second gather is then dropped.
 
     Rewrites:
         w1 = wait(all_gather([s1])); y = f(w1)         a, b = all_gather([s1, s2])
@@ -22,22 +22,22 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
                                                        w2 = wait(b); z = g(y, w2)
 
     Args:
-        memory: bytes that may be live on a rank, a hard limit on the whole step; "auto" allows 5% more
-            than the unscheduled program needs, or what one message at a time needs, if that is more.
+        memory: bytes that may be live on a rank, a hard limit on the whole step. "auto" allows 5% more
+            than the unscheduled program needs, or as much as the order with one message at a time needs, if that
+            is more.
         max_in_flight: bytes of gathers started and not yet waited for. One bucket is always allowed.
 
-    Raises: ValueError, when the program is lowered, if it needs more memory than that in any order.
+    Raises: ValueError for a number that is none of bytes. When the program is lowered, ValueError if it needs more
+    memory than that in every order.
 
     Source: FSDP2's forward and backward prefetch; DeepCompile's prefetch and selective gather, 2025.
 
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    for name, value, other in (("memory", memory, "'auto'"), ("max_in_flight", max_in_flight, "None")):
-        if value in ("auto", None) and (value is None) == (name == "max_in_flight"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < (name == "memory"):
-            raise ValueError(f"prefetch: {name}={value!r}; it is a number of bytes, or {other}.")
+    for name, value, default, least in (("memory", memory, "auto", 1), ("max_in_flight", max_in_flight, None, 0)):
+        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"prefetch: {name}={value!r}; it is a number of bytes, or {default!r}.")
     return _Prefetch(memory, max_in_flight)
 
 
@@ -51,7 +51,7 @@ class _Prefetch(Transform):
         return "prefetch"
 
     def rewrite(self, graph: Graph) -> Graph:
-        hint, budget = Order("gather", self.max_in_flight), None if self.memory == "auto" else self.memory
+        hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None
         params = (e for e in graph.eqns if e.provenance is not None and e.provenance.role == "param")
         gathers = {e for e in params if rules(e).moves}
         eqns = tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns)

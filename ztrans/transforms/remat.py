@@ -1,4 +1,4 @@
-"""remat: make cheap values again in backward, rather than keep them."""
+"""remat: recompute cheap activations in backward, instead of keeping them from forward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .base import Transform
 
 aten = torch.ops.aten
 _CHEAP = {aten._to_copy.default, aten.clone.default, aten.native_layer_norm.default}
-_DEEP = 4  # equations that may have to be repeated for one value
+_DEPTH = 4  # the longest chain of equations that is repeated for one value
 
 
 def remat(*, at_least: int = 1 << 16) -> Transform:
-    """Make activations again in backward where what they are made of is kept anyway: less memory, the same bits.
+    """Recompute a cheap activation in backward where its inputs are alive anyway: less memory, the same bits.
 
-    Made again are elementwise results, casts, copies and layer norms of at least `at_least` bytes that
-    backward reads. Nothing else lives longer for it, so no peak rises; matrix products, attention and
+    Recomputed are elementwise results, casts, copies and layer norms of at least `at_least` bytes that
+    backward reads. No other value lives longer, so no peak rises. Matrix products, attention and
     random draws are never repeated.
 
     Rewrites:
@@ -33,9 +33,9 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
         dh = gelu_backward(da, h)               dh = gelu_backward(da, h)
 
     Args:
-        at_least: bytes of the smallest value that is worth it.
+        at_least: bytes of the smallest value that is recomputed.
 
-    Raises: ValueError for a size that is none.
+    Raises: ValueError for a number that is none of bytes.
 
     Source: the recomputation of PyTorch's min-cut partitioner, where it costs no other memory; Chen et
     al., "Training deep nets with sublinear memory cost", 2016.
@@ -59,13 +59,13 @@ class _Remat(Transform):
         return "remat"
 
     def rewrite(self, graph: Graph) -> Graph:
-        return recompute(graph, _again(graph, self.at_least))
+        return recompute(graph, _recomputed(graph, self.at_least))
 
 
-def _again(graph: Graph, at_least: int) -> set[Var]:
-    """The values, each the first in its storage, that backward makes for itself."""
-    made, live, over = producers(graph.eqns), liveness(graph), varying(graph, ("batch",))
-    wanted: dict[Var, int] = {}  # where backward first reads a storage
+def _recomputed(graph: Graph, at_least: int) -> set[Var]:
+    """The values, each the first in its storage, that backward recomputes."""
+    makers, live, over = producers(graph.eqns), liveness(graph), varying(graph, ("batch",))
+    wanted: dict[Var, int] = {}  # by storage, the place where backward first reads it
     kept = {live.root[v] for v in variables(graph.outputs)}
     for i, e in enumerate(graph.eqns):
         for v in e.ins:
@@ -73,28 +73,29 @@ def _again(graph: Graph, at_least: int) -> set[Var]:
                 wanted.setdefault(live.root[v], i)
             elif e.region == "update":
                 kept.add(live.root[v])
-    found: set[Var] = set()
+    recomputed: set[Var] = set()
 
-    def needed(v: Var, at: int, deep: int = _DEEP) -> set[Var] | None:
-        """What else must be made again to have `v` at `at`: nothing if it is there; None if it cannot be had."""
+    def needed(v: Var, at: int, depth: int) -> set[Var] | None:
+        """The values to recompute so that `v` is alive at place `at`; None where that is not cheap."""
         v = live.root[v]
-        if v in found or v not in made or live.last[v] >= at:
+        if v in recomputed or v not in makers or live.last[v] >= at:
             return set()
-        return again(v, at, deep - 1)
+        return with_inputs(v, at, depth - 1)
 
-    def again(v: Var, at: int, deep: int) -> set[Var] | None:
-        e = made[v]
-        if deep < 0 or v not in over or e.region != "forward" or not _is_cheap(e):
+    def with_inputs(v: Var, at: int, depth: int) -> set[Var] | None:
+        """`v`, and the inputs that have to be recomputed with it."""
+        e = makers[v]
+        if depth < 0 or v not in over or e.region != "forward" or not _is_cheap(e):
             return None
-        parts = [needed(x, at, deep) for x in e.ins]
-        return None if None in parts else {v}.union(*parts)
+        inputs = [needed(x, at, depth) for x in e.ins]
+        return None if None in inputs else {v}.union(*filter(None, inputs))
 
     for e in graph.eqns:
-        for v in e.outs:
-            large = v is not None and v.numel * v.dtype.itemsize >= at_least
+        for v in e.results:
+            large = v.numel * v.dtype.itemsize >= at_least
             if large and v in wanted and v not in kept and live.root[v] is v:
-                found |= again(v, wanted[v], _DEEP) or set()
-    return found
+                recomputed |= with_inputs(v, wanted[v], _DEPTH) or set()
+    return recomputed
 
 
 def _is_cheap(e: Eqn) -> bool:

@@ -1,8 +1,7 @@
-"""shard_params: a plain step as the program of one rank of many (ZeRO stages 0 to 3, HSDP).
+"""shard_params: turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
 
-State lies sharded between steps. Forward and backward run on whole parameters, gathered where they
-are used; gradients are reduced where autograd returned them; the update runs on shards, equation
-by equation, by DTensor's sharding rules.
+State is sharded between steps. Forward and backward run on whole parameters, gathered where they are used. Gradients
+are reduced where autograd returns them. The update runs on shards, equation by equation, by DTensor's sharding rules.
 """
 
 from __future__ import annotations
@@ -51,15 +50,16 @@ def shard_params(
             everything and all-reduces gradients (DDP).
         reshard: at stage 3, whether a parameter must be dropped between forward and backward. "auto"
             lets `prefetch` keep those whose second gather costs time, within its memory budget.
-        where: `where(path, leaf)` says which state leaves to shard; the others are replicated, and so are
-            those with fewer rows than half of the ranks.
+        where: `where(path, leaf)` says whether to shard a state leaf, by default all. Other leaves are replicated,
+            and so is a leaf with fewer rows than half of the ranks.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
-        reduce_dtype: dtype of real gradients on the wire (numerics-changing; default: their own). Complex ones
-            cross in their own.
-        outputs: "mean" averages float outputs that depend on the batch over the axis, "local" leaves them.
+        reduce_dtype: dtype of real gradients on the wire, which changes results (default: their own dtype). Complex
+            gradients keep theirs.
+        outputs: "mean" averages float outputs that depend on the batch over the axis, "local" leaves each rank its own.
 
-    Raises: ValueError when something that depends on the batch enters the state unreduced, when an
-        update cannot run on shards, or when an integer output depends on the batch.
+    Raises: ValueError for an axis that the mesh lacks, and for an unknown option. When the step is lowered,
+        ValueError when a value that depends on the batch enters the state unreduced, when an update cannot run on
+        shards, or when an integer output depends on the batch.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
 
@@ -111,7 +111,7 @@ class _ShardParams(Transform):
         plain = graph.replace(mesh=mesh_axes(self.mesh))
         walk = Sharding(plain, self)
         graph = walk.run()
-        whole, leaves = matrix_chains(plain, walk.lies)
+        whole, leaves = matrix_chains(plain, walk.layout_of)
         if whole:
             graph = Sharding(plain, self, whole).run()
             graph = graph.replace(notes=(*graph.notes, note(leaves)))

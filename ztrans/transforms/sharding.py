@@ -1,7 +1,7 @@
-"""The walk that makes a plain program the program of one rank: what `shard_params` does to each equation.
+"""Sharding: the walk over a plain program with which `shard_params` makes the program of one rank.
 
-Forward and backward equations read whole values, gathered where they are used. Update equations
-run on parts. A gradient is reduced at its mark. Outputs are laid out as their inputs were.
+Forward and backward equations read whole values, gathered where they are used. Update equations run on parts. A
+gradient is reduced at its mark. Each leaf of the new state gets the layout of the old one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCTIONS = {PMEAN: "mean", PSUM: "sum"}
 
 
 class Sharding:
-    """One walk over the program. The equations of `whole` run on whole values, although they are of the update."""
+    """One walk over the program. Equations of the update that are in `whole` run on whole values, on every rank."""
 
     def __init__(self, graph: Graph, options: Options, whole: Set[Eqn] = frozenset()) -> None:
         self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
@@ -59,13 +59,13 @@ class Sharding:
         batch = frozenset(self.values.local[v] for v in g.batch)
         return g.replace(inputs=tuple(inputs), eqns=tuple(self.values.eqns), outputs=tuple(outputs), batch=batch)
 
-    def lies(self, v: Var) -> Layout:
-        """How a value of the plain program lies in that of one rank, once the walk is done."""
+    def layout_of(self, v: Var) -> Layout:
+        """The layout that the walk has given to a value of the plain program."""
         return self.values.placed[v].layout if v in self.values.placed else ()
 
     def layout(self, v: Var, i: int) -> Layout:
         if i >= self.graph.num_state or self.graph.axes[self.axis] == 1:
-            return ()  # a part of one is the whole
+            return ()  # a single rank holds all of it
         return self.opt.layout(v.name, v.shape, torch.empty(v.shape, dtype=v.dtype, device="meta"))
 
     def varies(self, eqn: Eqn) -> bool:
@@ -77,7 +77,7 @@ class Sharding:
     # ---- equations
 
     def check_draw(self, eqn: Eqn) -> None:
-        """A random draw of the update is good when each rank draws for its own part, and nobody else for it."""
+        """Raises: ValueError for a random draw of the update that several ranks would make for the same elements."""
         many = any(self.graph.axes[a] > 1 for a in self.values.axes)
         if many and (self.opt.replicate_axis or not self.has_parts(eqn)):
             raise self.unreduced(
@@ -85,15 +85,17 @@ class Sharding:
             )
 
     def on_whole(self, eqn: Eqn) -> None:
-        """Forward, backward, and what varies: on whole values, as written."""
+        """Add an equation of forward or backward, or one that varies: it runs on whole values, as written."""
         args, kwargs = (substitute(x, lambda v: self.values.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
         self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs))
-        for out in filter(None, eqn.outs):
+        for out in eqn.results:
             self.values.bind(out, out)
 
     def on_shards(self, eqn: Eqn) -> None:
-        """An update equation: on shards, by DTensor's rule."""
+        """Add an update equation: it runs on shards, by DTensor's rule."""
         have = lambda v: self.values.value(v, eqn).layout
+        wanted: list[Layout]
+        given: list[Layout]
         try:
             if eqn in self.on_every_rank:
                 wanted, given = [()] * len(eqn.ins), [()] * len(eqn.outs)
@@ -114,14 +116,13 @@ class Sharding:
         args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
         self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs, outs=outs))
-        for old, new in zip(eqn.outs, outs):
-            if old is not None:
-                self.values.bind(old, new)
+        for old, new in zip(eqn.results, self.values.eqns[-1].results):
+            self.values.bind(old, new)
 
     def gradient(self, eqn: Eqn) -> None:
         """A gradient for an invariant value is reduced here; one for a varying value is not."""
         g, p = eqn.args
-        out = eqn.outs[0]
+        out = eqn.out
         over = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
         if not over:
             self.values.same(out, g, eqn)
@@ -131,9 +132,9 @@ class Sharding:
         self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
 
     def explicit(self, eqn: Eqn) -> None:
-        """What the user reduced with pmean or psum; over an axis on which it does not vary, a multiple."""
+        """Add a pmean or psum of the user's. Over an axis on which the value does not vary, a sum is a multiple."""
         x, axis = eqn.args
-        out = eqn.outs[0]
+        out = eqn.out
         if axis not in self.values.axes:
             raise ValueError(
                 f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
@@ -159,14 +160,14 @@ class Sharding:
     # ---- outputs
 
     def state(self, old: Var, new: Var, out: Var) -> Var:
-        """A leaf of the new state, laid out as the old one, `new` in this program, is."""
+        """A leaf of the new state in the layout of the old leaf, which is `new` in this program."""
         to = on_axis(new.layout, self.axis)
         if out not in self.over:
             return self.values.laid(out, to, self.end(out))
-        made = self.values.producers.get(out)
-        if made is None or made.region == "update":
-            raise self.unreduced(self.entry(made), "a value that depends on the batch", old)
-        return self.averaged(out, to, f"state {old.name}", "state")
+        maker = self.values.producers.get(out)
+        if maker is None or maker.region == "update":
+            raise self.unreduced(self.entry(maker), "a value that depends on the batch", old)
+        return self.averaged(out, to if isinstance(to, Split) else None, f"state {old.name}", "state")
 
     def output(self, out: Any) -> Any:
         if not isinstance(out, Var):
@@ -178,15 +179,15 @@ class Sharding:
         return self.averaged(out, None, "output", "output")
 
     def end(self, out: Var) -> Eqn:
-        """The end of the program, at the line that made `out`."""
-        made = self.values.producers.get(out)
-        return Eqn(GRADIENT, (), (), region="update", source=made.source if made else None)
+        """The end of the program, with the line that computes `out`."""
+        maker = self.values.producers.get(out)
+        return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
 
-    def averaged(self, out: Var, to: Split | None, what: str, role: str) -> Var:
+    def averaged(self, out: Var, to: Split | None, name: str, role: str) -> Var:
         end, key = self.end(out), (out, to, role)
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
             raise ValueError(
-                f"shard_params: the {what} {out} is an integer that depends on the batch, so it differs from rank to "
+                f"shard_params: the {name} {out} is an integer that depends on the batch, so it differs from rank to "
                 f"rank and has no mean.\n  at {where(end.source, 'the step arguments')}\n"
                 f"Reduce it with zt.psum(x, {self.axis!r}), make it a float, or pass outputs='local'."
             )
@@ -198,20 +199,20 @@ class Sharding:
     # ---- errors
 
     def entry(self, eqn: Eqn | None) -> Eqn | None:
-        """Where what varies entered the update that `eqn` ends."""
-        made = self.values.producers
+        """The equation of the update, `eqn` or one before it, through which a varying value enters the update."""
+        makers = self.values.producers
         while eqn is not None:
-            before = [made[v] for v in eqn.ins if v in self.over and v in made and made[v].region == "update"]
+            before = [makers[v] for v in eqn.ins if v in self.over and v in makers and makers[v].region == "update"]
             if not before:
                 return eqn
             eqn = before[0]
         return None
 
-    def unreduced(self, eqn: Eqn | None, what: str, leaf: Var | None = None) -> ValueError:
+    def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"
         return ValueError(
-            f"shard_params: {what} {reaches} without having been reduced, so each rank would keep another state.\n"
-            f"  at {where(eqn and eqn.source, 'the step arguments')}\n"
+            f"shard_params: {subject} {reaches} without having been reduced, so each rank would keep another state.\n"
+            f"  at {where(eqn.source if eqn else None, 'the step arguments')}\n"
             f"Reduce it over the axis: zt.pmean(x, {self.axis!r}) for a mean, zt.psum for a sum. "
             f"Gradients from torch.autograd.grad, torch.func.grad and .backward() are reduced for you; "
             f"those made under vmap are not."

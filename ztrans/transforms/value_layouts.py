@@ -1,7 +1,7 @@
-"""Value layouts: where each value of a plain program is in the program of one rank, and how it gets elsewhere.
+"""Value layouts: the layout of each value of a plain program in the program of one rank, and changes of layout.
 
-A value lies on the mesh in one layout. Where an equation wants another it is moved there once: whole
-for forward and backward (at stage 3 once for each, with its views and casts), in parts for the update.
+Every value has one layout on the mesh. Where equations want another layout, collectives make it once: whole values for
+forward and backward (at stage 3 once for each, with their views and casts), parts for the update.
 """
 
 from __future__ import annotations
@@ -20,21 +20,31 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class Options(Protocol):
-    """What is asked of `shard_params`."""
+    """The options of `shard_params`."""
 
-    axis: str
-    stage: int
-    reshard: Literal["auto", "always"]
-    replicate_axis: str | None
-    reduce_dtype: torch.dtype | None
-    outputs: str
+    @property
+    def axis(self) -> str: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def reshard(self) -> Literal["auto", "always"]: ...
+    @property
+    def replicate_axis(self) -> str | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+    @property
+    def outputs(self) -> str: ...
 
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout: ...
 
 
 class Values:
-    """`placed` holds values as they lie on the mesh, `local` whole ones and those that vary. Equations that
-    move values join `eqns`, at the region and line of the equation for which they do."""
+    """The values of the program of one rank, and its equations so far.
+
+    `placed` has the values that are cut over the mesh, or sums of terms on its ranks; `local` has whole values, and
+    values that vary. Both map from the values of the plain program. Equations that change a layout join `eqns` with
+    the region and the line of the equation that needs it.
+    """
 
     def __init__(self, graph: Graph, options: Options) -> None:
         self.opt, self.axis = options, options.axis
@@ -45,7 +55,7 @@ class Values:
         self.placed: dict[Var, Var] = {}
         self.local: dict[Var, Var] = {}
         self._laid: dict[tuple[Var, Split | Partial | None], Var] = {}
-        self._lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, made where they are used
+        self._lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, computed where they are used
         self._whole: dict[Var, dict[tuple | None, Var]] = {}  # by phase
         self._phase = (0, "forward")
 
@@ -54,21 +64,21 @@ class Values:
         (self.placed if new.layout else self.local)[old] = new
 
     def same(self, out: Var, v: Var, eqn: Eqn) -> None:
-        """`out` is `v`, wherever that lies."""
+        """`out` of the plain program is `v`, in the layout of `v`."""
         self.bind(out, self.value(v, eqn))
 
     def advance(self, eqn: Eqn) -> None:
-        """Count passes: what is gathered for one forward or backward is dropped after it (stage 3)."""
+        """Count forwards and backwards: a parameter gathered for one of them is dropped after it (stage 3)."""
         count, region = self._phase
         if eqn.region not in (region, "update"):
             self._phase = (count + (eqn.region == "forward"), eqn.region)
 
     def value(self, v: Var, eqn: Eqn) -> Var:
-        """A value as it lies on the mesh."""
+        """A value in its own layout."""
         return self.placed.get(v) or self.whole(v, eqn)
 
     def laid(self, v: Var, to: Split | Partial | None, eqn: Eqn) -> Var:
-        """A value in the layout that an update equation wants; moved once, whoever asks."""
+        """A value in the layout that an update equation wants. The layout is changed once for all equations."""
         value = self.value(v, eqn)
         if (value, to) not in self._laid:
             name = f"{value.name}.{'full' if to is None else 'shard'}"
@@ -78,11 +88,14 @@ class Values:
         return self._laid[value, to]
 
     def defer(self, eqn: Eqn) -> bool:
-        """Whether `eqn` can wait until what it makes is used: a view or a cast of what is to be gathered."""
+        """Put off `eqn` until its result is used, if it is a view or a cast of a value that is to be gathered.
+
+        Returns whether it was put off.
+        """
         v = eqn.ins[0] if is_view_or_cast(eqn) else None
         waits = v in self._lazy or (v in self.placed and v not in self.local)
         if waits:
-            self._lazy.update((out, eqn) for out in eqn.outs)
+            self._lazy.update((out, eqn) for out in eqn.results)
         return waits
 
     def whole(self, v: Var, eqn: Eqn) -> Var:
@@ -101,21 +114,22 @@ class Values:
         return known[phase]
 
     def _make(self, lazy: Eqn, phase: tuple | None, eqn: Eqn, first: bool) -> None:
-        """Make a view or a cast of a gathered value for `eqn`; the first time under its own name."""
+        """Compute a view or a cast of a gathered value for `eqn`; the first time with its own name."""
         args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (lazy.args, lazy.kwargs))
-        outs = tuple(o if first else dataclasses.replace(o, name=self.names.fresh(o.name)) for o in lazy.outs)
-        for old, new in zip(lazy.outs, outs):
+        renamed = lambda out: out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
+        copy = lazy.replace(args=args, kwargs=kwargs, outs=tuple(out and renamed(out) for out in lazy.outs))
+        for old, new in zip(lazy.results, copy.results):
             self._whole.setdefault(old, {})[phase] = new
-        self.eqns.append(lazy.replace(args=args, kwargs=kwargs, outs=outs, region=eqn.region))
+        self.eqns.append(copy.replace(region=eqn.region))
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: Set[str], to: Split | None, role, path: str, op: str) -> None:
-        """`out` = `x` reduced over the axes `over`: scattered over the sharded one first, where it is to be split."""
-        # A complex gradient crosses as it is: cast to a real dtype it would lose its imaginary part.
+        """Reduce `x` over the axes `over` to `out`; with `to`, the reduction over the sharded axis scatters it."""
+        # A complex gradient is sent in its own dtype: cast to a real one it would lose its imaginary part.
         dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
-        # A gradient widened only now, and to be rounded to what it was for the wire, goes as it was.
-        made = self.producers.get(x)
-        narrow = made is not None and made.op is _CAST and made.args[0].dtype == dtype
-        value = self.local[made.args[0] if narrow else x]
+        # A gradient that was widened, and would be rounded to its former dtype for the wire, is sent as it was before.
+        cast = self.producers.get(x)
+        narrow = cast is not None and cast.op is _CAST and cast.args[0].dtype == dtype
+        value = self.local[cast.args[0] if cast is not None and narrow else x]
         ordered = [a for a in self.axes if a in over]
         for axis in ordered:
             split = to if axis == self.axis else None

@@ -1,1 +1,1 @@
-"""An ordinary training loop's step, with its module and optimizers, as a pure step and its state."""
+"""Lifting: the step of an ordinary training loop, with its module and optimizers, as a pure step and its state."""

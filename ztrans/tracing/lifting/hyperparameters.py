@@ -1,6 +1,7 @@
-"""Hyperparameters of optimizers: constants of a lifted program, all but learning rates.
+"""Hyperparameters of optimizers: constants of a lifted program, except for learning rates.
 
-What a loop step changes in them while it is traced would happen once and never again. Each check here says so.
+A loop step that changes one would change it once, while it is traced, and not in later steps. The checks here refuse
+such a step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_SCHEDULERS = ("_step_count",)  # which schedulers write on an optimizer, to see in which order they are called
+_SCHEDULERS = ("_step_count",)  # attributes that schedulers write to an optimizer, to check the order of calls
 
 
 def groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
@@ -20,9 +21,9 @@ def groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def hyperparameters(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """The hyperparameters of every group but its learning rate, and what an optimizer holds in numbers of its own.
+    """The hyperparameters of every group except its learning rate, and the numbers among an optimizer's attributes.
 
-    A tensor stands for itself.
+    A tensor is represented by its identity.
     """
     groups = ({k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups_of(optimizers))
     held = [{k: id(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
@@ -33,7 +34,7 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def check_unchanged(before: list[dict], after: list[dict]) -> None:
-    """Raises: ValueError for a number that an optimizer counts in its groups, or that the loop changes there."""
+    """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, as a count of steps."""
     changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:
         raise ValueError(
@@ -45,12 +46,12 @@ def check_unchanged(before: list[dict], after: list[dict]) -> None:
 
 
 def versions(rates: Sequence[Any]) -> list[int]:
-    """How often each learning rate has been written, for `check_rates`."""
+    """The version counters of the learning rates that are tensors, for `check_rates`."""
     return [getattr(lr, "_version", 0) for lr in rates]
 
 
 def check_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any], before: Sequence[int]) -> None:
-    """Raises: ValueError for a learning rate that is no more what it was, as where a scheduler runs in the loop."""
+    """Raises: ValueError for a learning rate that has changed, as where a scheduler steps inside the loop step."""
     for group, lr, version, written in zip(groups, rates, before, versions(rates)):
         if group["lr"] is not lr or written != version:
             raise ValueError(

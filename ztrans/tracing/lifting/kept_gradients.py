@@ -1,11 +1,12 @@
-"""Kept gradients: what `.grad` holds from one call of a lifted loop step to the next.
+"""Kept gradients: the gradients that parameters keep from one call of a loop step to the next.
 
-In an ordinary loop gradients outlive a call: `.backward()` adds to those that are there, and `zero_grad` resets them.
-A lifted step starts from its state alone. So gradients that a call uses before it resets them are carried in the
-state, or are an error.
+In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
+starts from its state alone. So gradients that a call uses before it resets them are carried in the state, or are an
+error.
 
-Where they are not carried, each parameter begins a call with a placeholder for a gradient, which shows whether the
-loop resets it. Backward and optimizers take a placeholder for None. That is right if the call also ends with None.
+Where they are not carried, each parameter begins a call with a placeholder as its gradient. The operations on the
+placeholder show whether the loop resets it. Backward and optimizers treat a placeholder as None. That is right where
+the parameter also has None at the end of the call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OVERWRITES = ("fill_", "copy_", "_foreach_copy_")
 
 
 def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that parameters hold now, as part of a state: zeros where a trained one has none yet."""
+    """The present gradients of the parameters, to be carried in a state: zeros for a trained one that has none."""
     held = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in own.items()}
     return {k: held[k].detach() for k, p in own.items() if p.requires_grad or p.grad is not None}
 
@@ -47,8 +48,9 @@ class KeptGradients(TorchFunctionMode):
         self._begin = begin if carried is None else dict(carried)
         self._versions = {name: g._version for name, g in self._begin.items()}
         self._zeroed: set[str] = set()  # placeholders that the loop has set to zero
-        self._unsure: dict[str, Source | None] = {}  # gradients that backward made as if there had been none
-        self._as_none: dict[str, Source | None] = {}  # of those, and of placeholders, the ones that were used
+        # Gradients that backward computed as if the placeholder were None, with the line that called backward.
+        self._unsure: dict[str, Source | None] = {}
+        self._as_none: dict[str, Source | None] = {}  # those of them, and the placeholders, that were used
         self._owner = {id(p): name for name, p in params.items()}
         self._gradient_of = {id(g): (name, g) for name, g in self._begin.items()}
         for name, gradient in self._begin.items():
@@ -67,22 +69,22 @@ class KeptGradients(TorchFunctionMode):
         return result
 
     def _is_as_begun(self, name: str) -> bool:
-        """Whether a parameter still holds what it began with, or zeros in its place."""
+        """Whether a parameter still has the gradient with which the call began, unchanged or set to zero."""
         gradient = self._begin.get(name)
         return gradient is not None and self.params[name].grad is gradient and gradient._version == self._versions[name]
 
     def _backward(self, func: Callable, args: tuple, kwargs: dict, source: Source | None) -> Any:
-        """Backward, with None for placeholders: also for zeros, as it adds to zeros what it sets for None."""
+        """Run backward with None in place of placeholders. To zeros it would add the gradient that it sets for None."""
         placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
         for name in placeholders:
             self.params[name].grad = None
         unsure = dict.fromkeys(placeholders.keys() - self._zeroed, source)
-        self._unsure |= unsure  # now, for a hook may let an optimizer step
+        self._unsure |= unsure  # before backward, for a hook of it may step an optimizer
         result = func(*args, **kwargs)
         for name, gradient in placeholders.items():
-            made = self.params[name].grad
-            if made is not None:
-                self._gradient_of[id(made)] = name, made
+            computed = self.params[name].grad
+            if computed is not None:
+                self._gradient_of[id(computed)] = name, computed
                 continue
             self._unsure.pop(name, None)
             if name not in self._as_none:
@@ -90,7 +92,7 @@ class KeptGradients(TorchFunctionMode):
         return result
 
     def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
-        """`func` was given the gradient that parameter `name` holds, or has held."""
+        """Note that `func` was called with a gradient that parameter `name` has, or has had."""
         called = getattr(func, "__name__", "")
         results = [x for x in tensors_in(result) if x is not gradient]
         begins = gradient is self._begin.get(name) and name not in self._zeroed
@@ -109,7 +111,7 @@ class KeptGradients(TorchFunctionMode):
             self._as_none[name] = self._unsure[name]
 
     def before_step(self, names: Iterable[str]) -> None:
-        """An optimizer that holds these parameters steps. It passes over those that have no gradient."""
+        """Prepare for a step of an optimizer with these parameters. It skips those whose gradient is None."""
         for name in names:
             if name in self._unsure:
                 self._as_none[name] = self._unsure[name]
@@ -119,27 +121,31 @@ class KeptGradients(TorchFunctionMode):
                 self._as_none[name] = user_source(2)
 
     def end(self) -> dict[str, torch.Tensor] | None:
-        """The gradients that the state carries on, if it does.
+        """The gradients for the new state, if they are carried.
 
         Raises: ValueError where the next call would need gradients that are not carried.
         """
         for name, source in self._as_none.items():
-            if self.params[name].grad is not None and self.carried is not None:
-                raise _early(name, source)
-            if self.carried is None and (self.params[name].grad is not None or name in self.had):
-                raise _kept(name, "adds to", source)
+            self._check_none(name, source)
         self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
         if self.carried is None:
             return None
+        now = {name: self.params[name].grad for name in self._begin}
         none = {name: g if name in self._as_none else torch.zeros_like(g) for name, g in self._begin.items()}
-        return {
-            name: none[name] if self.params[name].grad is None else self.params[name].grad.detach() for name in none
-        }
+        return {name: none[name] if g is None else g.detach() for name, g in now.items()}
+
+    def _check_none(self, name: str, source: Source | None) -> None:
+        """Raises: ValueError where a gradient that was taken for None is not None in every call."""
+        ends_with_one = self.params[name].grad is not None
+        if ends_with_one and self.carried is not None:
+            raise _early(name, source)
+        if self.carried is None and (ends_with_one or name in self.had):
+            raise _kept(name, "adds to", source)
 
 
-def _kept(name: str, what: str, source: Source | None) -> ValueError:
+def _kept(name: str, use: str, source: Source | None) -> ValueError:
     return ValueError(
-        f"lift: the loop step {what} the gradient that an earlier call has left for {name}: nothing resets it, and a "
+        f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it, and a "
         f"lifted step starts from its state alone.\n"
         f"  at {where(source)}\n"
         f"Call optimizer.zero_grad() in the loop step, and before lift if gradients are there; or carry gradients from "

@@ -1,7 +1,7 @@
-"""lift: an ordinary training loop's step, with its nn.Module and torch.optim, as a pure step and its state.
+"""lift: the step of an ordinary training loop, with its nn.Module and torch.optim, as a pure step and its state.
 
-The loop body is not changed. While it is traced, the module's parameters and buffers and the
-optimizer's state are swapped for the tensors of the state; what it did to them is the new state.
+The loop body is not changed. While it is traced, tensors of the state replace the module's parameters and buffers and
+the optimizer's state. Their values after the loop body are the new state.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -32,33 +32,42 @@ from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
 
-# Optimizers that choose between two updates by a value, unless they are capturable; and the numbers in their state.
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Optimizers that choose an update by a value that they read, unless they are capturable; and the counts in their state.
 _CHOOSING = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 _COUNTS = ("step", "eta", "mu")
 
 
 def lift(
-    loop_step: Callable,
+    loop_step: Callable[P, T],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     carry_grads: bool = False,
-) -> tuple[Callable, State]:
-    """`loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, as `(step, state)`.
+) -> tuple[Callable[Concatenate[State, P], tuple[State, T]], State]:
+    """Turn `loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, into `(step, state)`.
 
-    `step(state, *batch) -> (state, output)` is a pure train step for any transform; `state` holds
-    today's parameters, buffers, optimizer state and learning rates by name. Learning rates are
-    inputs (`state["lr"][group]`, the groups of all optimizers one after another); other hyperparameters,
-    `train()` and `eval()`, and which parameters are trained, are constants of a program: a step that is simply
-    called is traced anew when they have changed. Several modules are one `nn.ModuleDict`.
+    `step(state, *batch) -> (state, output)` is a pure train step for any transform. It takes the batch arguments of
+    `loop_step`, by position or by name.
 
-    A loop step that adds to the gradients of earlier calls, without a zero_grad, needs them in its state:
-    with `carry_grads=True` they are `state["grads"]`, by name.
+    Args:
+        loop_step: the body of the loop; it returns the output.
+        model: the module that it trains; several modules are one `nn.ModuleDict`.
+        optimizer: the optimizer that it steps, or all of them. Learning rates are inputs of the program. Other
+            hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: when one has changed, the next
+            call of a `Step` is traced anew.
+        carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
+            without a zero_grad.
 
-    Raises: TypeError for a model that is no module; ValueError for optimizers that need a closure, hold parameters
-    that are not the module's or another's, or make state that `lift` does not know before its first step; and when
-    it is traced, for a loop step that steps another optimizer, or not all of these, that uses gradients of an
-    earlier call which are not carried, parameters taken from the module before it, or a GradScaler.
+    Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `lr` with the learning
+    rates of all groups of all optimizers in order, and `grads` by name with `carry_grads`.
+
+    Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, holds a
+    parameter that is not the module's or is another optimizer's, or whose state before its first step is unknown.
+    When the step is traced, ValueError for a loop step that steps another optimizer, or not all of these, that uses
+    gradients of an earlier call which are not carried, parameters taken from the module before it, or a GradScaler.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,7 +93,7 @@ def lift(
     counted = [is_number(x) for x in pytree.tree_leaves((today["optimizer"], today["lr"]))]
     had = {name for name, p in own.items() if p.grad is not None}
 
-    def step(state: State, *batch: Any) -> tuple[State, Any]:
+    def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         rates, written = state["lr"], versions(state["lr"])
         leaves = pytree.tree_leaves((state["optimizer"], rates))
         numbers = [x for x, is_counted in zip(leaves, counted) if is_counted]
@@ -94,7 +103,7 @@ def lift(
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
             with gradients, stand_ins, stepped, _NoScaler():
-                output = loop_step(*batch)
+                output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
             held = {p: s for o in optimizers for p, s in o.state.items()}
@@ -113,19 +122,23 @@ def lift(
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def settings() -> tuple:
-        """What a program is made for besides its arguments."""
+        """The constants of a program that the module and the optimizers hold."""
         modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
         return *modes, repr(hyperparameters(optimizers))
 
-    step.settings = settings  # type: ignore[attr-defined]
+    own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
+    vars(step).update(settings=settings, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
-    given = inspect.signature(loop_step).parameters.values()
-    step.__signature__ = inspect.Signature([inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY), *given])
+    step.__doc__ = loop_step.__doc__
     return step, today
 
 
 def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """The names of the module's parameters by their ids, among which are all that the optimizers hold, each once."""
+    """The names of the module's parameters by their ids.
+
+    Raises: TypeError for a model that is no module; ValueError for optimizers that `lift` cannot work with.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lift: the model is a {type(model).__name__}; several modules are one, nn.ModuleList([...]).")
     names = {id(p): name for name, p in model.named_parameters()}
@@ -148,7 +161,7 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
 
 @contextlib.contextmanager
 def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State) -> Iterator[tuple]:
-    """The module and the optimizers on the state's tensors."""
+    """Let the module and the optimizers work on the tensors of the state."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
     for name, p in model.named_parameters():
@@ -171,12 +184,12 @@ def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 def _held(
     optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], rates: list, state: Mapping
 ) -> Iterator[None]:
-    """The optimizer on these parameters and rates, and on the state of those of them that are its own."""
+    """Let the optimizer work on these parameters and rates, and on the part of the state that is its own."""
     old_groups, old_state = optimizer.param_groups, optimizer.state
     own = [[names[id(p)] for p in group["params"]] for group in old_groups]
     groups = [{**g, "params": [params[name] for name in mine], "lr": lr} for g, mine, lr in zip(old_groups, own, rates)]
     changes = {"foreach": False} | ({"capturable": True} if isinstance(optimizer, _CHOOSING) else {})
-    for group in groups:  # one parameter at a time, as the program will be in any case
+    for group in groups:  # one parameter at a time, for a program has one equation for each in any case
         if not group.get("fused"):
             group.update({k: v for k, v in changes.items() if k in group})
     held = {names[id(p)]: constants(s) for p, s in old_state.items() if id(p) in names}
@@ -191,8 +204,8 @@ def _held(
 
 
 def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The counts of capturable optimizers that choose by a value, made fp64: others read theirs as Python numbers."""
-    counts = []
+    """The counts of optimizers in `_CHOOSING`, widened to fp64: outside of a trace these read Python numbers."""
+    counts: list[torch.Tensor] = []
     for state in (s for o in optimizers if isinstance(o, _CHOOSING) for s in o.state.values()):
         wide = {k: state[k].to(torch.float64, copy=True) for k in _COUNTS if k in state}
         state.update(wide)
@@ -214,10 +227,10 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
 def _stepped(
     optimizers: Sequence[Optimizer], stand_ins: Mapping[int, str], gradients: KeptGradients, numbers: Numbers
 ) -> Iterator[None]:
-    """See to it that the loop steps these optimizers and no other, which would hold parameters without gradients.
+    """Raise an error where the loop steps another optimizer, or does not step all of these.
 
-    While one of them steps, its numbers are `numbers`, also in a hook of backward; it reads them as it does outside of
-    a trace, unless it is capturable.
+    While one of them steps, in a hook of backward too, `numbers` are active, and unless it is capturable the optimizer
+    reads them as it does outside of a trace.
     """
     stepped: list[Optimizer] = []
     flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
@@ -255,7 +268,7 @@ def _stepped(
 
 
 class _NoScaler(TorchFunctionMode):
-    """Refuse a GradScaler at its first operation, which comes before it writes to itself: it is left as it was."""
+    """Refuse a GradScaler at its first operation, before it has changed itself."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:

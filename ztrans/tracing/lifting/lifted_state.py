@@ -1,5 +1,6 @@
-"""The state of a lifted loop: parameters, buffers, optimizer state and learning rates by name, and gradients where
-they are carried. `state_of` reads it from a module and its optimizers, `restore` writes it back.
+"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and gradients that are carried.
+
+`state_of` reads it from a module and its optimizers, and `restore` writes it back.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ State = dict[str, Any]
 
 
 def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    """One optimizer, or more, as a tuple."""
+    """One optimizer or several as a tuple."""
     return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a Python number, which is an input of a program; truth values are constants."""
+    """Whether a value is a Python number, which is an input of a program. A truth value is a constant."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_state(key: str, value: Any) -> bool:
-    """Whether what an optimizer keeps as `key` changes from step to step: tensors and numbers, in any container.
+    """Whether an optimizer's entry `key` is part of the state: tensors and numbers, in any container.
 
-    Raises: ValueError where such are mixed with constants.
+    Raises: ValueError for a container that has constants among them.
     """
     leaves = pytree.tree_leaves(value)
     changing = [isinstance(x, torch.Tensor) or is_number(x) for x in leaves]
@@ -45,12 +46,12 @@ def is_state(key: str, value: Any) -> bool:
 
 
 def constants(state: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter that is no tensor and no number: None, truth values, text."""
+    """The entries of an optimizer's state for a parameter that are constants: None, truth values, text."""
     return {k: v for k, v in state.items() if not is_state(k, v)}
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> State:
-    """The state as the module and its optimizers hold it now; `names` are those of the parameters, by their ids."""
+    """The present state of a module and its optimizers; `names` has the names of the parameters by their ids."""
     by_name = {names[id(p)]: s for o in optimizers for p, s in o.state.items() if s}
     return {
         "params": {k: p.detach() for k, p in model.named_parameters()},
@@ -63,7 +64,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 
 
 def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
-    """Write a lifted state (full tensors) back into the module and the optimizer, or optimizers, it came from."""
+    """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
+
+    Args:
+        model: the module that was given to `lift`.
+        optimizer: the optimizer or optimizers that were given to `lift`.
+        state: what `Step.unshard` returns, or the state of a step without transforms.
+    """
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -89,7 +96,7 @@ def _written(held: Any, value: torch.Tensor) -> Any:
 
 
 def check_apart(state: State) -> None:
-    """Raises: ValueError for tensors that a step changes and that share memory: in a state they would part."""
+    """Raises: ValueError for tensors that a step changes and that share memory, which leaves of a state do not."""
     trained = dict(state["params"])
     for name, kept in state["optimizer"].items():
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
@@ -100,16 +107,16 @@ def check_apart(state: State) -> None:
             last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
             spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
     spans.sort()
-    for (device, _, end, one), (where, start, _, other) in itertools.pairwise(spans):
-        if device == where and start < end and (one in trained or other in trained):
+    for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
+        if device == next_device and start < end and (name in trained or next_name in trained):
             raise ValueError(
-                f"lift: {one} and {other} lie in the same memory, and in a state each would have its own.\n"
+                f"lift: {name} and {next_name} lie in the same memory, and in a state each would have its own.\n"
                 f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
             )
 
 
 def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
-    """Raises: ValueError for state that an optimizer made in this step: the next step would make it anew."""
+    """Raises: ValueError for optimizer state that this step has created, which the next step would create anew."""
     for name, state in kept.items():
         new = [k for k, v in state.items() if is_state(k, v) and k not in known.get(name, {})]
         if new:

@@ -1,7 +1,9 @@
-"""The state of an optimizer before its first step, in which most optimizers make it.
+"""The state of an optimizer before its first step.
 
-`make` trusts the names of torch.optim's own classes. Another class shows in a trial, on copies, what it stores first
-for each parameter. That is its state before the first step, if a step from there does what the first step does.
+Most optimizers create their state in their first step, and a lifted step needs it before. For the classes of
+torch.optim it follows from the names of the entries. Another optimizer takes a first step on copies, and the value
+that it stores first under each key is taken for the state before that step. This is verified: a step from that state
+must do what the first step does.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-# State that classes of torch.optim make at their first step, as it is before that step.
+# Entries that classes of torch.optim create in their first step, with their values before that step.
 _FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
     (
         "exp_avg",
@@ -37,25 +39,34 @@ State = dict[str, Any]
 def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     """Give the optimizer the state that it has before its first step. Its parameters are not changed.
 
-    `names` are those of the parameters, by their ids, for messages.
+    `names` has the names of the parameters by their ids, for messages.
 
-    Raises: ValueError where no state before the first step is known.
+    Raises: ValueError where the state before the first step cannot be determined.
     """
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
-    if not new:
-        return
-    own = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+    if new:
+        fresh = _by_name(optimizer, params, new) if _is_torchs(optimizer) else None
+        optimizer.state.update(_tried(optimizer, params, new, names) if fresh is None else fresh)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the names in an optimizer's state say their first values. Dampened momentum begins with a gradient."""
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None) and not dampened
+
+
+def _by_name(
+    optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor]
+) -> dict[torch.Tensor, State] | None:
+    """The state of parameters before the first step, where the names of all its entries are known."""
     try:
-        made = _shapes(optimizer, params) if own and not dampened else {}
+        created = _created(optimizer, params)
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    if made and all(key in _FRESH for p in new for key in made[p]):
-        fresh = {p: {key: _filled(value, _FRESH[key]) for key, value in made[p].items()} for p in new}
-    else:
-        fresh = _tried(optimizer, params, new, names)
-    optimizer.state.update(fresh)
+    if not created or any(key not in _FRESH for p in new for key in created[p]):
+        return None
+    return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
 
 
 def _filled(value: Any, number: float) -> Any:
@@ -66,8 +77,8 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
 
 
-def _shapes(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
-    """The state that the optimizer makes in a step which changes nothing."""
+def _created(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
+    """The state that the optimizer creates in a step with learning rate 0, after which everything is restored."""
     held = [(p, p.grad, p.detach().clone()) for p in params]
     had = {p: dict(state) for p, state in optimizer.state.items()}
     values = [(v, v.detach().clone()) for state in had.values() for v in state.values() if isinstance(v, torch.Tensor)]
@@ -93,7 +104,7 @@ def _shapes(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tens
 
 
 class _First(dict):
-    """The state of one parameter, which keeps of each key the value that was stored first."""
+    """The state of one parameter, which remembers the value that was stored first under each key."""
 
     def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__()
@@ -116,7 +127,7 @@ class _First(dict):
 
 
 class _FirstOfAll(defaultdict):
-    """The state of an optimizer, by parameter, each a `_First`."""
+    """The state of an optimizer: a `_First` for each parameter."""
 
     def __setitem__(self, p: torch.Tensor, state: Mapping[str, Any]) -> None:
         super().__setitem__(p, state if isinstance(state, _First) else _First(state))
@@ -127,54 +138,55 @@ class _FirstOfAll(defaultdict):
 
 
 class _Trial(NamedTuple):
-    """One step on copies: for each parameter its value after it, what was stored first, and the state after it."""
+    """One step on copies, with an entry for each parameter."""
 
-    params: list[torch.Tensor]
-    first: list[State]
-    after: list[State]
+    params: list[torch.Tensor]  # the values after the step
+    first: list[State]  # the values that were stored first under each key
+    after: list[State]  # the state after the step
 
 
 def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int) -> _Trial:
     """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`.
 
-    Parameters without a state begin with that of `begin`, or make theirs.
+    Parameters without a state begin with that of `begin`, or without one where `begin` is None.
     """
     copies = [p.detach().clone().requires_grad_() for p in params]
     attributes = copy.deepcopy(vars(optimizer), {id(p): c for p, c in zip(params, copies)})
     attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(attributes)
-    held = twin.state
-    twin.state = _FirstOfAll()
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(attributes)
+    held = trial.state
+    trial.state = _FirstOfAll()
     for k, c in enumerate(copies):
         if held.get(c):
-            twin.state[c] = held[c]
+            trial.state[c] = held[c]
         elif begin is not None:
-            twin.state[c] = {key: _copied(value) for key, value in begin[k].items()}
+            trial.state[c] = {key: _copied(value) for key, value in begin[k].items()}
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
         torch.manual_seed(seed)
         for c in copies:
             drawn = torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32)
             c.grad = drawn.to(c.device, c.dtype)
-        twin.step()
-    state = [twin.state[c] for c in copies]
+        trial.step()
+    state = [trial.state[c] for c in copies]
     return _Trial([c.detach() for c in copies], [s.first for s in state], [dict(s) for s in state])
 
 
 def _tried(
     optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor], names: Mapping[int, str]
 ) -> dict[torch.Tensor, State]:
-    """The state before the first step, found and verified by steps on copies."""
+    """The state before the first step, determined and verified by steps on copies."""
     if any(p.is_meta for p in params):
         raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
     try:
-        one, other = (_trial(optimizer, params, None, seed) for seed in (0, 1))
-        begin = [_before(first, again) for first, again in zip(one.first, other.first)]
-        again = _trial(optimizer, params, begin, 0)
+        first_step, second_draw = (_trial(optimizer, params, None, seed) for seed in (0, 1))
+        begin = [_before(*stored) for stored in zip(first_step.first, second_draw.first)]
+        from_begin = _trial(optimizer, params, begin, 0)
     except Exception as error:
         raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
     for k, p in enumerate(params):
-        if not (_same(one.params[k], again.params[k]) and _same(one.after[k], again.after[k])):
+        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.after[k], from_begin.after[k])
+        if not equal:
             keys = ", ".join(map(repr, begin[k])) or "nothing"
             raise _unknown(
                 optimizer, f"of {names[id(p)]} it keeps {keys}, and from no value of that does it do what it does first"
@@ -182,28 +194,33 @@ def _tried(
     return {p: begin[k] for k, p in enumerate(params) if any(p is q for q in new)}
 
 
-def _before(one: State, other: State) -> State:
-    """What was stored first in two trials; zeros where it was made of the gradient, which they would have become."""
-    made = {k: not _same(v, other.get(k)) for k, v in one.items()}
+def _before(stored: State, stored_for_other_gradients: State) -> State:
+    """The state before the first step, from the values that two trials with different gradients stored first.
+
+    A value that differs depends on the gradient: it has been updated already, from zeros.
+    """
+    updated = {k: not _same(v, stored_for_other_gradients.get(k)) for k, v in stored.items()}
     zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
-    return {k: pytree.tree_map(zeros, v) if made[k] else v for k, v in one.items()}
+    return {k: pytree.tree_map(zeros, v) if updated[k] else v for k, v in stored.items()}
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two states or values are equal but for rounding."""
+    """Whether two states or values are equal up to rounding."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not (a.is_floating_point() or a.is_complex()):
-            return torch.equal(a, b)
-        near = 8 * torch.finfo(a.dtype).eps
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        return torch.allclose(a.to(wide), b.to(wide), rtol=near, atol=near, equal_nan=True)
+        return a.shape == b.shape and a.dtype == b.dtype and _close(a, b)
     return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = 8 * torch.finfo(a.dtype).eps
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _unknown(optimizer: Optimizer, why: str) -> ValueError:

@@ -1,10 +1,10 @@
-"""Scalars: Python numbers of a step that are tensors in its program, so that no value of them is baked in.
+"""Scalars: Python numbers of a step as tensors, so that their values are inputs of the program.
 
 `with_tensor_scalar` computes `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` where the scalar is a
 tensor. PyTorch would read such a scalar with `.item()`.
 
-`Numbers` lets tensors that stand for Python numbers behave as Python numbers do: arithmetic among them is fp64,
-and a number takes the dtype of the tensor that it meets.
+`Numbers` gives tensors that represent Python numbers the arithmetic of Python numbers: among themselves it is fp64,
+and a number takes the dtype of a tensor that it is combined with.
 
 On a CPU both compute the bits that PyTorch computes with Python numbers.
 """
@@ -18,6 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+_OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar, by the operands before it
+_SCALARS = ("alpha", "value", "scalars")  # names of the scalar
 _HALF = (torch.float16, torch.bfloat16)
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
@@ -38,7 +40,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What `func(*args, **kwargs)` computes, when a scalar of it is a tensor; else NotImplemented.
+    """The result of `func(*args, **kwargs)`, where a scalar argument is a tensor; else NotImplemented.
 
     >>> x = torch.ones(2)
     >>> with_tensor_scalar(torch.Tensor.add_, (x, torch.ones(2)), {"alpha": torch.tensor(3.0)})
@@ -46,25 +48,27 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     """
     name = getattr(func, "__name__", "")
     plain = name.removeprefix("_foreach_").rstrip("_")
-    if plain not in ("add", "sub", "addcmul", "addcdiv") or "out" in kwargs:
+    count = _OPERANDS.get(plain)
+    if count is None or "out" in kwargs:
         return NotImplemented
-    count = 3 if plain.startswith("addc") else 2
-    key = "value" if count == 3 else "alpha"
-    rest = [args[count]] if len(args) > count else [v for k, v in kwargs.items() if k in (key, "scalars")]
-    over_list = name.startswith("_foreach_")
-    if over_list and count == 2 and not rest and isinstance(args[-1], torch.Tensor):
-        rest = [None]  # _foreach_add_(xs, step): the number that is added is a tensor
-    elif not rest or not isinstance(rest[0], torch.Tensor) or len(args) < count:
+    over_list, in_place, operands = name.startswith("_foreach_"), name.endswith("_"), args[:count]
+    scalar = next(iter((*args[count : count + 1], *(kwargs[k] for k in _SCALARS if k in kwargs))), None)
+    if over_list and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
+        return _per_member(plain, operands, None, in_place)  # _foreach_add_(xs, step) adds a number that is a tensor
+    if not isinstance(scalar, torch.Tensor) or len(args) < count:
         return NotImplemented
-    scalar, in_place, operands = rest[0], name.endswith("_"), args[:count]
-    if not over_list:
-        return _one(plain, operands, scalar, in_place)
+    return (_per_member if over_list else _computed)(plain, operands, scalar, in_place)
+
+
+def _per_member(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> list[torch.Tensor]:
+    """An operation over lists, member by member; `scalar` has one dim where each member has its own."""
     columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
-    each = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
-    return [_one(plain, row, s, in_place) for row, s in zip(zip(*columns), each)]
+    scalars = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
+    return [_computed(plain, row, s, in_place) for row, s in zip(zip(*columns), scalars)]
 
 
-def _one(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    """The result for one tensor."""
     x, *rest = operands
     dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
     if dtype in _HALF and (x.device.type != "cpu" or plain.startswith("addc")):  # computed in fp32, rounded once
@@ -92,10 +96,11 @@ def _scaled(plain: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 class Numbers(TorchFunctionMode):
-    """Tensors without dims that stand for Python numbers of a loop, while it runs.
+    """A mode in which tensors without dims represent Python numbers of a loop.
 
-    Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` gives a number too, not
-    a Python float whose value would be baked in. `counts` are numbers that are changed in place, as tensors are.
+    Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` also gives such a number,
+    instead of a Python float whose value would be a constant of the program. `counts` are numbers that in-place
+    operations change, as they change tensors.
     """
 
     def __init__(self, numbers: Sequence[Any], counts: Sequence[torch.Tensor] = ()) -> None:
@@ -117,15 +122,15 @@ class Numbers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
             return func(*args, **kwargs)
-        others = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
-        if not others:
+        operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
+        if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if all(x.ndim == 0 or not (x.is_floating_point() or x.is_complex()) for x in others):
-            args = pytree.tree_map(lambda x: self._as_one_of(others, x), args)
-        return func(*args, **kwargs)  # beside a float tensor with dims a number gives way by itself
+        if not any(map(_decides_dtype, operands)):
+            args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
+        return func(*args, **kwargs)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor of one element as a number."""
+        """The value of a tensor of one element, as a number."""
         if id(x) in self._numbers:
             return x
         real = torch.float64 if x.is_floating_point() else torch.int64
@@ -138,30 +143,35 @@ class Numbers(TorchFunctionMode):
             self._rebound.add(id(result))
         return result
 
-    def _as_one_of(self, others: list[torch.Tensor], x: Any) -> Any:
-        """A number in the dtype that a Python number would take beside `others`."""
+    def _as_operand(self, operands: list[torch.Tensor], x: Any) -> Any:
+        """A number in the dtype that PyTorch would give a Python number combined with these operands."""
         if not isinstance(x, torch.Tensor) or id(x) not in self._numbers:
             return x
-        return x.to(torch.result_type(others[0], 1.0 if x.is_floating_point() else 1))
+        return x.to(torch.result_type(operands[0], 1.0 if x.is_floating_point() else 1))
 
     def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-        """What `func` computes of numbers alone, as Python does: integers stay exact, all else is fp64."""
+        """The result of `func` on numbers alone, as in Python: integers stay exact, all else is fp64."""
         if id(args[0]) in self._rebound and name.endswith("_") and not name.endswith("__"):
-            func = getattr(torch.Tensor, name.removesuffix("_"))  # `x += 1` binds another number in Python
+            func = getattr(torch.Tensor, name.removesuffix("_"))  # in Python `x += 1` binds a new number
         real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
         if real or name.strip("_").removeprefix("r") not in _EXACT:
             args = tuple(x.to(torch.float64) if _is_whole(x) else x for x in args)
         if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
             return self._constant(args[1]) / args[0]
-        if name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real:  # PyTorch has short cuts
+        if name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real:  # avoids PyTorch's special cases
             return torch.pow(args[0], self._constant(args[1]))
         return func(*args, **kwargs)
 
     def _constant(self, number: float) -> torch.Tensor:
-        """A number of the program's text as a tensor, once."""
+        """A literal number as a tensor, the same for each use."""
         if number not in self._constants:
             self._constants[number] = torch.full((), number, dtype=torch.float64)
         return self._constants[number]
+
+
+def _decides_dtype(x: torch.Tensor) -> bool:
+    """Whether an operand decides the dtype of the result, whatever number it is combined with."""
+    return x.ndim > 0 and (x.is_floating_point() or x.is_complex())
 
 
 def _is_whole(x: Any) -> bool:

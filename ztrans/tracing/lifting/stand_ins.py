@@ -1,12 +1,14 @@
 """Stand-ins: the tensors that a lifted loop step trains in place of its module's own parameters.
 
-While the loop runs, the module and its optimizers hold the tensors of the state. A parameter that was taken from the
-module before, as in a list, is none of them: what is done to it has no effect on the program. It is an error.
+While the loop step is traced, the module and its optimizers hold tensors of the state. A parameter that was taken from
+the module before, as into a list, is not one of them, and a change of it has no effect on the program. Using one is
+an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ...ir.source import Source, user_source, where
 from .scalars import tensors_in
 
-# What may be asked of a parameter from outside of the loop step: nothing of it changes while the loop runs.
+# Properties of the module's own parameters that a loop step may read, for they are those of the stand-ins.
 _METADATA = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "__hash__", "__len__"),
@@ -22,7 +24,7 @@ _METADATA = (
 
 
 class StandIns(TorchFunctionMode):
-    """Refuse the module's `own` parameters, by id, while tensors of the same names stand in for them."""
+    """Refuse uses of the module's `own` parameters, by id, while tensors of the same names stand in for them."""
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor], own: Mapping[int, str]) -> None:
         super().__init__()
@@ -35,21 +37,22 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        accessed = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         tensors = list(tensors_in((args, kwargs)))
-        for x in tensors:
-            harmless = name in _METADATA or (name == "__get__" and accessed != "grad")
-            if id(x) in self.own and not harmless:
-                raise _from_outside(self.own[id(x)], f".{accessed}" if accessed else name, user_source(2))
+        harmless = name in _METADATA or (name == "__get__" and attribute != "grad")
+        taken = next((self.own[id(x)] for x in tensors if id(x) in self.own), None)
+        if taken is not None and not harmless:
+            raise _from_outside(taken, f".{attribute}" if attribute else name, user_source(2))
         result = func(*args, **kwargs)
-        used = {self._names[id(x)] for x in tensors if id(x) in self._names}
-        if not used:
-            return result
-        if name == "requires_grad_" or (name == "__set__" and accessed == "requires_grad"):
-            self._set_first |= used - self._computed_with
-        elif accessed != "grad" and any(True for _ in tensors_in(result)):
-            self._computed_with |= used
+        self._note({self._names[id(x)] for x in tensors if id(x) in self._names}, name, attribute, result)
         return result
+
+    def _note(self, used: set[str], name: str, attribute: str, result: Any) -> None:
+        """Note that an operation, or the access to an attribute, has used these stand-ins."""
+        if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):
+            self._set_first |= used - self._computed_with
+        elif used and attribute != "grad" and any(True for _ in tensors_in(result)):
+            self._computed_with |= used
 
     def check(self) -> None:
         """Raises: ValueError where the next call would start with other parameters frozen than this one did."""
