@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from ztrans.planning.make_plan.cost import is_matmul
 
 import ztrans as zt
+from ztrans.ir.operations import is_matmul
 
 from .peers.model import Config, Task, adamw, loss_of
 from .peers.native import plain

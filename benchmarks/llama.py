@@ -27,19 +27,19 @@ from llama_model import Config, init, make_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_passes import torch_passes
-from ztrans.planning.make_plan.cluster import Cluster, cluster
-from ztrans.planning.make_plan.cost import is_matmul, memory
-from ztrans.planning.make_plan.formulate import pose
-from ztrans.planning.make_plan.make_plan import SLACK
-from ztrans.planning.make_plan.program_order import skeleton
-from ztrans.planning.make_plan.simulate import simulate
-from ztrans.planning.make_plan.solver.lower_bound import bound
 
 import ztrans as zt
 from ztrans.ir.collectives import ALL_GATHER, is_start
 from ztrans.ir.graph import Eqn, Graph, producers, users
 from ztrans.ir.operations import is_view_or_cast
 from ztrans.ir.user_collectives import is_users
+from ztrans.planning.cluster import Cluster, cluster
+from ztrans.planning.cost import memory
+from ztrans.planning.formulate import pose
+from ztrans.planning.make_plan import SLACK
+from ztrans.planning.program_order import skeleton
+from ztrans.planning.simulate import simulate
+from ztrans.planning.solver.lower_bound import bound
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"

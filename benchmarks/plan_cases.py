@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from ztrans.planning.make_plan.solver.evaluation import Outcome, evaluate
-from ztrans.planning.make_plan.solver.lower_bound import Bound, bound
-from ztrans.planning.make_plan.solver.problem import Problem
-from ztrans.planning.make_plan.solver.solve import solve
-from ztrans.planning.make_plan.solver.validate import validate
-
 from tests.support.synthetic import Case, by_size, fsdp2, seven
+from ztrans.planning.solver.evaluation import Outcome, evaluate
+from ztrans.planning.solver.lower_bound import Bound, bound
+from ztrans.planning.solver.problem import Problem
+from ztrans.planning.solver.solve import solve
+from ztrans.planning.solver.validate import validate
 
 RESULTS = Path(__file__).parent / "results"
 LANES = {

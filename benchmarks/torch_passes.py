@@ -26,13 +26,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from ztrans.planning.make_plan.cluster import Cluster
-from ztrans.planning.make_plan.simulate import messages, seconds
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
 from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
 from ztrans.ir.layout import local_shape, localize, part
 from ztrans.ir.user_collectives import by_group
+from ztrans.planning.cluster import Cluster
+from ztrans.planning.simulate import messages, seconds
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default)

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from ztrans.planning.make_plan.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
-from ztrans.planning.make_plan.formulate import pose
-from ztrans.planning.make_plan.program_order import skeleton
-from ztrans.planning.make_plan.simulate import seconds
 
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
+from ztrans.planning.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
+from ztrans.planning.formulate import pose
+from ztrans.planning.program_order import skeleton
+from ztrans.planning.simulate import seconds
 
 INF = float("inf")
 

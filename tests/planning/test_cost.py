@@ -2,14 +2,14 @@
 
 import torch
 from torch.func import grad_and_value
-from ztrans.planning.make_plan.cost import cost as cost_of
-from ztrans.planning.make_plan.cost import memory as memory_of
 
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import sharded
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.liveness import liveness
+from ztrans.planning.cost import cost as cost_of
+from ztrans.planning.cost import memory as memory_of
 
 
 def step(state, batch):

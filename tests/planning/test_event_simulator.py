@@ -5,7 +5,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ztrans.planning.make_plan.event_simulator import Message, Network, play
+
+from ztrans.planning.event_simulator import Message, Network, play
 
 
 @st.composite

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.func import grad
-from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import reduce, sends_as_it_lies
 from ztrans.ir.graph import Split, Var
+from ztrans.planning.cluster import Link
 from ztrans.runtime.collectives import Start
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5

@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from ztrans.planning.make_plan.cluster import Link
-from ztrans.planning.make_plan.fingerprint import fingerprint
 
 import ztrans as zt
 from tests.support.programs import CASES, gpt_adam
 from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans.ir.collectives import is_start
+from ztrans.planning.cluster import Link
+from ztrans.planning.fingerprint import fingerprint
 from ztrans.runtime import consensus as agreement
 
 CASE = CASES["gpt_adam"]

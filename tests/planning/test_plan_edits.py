@@ -8,11 +8,11 @@ from random import Random
 import pytest
 import torch
 from torch.utils import _pytree as pytree
-from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, on_ranks, slices
+from ztrans.planning.cluster import Link
 
 SLOW = zt.cluster("cpu", dp=Link("wire", 1e-5, 1e8), host=Link("other", 1e-5, 1e8))
 RANKS = 4

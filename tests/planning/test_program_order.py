@@ -5,9 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from ztrans.planning.make_plan.program_order import hoist, skeleton
-from ztrans.planning.make_plan.realise import realise
-from ztrans.planning.make_plan.solver.problem import Bucket, Schedule
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -25,6 +22,9 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
+from ztrans.planning.program_order import hoist, skeleton
+from ztrans.planning.realise import realise
+from ztrans.planning.solver.problem import Bucket, Schedule
 
 aten = torch.ops.aten
 GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")

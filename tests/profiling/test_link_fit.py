@@ -6,9 +6,9 @@ import dataclasses
 import random
 
 import pytest
-from ztrans.planning.make_plan.cluster import Link
-from ztrans.planning.make_plan.event_simulator import Message, play
 
+from ztrans.planning.cluster import Link
+from ztrans.planning.event_simulator import Message, play
 from ztrans.profiling.link_fit import Sample, fit, sending, solve
 from ztrans.profiling.trace_fit import Observed, explain
 

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad_and_value
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
-from ztrans.planning.make_plan.simulate import seconds, signature
-from ztrans.planning.make_plan.timeline import COMPUTE
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -21,6 +19,8 @@ from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans import compiled as bound
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.operations import is_view
+from ztrans.planning.simulate import seconds, signature
+from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.profile import profile
 from ztrans.profiling.trace_fit import Observed
 from ztrans.runtime.codegen import executable, to_fx

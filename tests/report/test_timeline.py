@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 from torch.func import grad_and_value
-from ztrans.planning.make_plan.cluster import Device, Link
-from ztrans.planning.make_plan.timeline import COMPUTE, Event, Timeline
 
 import ztrans as zt
 from ztrans.ir.graph import Eqn, Provenance, Var
+from ztrans.planning.cluster import Device, Link
+from ztrans.planning.timeline import COMPUTE, Event, Timeline
 from ztrans.report.page import page
 
 MACHINE = zt.cluster(Device("machine", (("f32", 1e9),), 1e9, 1e-5), dp=Link("wire", 1e-3, 1e6))

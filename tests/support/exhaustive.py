@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
-from ztrans.planning.make_plan.event_simulator import Message
-from ztrans.planning.make_plan.solver.evaluation import memory
-from ztrans.planning.make_plan.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
-from ztrans.planning.make_plan.solver.validate import validate
+from ztrans.planning.event_simulator import Message
+from ztrans.planning.solver.evaluation import memory
+from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.validate import validate
 
 
 def problem(

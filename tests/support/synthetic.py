@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-from ztrans.planning.make_plan.solver.evaluation import evaluate
-from ztrans.planning.make_plan.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.planning.solver.evaluation import evaluate
+from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad_and_value
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
-from ztrans.planning.make_plan.cost import is_matmul
-from ztrans.planning.make_plan.simulate import lane
 
 import ztrans as zt
 from tests.support.parallel import TP, Parallel, parallel_steps
@@ -25,7 +23,9 @@ from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.operations import is_matmul
 from ztrans.ir.user_collectives import is_users
+from ztrans.planning.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
 SIZES = st.sampled_from([0, 40, 200, 1000, 10**6])

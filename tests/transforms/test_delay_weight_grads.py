@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value
-from ztrans.planning.make_plan.cost import is_matmul
-from ztrans.planning.make_plan.formulate import pose
-from ztrans.planning.make_plan.program_order import skeleton
 
 import ztrans as zt
 from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.graph import Graph
+from ztrans.ir.operations import is_matmul
 from ztrans.ir.user_collectives import is_users, is_wait
+from ztrans.planning.formulate import pose
+from ztrans.planning.program_order import skeleton
 
 MESH = zt.AbstractMesh(dp=2, tp=2)
 SHARD = zt.shard_params(MESH, axis="dp")

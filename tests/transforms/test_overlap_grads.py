@@ -5,17 +5,16 @@ import itertools
 import pytest
 import torch
 from torch.func import grad_and_value
-from ztrans.planning.make_plan.cluster import Link
-from ztrans.planning.make_plan.cost import is_matmul
-from ztrans.planning.make_plan.solver.validate import ScheduleError
 
 import ztrans as zt
 from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, sharded
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
-from ztrans.ir.operations import is_view_or_cast
-from ztrans.planning.make_plan import make_plan as plans
+from ztrans.ir.operations import is_matmul, is_view_or_cast
+from ztrans.planning import make_plan as plans
+from ztrans.planning.cluster import Link
+from ztrans.planning.solver.validate import ScheduleError
 
 
 def test_program(golden):

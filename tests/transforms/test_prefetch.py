@@ -1,13 +1,13 @@
 """prefetch as text: gathers start ahead of their use."""
 
 import pytest
-from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir.collectives import ALL_GATHER, WAIT
+from ztrans.planning.cluster import Link
 
 
 def test_program(golden):

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ztrans.planning.make_plan.event_simulator import Message
-from ztrans.planning.make_plan.solver.bucketing import consecutive, gather_buckets, reduction_buckets
-from ztrans.planning.make_plan.solver.evaluation import evaluate, memory
-from ztrans.planning.make_plan.solver.list_scheduler import Placement
-from ztrans.planning.make_plan.solver.loads import Choice, kept
-from ztrans.planning.make_plan.solver.lower_bound import bound
-from ztrans.planning.make_plan.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
-from ztrans.planning.make_plan.solver.solve import Infeasible, later, one_ahead, solve
-from ztrans.planning.make_plan.solver.validate import validate
 
 from tests.support.exhaustive import problem, rich, schedules
 from tests.support.synthetic import by_size, fsdp2, seven
+from ztrans.planning.event_simulator import Message
+from ztrans.planning.solver.bucketing import consecutive, gather_buckets, reduction_buckets
+from ztrans.planning.solver.evaluation import evaluate, memory
+from ztrans.planning.solver.list_scheduler import Placement
+from ztrans.planning.solver.loads import Choice, kept
+from ztrans.planning.solver.lower_bound import bound
+from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.solve import Infeasible, later, one_ahead, solve
+from ztrans.planning.solver.validate import validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)

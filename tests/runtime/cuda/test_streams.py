@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from ztrans.planning.make_plan.cluster import Link
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -36,6 +35,7 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ops.symmetric import in_one_process
+from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
 from ztrans.runtime.codegen import bind, to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, in_a_row

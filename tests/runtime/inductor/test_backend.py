@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from test_distributed import torchrun
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
-from ztrans.planning.make_plan.simulate import signature
 
 import ztrans as zt
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
 from tests.support.worlds import batches, clone, distance, on_ranks
+from ztrans.planning.simulate import signature
 from ztrans.runtime.codegen import fused
 from ztrans.runtime.inductor import cpu_matmul as products
 from ztrans.runtime.inductor.fake_layouts import Strided
