@@ -24,15 +24,17 @@ from ..ir.collectives import (
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from .cluster import Cluster
+from .cost import memory
 from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
+from .realise import realise
 from .residency import Value, residency
 from .simulate import lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Wire
+from .solver.problem import Gather, Problem, Reduction, Schedule, Wire
 
 
-def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
+def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
     """The problem of placing a program's planned collectives within `budget` bytes.
 
     `update` says when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
@@ -55,7 +57,13 @@ def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None
         memory=budget,
         updates=tuple(group.update(cost) for group in leaving),
         others=_others(s, cluster),
+        peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )
+
+
+def _peak(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> int:
+    """The peak, by the memory analysis, of the program that a schedule makes."""
+    return memory(realise(s, schedule, update, problem.keepers(schedule.dropped))).peak
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
@@ -65,8 +73,8 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
 
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
     """That, and what of the update leaves its place."""
-    gathers, asked = _gathers(s), s.reductions[0].start.order.update if s.reductions else "last"
-    leaving = groups(s, gathers) if (update or asked) == "eager" else ()
+    gathers = _gathers(s)
+    leaving = groups(s, gathers) if (update or s.asked_update) == "eager" else ()
     floating = {e for group in leaving for e in group.eqns}
     problem = Problem(
         seconds=(0.0,) * len(s.ops),

@@ -28,7 +28,6 @@ from .formulate import frame
 from .plan_names import Members, Named, resolve
 from .program_order import skeleton
 from .realise import realise
-from .solver.evaluation import keepers
 from .solver.validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
@@ -202,7 +201,7 @@ def _scheduled(graph: Graph, plan: Plan) -> Graph:
     s = skeleton(graph)
     problem = frame(s, plan.update)
     schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
-    return realise(s, schedule, plan.update, keepers(problem, schedule))
+    return realise(s, schedule, plan.update, problem.keepers(schedule.dropped))
 
 
 def as_written(graph: Graph) -> Graph:

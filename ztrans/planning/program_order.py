@@ -110,6 +110,11 @@ class Skeleton:
         return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
 
     @functools.cached_property
+    def asked_update(self) -> str:
+        """When `overlap_grads` was asked to run updates: "eager" or "last"."""
+        return self.reductions[0].start.order.update if self.reductions else "last"
+
+    @functools.cached_property
     def in_flight(self) -> int | None:
         """The bytes of gradients that may be under way at once, if `overlap_grads` was asked; one always may."""
         asked = [p.start.order.in_flight for p in self.reductions if p.start.order.in_flight is not None]

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..ir.collectives import ALL_GATHER, WAIT, is_start
+from ..ir.collectives import WAIT, is_start
+from ..planning.simulate import lane
 from ..runtime.collectives import Member
 
 
@@ -132,8 +133,7 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             out.call_function(block, (record, env[node.args[0]]))
         env[node] = out.node_copy(node, env.__getitem__)
         if eqn is not None and is_start(eqn) and node.op == "call_module":
-            lane = f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
-            out.call_function(watch, (record, env[node], lane))
+            out.call_function(watch, (record, env[node], lane(eqn)))
         if eqn is not None and after.meta.get("eqn") is not eqn:
             out.call_function(mark, (record, len(node.meta["eqns"])))
     held = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}

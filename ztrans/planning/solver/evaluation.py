@@ -31,21 +31,10 @@ class Outcome:
         return int(self.memory.argmax()) if len(self.memory) else 0
 
 
-def keepers(problem: Problem, schedule: Schedule) -> dict[int, int]:
-    """For each dropped gather, the earlier gather whose value is kept for it."""
-    keeper: dict[int, int] = {}
-    for i in sorted(schedule.dropped):
-        earlier = problem.gathers[i].again
-        keeper[i] = keeper.get(earlier, earlier)
-    return keeper
-
-
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     """The bytes live while each operation runs, or at the place before it."""
-    after = [gather.last + 1 for gather in problem.gathers]
-    for i, keeper in keepers(problem, schedule).items():
-        after[keeper] = max(after[keeper], problem.gathers[i].last + 1)
-    spans = [(2 * b.start, 2 * after[i], problem.gathers[i].held) for b in schedule.gathers for i in b.members]
+    last = problem.last_uses(schedule.dropped)
+    spans = [(2 * b.start, 2 * last[i] + 2, problem.gathers[i].held) for b in schedule.gathers for i in b.members]
     for b in schedule.gathers:
         spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
     for b in schedule.reductions:
@@ -89,4 +78,5 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     places = sorted({0, len(problem.seconds), *(m.issue for m in messages), *(m.need for m in messages)})
     times, seconds = played(problem, schedule, places)
     live = memory(problem, schedule)
-    return Outcome(seconds, int(live.max(initial=0)), messages, times, live)
+    peak = int(live.max(initial=0)) if problem.peak_of is None else problem.peak_of(schedule)
+    return Outcome(seconds, peak, messages, times, live)

@@ -48,11 +48,7 @@ class Load(NamedTuple):
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
     """What is dropped with `dropped` at no cost: values that are live anyway until they are used again."""
-    last, keeper = [g.last for g in problem.gathers], {}
-    for i in sorted(dropped):
-        earlier = problem.gathers[i].again
-        keep = keeper[i] = keeper.get(earlier, earlier)
-        last[keep] = max(last[keep], problem.gathers[i].last)
+    last, keeper = problem.last_uses(dropped), problem.keepers(dropped)
     more = {
         i
         for i, g in enumerate(problem.gathers)
@@ -100,12 +96,8 @@ class Loads:
         return self.memory - by_operation(self.alone(dropped))
 
     def _held(self, dropped: frozenset[int]) -> list[Span]:
-        gathers = self.problem.gathers
-        last, keeper = [g.last for g in gathers], {}
-        for i in sorted(dropped):
-            keep = keeper[i] = keeper.get(gathers[i].again, gathers[i].again)
-            last[keep] = max(last[keep], gathers[i].last)
-        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(gathers) if i not in dropped]
+        last = self.problem.last_uses(dropped)
+        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(self.problem.gathers) if i not in dropped]
 
     def _gather(self, members: Members) -> Load | None:
         if members not in self._gathers:

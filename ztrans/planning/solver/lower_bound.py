@@ -102,13 +102,12 @@ def _jobs(problem: Problem) -> list[_Job]:
 
 def _values(problem: Problem) -> tuple[list[int | None], list[int]]:
     """For each gather, the place after the last use of its value before, and the least that holding it takes."""
-    value: list[int] = []
+    first = problem.keepers(i for i, g in enumerate(problem.gathers) if g.again is not None)
     after: dict[int, int] = {}
     held: dict[int, int] = {}
     afters, helds = [], []
     for i, g in enumerate(problem.gathers):
-        v = i if g.again is None else value[g.again]
-        value.append(v)
+        v = first.get(i, i)
         held[v] = min(held.get(v, g.held), g.held)
         afters.append(after.get(v))
         helds.append(held[v])

@@ -13,7 +13,7 @@ at fixed places.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -92,12 +92,28 @@ class Problem:
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
     names: tuple[str, ...] = ()  # by which errors call the operations
+    peak_of: Callable[[Schedule], int] | None = None  # the peak of the program that a schedule makes, if there is one
 
     def place(self, k: int) -> str:
         """A place, as errors say it."""
         if not self.names:
             return f"at place {k}"
         return f"before {self.names[k]}" if k < len(self.names) else "at the end"
+
+    def keepers(self, dropped: Iterable[int]) -> dict[int, int]:
+        """For each dropped gather, the earlier gather whose value is kept for it."""
+        keeper: dict[int, int] = {}
+        for i in sorted(dropped):
+            earlier = self.gathers[i].again
+            keeper[i] = keeper.get(earlier, earlier)
+        return keeper
+
+    def last_uses(self, dropped: Iterable[int]) -> list[int]:
+        """By gather: the last operation that reads its value, in place of a dropped gather too."""
+        last = [gather.last for gather in self.gathers]
+        for i, keeper in self.keepers(dropped).items():
+            last[keeper] = max(last[keeper], self.gathers[i].last)
+        return last
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from .evaluation import keepers
 from .problem import Bucket, Gather, Problem, Reduction, Schedule
 
 
@@ -41,7 +40,7 @@ def _check_dropped(problem: Problem, schedule: Schedule) -> None:
     for i in sorted(schedule.dropped):
         if problem.gathers[i].again is None:
             raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and no value is kept for it")
-    for i, keeper in keepers(problem, schedule).items():
+    for i, keeper in problem.keepers(schedule.dropped).items():
         if keeper in schedule.dropped:
             raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and so is the one it repeats")
 
