@@ -13,7 +13,6 @@ from ztrans.planning.formulate import formulate, frame
 from ztrans.planning.plan_names import resolve
 from ztrans.planning.program_order import skeleton
 from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.solve import one_ahead
 
 SLOW, FAST = (zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11)))
 # Packed leaves and large ones, casts, padding, updates in place, a global norm, several gradients of one leaf.

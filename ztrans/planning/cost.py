@@ -127,26 +127,37 @@ class Held(NamedTuple):
 
 
 def held(graph: Graph, given: Donation) -> list[Held]:
-    """Every storage and buffer of a program, from the equation that makes it to the last that needs it.
+    """Every storage and buffer of a program, from the equation that makes it to the last one that needs it.
 
-    Buffers are what a collective receives from its start on, what it packs, and a reduction casts or pads, until
-    its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state
-    outputs replace them.
+    Inputs are live throughout, because they belong to the caller; outputs of the state take their place.
     """
     size, n = local_bytes(graph), len(graph.eqns)
     waits = {e.args[0]: i for i, e in enumerate(graph.eqns) if e.op is WAIT}
     lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
-    found = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
+    every = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
     for i, e in enumerate(graph.eqns):
-        for out in e.outs:
+        starts = is_start(e)
+        for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, e.outs.index(out), graph.axes) if is_start(e) else size(out)
-                found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
-        if is_start(e) and (sent := sent_bytes(e, graph.axes)):
-            end = min(waits[f] for f in e.outs)
-            found.append(Held(i, end, e.outs[0], sent, "send buffer"))
-            found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
-    return found
+                allocated = received_bytes(e, k, graph.axes) if starts else size(out)
+                every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
+        if starts:
+            every += _packing(graph, e, i, min(waits[future] for future in e.outs))
+    return every
+
+
+def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
+    """The buffers of a collective that starts at one equation and is first waited for at another.
+
+    It sends what it packs, and what a reduction casts or pads, from a buffer that lives until the wait. The buffer
+    from which a gather unpacks values is there at the start and at the wait.
+    """
+    sent = sent_bytes(start, graph.axes)
+    if not sent:
+        return []
+    unpacked, first = unpacked_bytes(start, graph.axes), start.outs[0]
+    receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
+    return [Held(at, wait, first, sent, "send buffer"), *receive]
 
 
 def memory(graph: Graph) -> Memory:

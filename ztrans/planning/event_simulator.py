@@ -193,6 +193,6 @@ def play(
                     clock = end
                 clock += messages[i].unpack + follows(i, k)
         start.append(clock)
-    end = tuple(network.come(i) for i in number)
-    begin = tuple(network.begin[i] for i in number)
-    return Played(tuple(arrive), tuple(start), begin, end, tuple(stall))
+    ends = tuple(network.come(i) for i in number)
+    begins = tuple(network.begin[i] for i in number)
+    return Played(tuple(arrive), tuple(start), begins, ends, tuple(stall))

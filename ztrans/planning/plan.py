@@ -32,6 +32,7 @@ from .solver.validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
 _UPDATES = ("eager", "last", WRITTEN)
+_LISTS = ("dropped", "notes")  # the fields that are lists of strings
 
 
 class OtherProgramError(ValueError):
@@ -143,21 +144,36 @@ def _frozen(found: Any) -> Any:
 
 
 def _wrong_field(plan: Plan) -> str:
-    """What is wrong with the types of a plan's fields, if anything is."""
-    strings = lambda x: isinstance(x, tuple) and all(isinstance(each, str) for each in x)
-    bucket = lambda x: isinstance(x, tuple) and len(x) == 2 and strings(x[0]) and bool(x[0]) and isinstance(x[1], str)
-    for name in ("gathers", "reductions"):
-        buckets = getattr(plan, name)
-        if not isinstance(buckets, tuple):
-            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-        wrong = next((each for each in buckets if not bucket(each)), None)
-        if wrong is not None:
-            return f"{name} holds {wrong!r}, which is no pair of the names of members and of a place"
-    for name in ("dropped", "notes"):
-        if not strings(getattr(plan, name)):
-            return f"{name} is {getattr(plan, name)!r}; it is a list of strings"
-    if not isinstance(plan.program, str):
-        return f"program is {plan.program!r}; it is the hash of a program"
+    """Say which field of a plan has a wrong type; "" if none has."""
+    wrong = (
+        *(_wrong_buckets(name, getattr(plan, name)) for name in ("gathers", "reductions")),
+        *(f"{x} is {getattr(plan, x)!r}; it is a list of strings" * (not _strings(getattr(plan, x))) for x in _LISTS),
+        f"program is {plan.program!r}; it is the hash of a program" * (not isinstance(plan.program, str)),
+        _wrong_update(plan),
+    )
+    return next(filter(None, wrong), "")
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+
+
+def _is_bucket(value: object) -> bool:
+    """Whether a value is a pair of the names of members and the name of a place."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    members, place = value
+    return _strings(members) and bool(members) and isinstance(place, str)
+
+
+def _wrong_buckets(name: str, buckets: object) -> str:
+    if not isinstance(buckets, tuple):
+        return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+    wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
+    return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place" if wrong else ""
+
+
+def _wrong_update(plan: Plan) -> str:
     if plan.update not in _UPDATES:
         return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
     if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
