@@ -1,8 +1,8 @@
-"""simulate: how long the program of one rank takes on a cluster, and what its collectives expose.
+"""simulate: how long the program of one rank takes on a cluster, and which communication compute waits for.
 
-Every equation is an operation of the compute queue, with the roofline's duration or a measured one;
-every started collective is a message of its communicator: one for gathers and one for reductions of
-each axis, and one for the step's own collectives. The play itself is `play`'s.
+Every equation is an operation of the compute queue. Its duration is measured, or that of the roofline. Every started
+collective is a message of its lane. An axis has one lane for gathers and one for reductions, and the step's own
+collectives have another. `event_simulator` plays them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WAIT_TENSOR = "wait_tensor"
 
 
 def lane(eqn: Eqn) -> str:
-    """The communicator of a started collective: gathers and reductions of an axis never queue behind each other."""
+    """The name of a started collective's lane: gathers and reductions of an axis never queue behind each other."""
     if is_users(eqn):
         return f"{eqn.args[-1]} (step)"
     return f"{eqn.kwargs['axis']} {'gather' if eqn.op is ALL_GATHER else 'reduce'}"
 
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
-    """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
+    """The seconds that each equation takes of compute; a collective takes those of packing and unpacking."""
     size, measured = local_bytes(graph), dict(cluster.measured)
-    made = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
-    found = []
+    starts = {out: e for e in graph.eqns for out in e.outs if is_start(e)}
+    durations = []
 
     def known(e: Eqn, part: str = "") -> float | None:
         return measured.get(signature(e, graph) + part) if measured else None
@@ -44,22 +44,22 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     for e in graph.eqns:
         if is_start(e):
             took = known(e)
-            found.append(_packing(e, graph, cluster) if took is None else took)
+            durations.append(_packing(e, graph, cluster) if took is None else took)
         elif e.op is WAIT:
-            start = made[e.args[0]]
+            start = starts[e.args[0]]
             first = start.outs[0] is e.args[0]  # the first member's wait unpacks the bucket
             took = known(start, " wait")
-            found.append((_unpacking(start, graph, cluster) if took is None else took) if first else 0.0)
+            durations.append((_unpacking(start, graph, cluster) if took is None else took) if first else 0.0)
         elif e.op is SHARD or is_view(e):
-            found.append(0.0)
+            durations.append(0.0)
         else:
             took = known(e)
-            found.append(_roofline(e, graph, cluster, size) if took is None else took)
-    return found
+            durations.append(_roofline(e, graph, cluster, size) if took is None else took)
+    return durations
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
-    """What the duration of an operation depends on: its name, the local types of its values, its literals."""
+    """A text of everything that the duration of an operation depends on: its name, local types and literals."""
     at = dict.fromkeys(graph.axes, 0)
 
     def show(x: Any) -> str:
@@ -82,8 +82,7 @@ def _roofline(e: Eqn, graph: Graph, cluster: Cluster, size: Any) -> float:
 
 
 def _rated(e: Eqn) -> str:
-    """The name of the rate at which an operation computes: the dtype of its result, or "tf32" where PyTorch lets
-    products in fp32 run so."""
+    """The name of an operation's rate: the dtype of its result, or "tf32" where PyTorch runs fp32 products in TF32."""
     dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
@@ -93,18 +92,20 @@ def _rated(e: Eqn) -> str:
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """Copies into the send buffer, and the processor's share of moving it."""
+    """The seconds of compute to start a collective: to copy into its send buffer, and to send."""
     link = cluster.link(e.kwargs["axis"])
     host = link.call + link.host * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    lies = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
-    copied = 2 * sum(size(v) for v, k in zip(e.ins, lies) if not k)
+    in_place = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """What was measured of such bytes, or copies out of what was received: a bucket's members made contiguous,
-    the terms of a sum added up."""
+    """The seconds of compute to make values of received bytes, as measured for their kind, else those of copies.
+
+    The members of a packed gather are copied out of its buffer; the terms of a reduce_scatter are added up.
+    """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(e.op.name)
     if known is not None:
         return cluster.device.launch + known * wire_bytes(e, graph.axes)
@@ -117,9 +118,9 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
-    """Every started collective as a message, with the bytes that it moves; equation i is operation i."""
+    """Every started collective as a message, with the bytes that it moves. Equation i is operation i."""
     waits = {e.args[0]: i for i, e in reversed(list(enumerate(graph.eqns))) if e.op is WAIT or _waits(e)}
-    found = []
+    sent = []
     for i, e in enumerate(graph.eqns):
         if is_start(e):
             axis, kind, moved = e.kwargs["axis"], e.op.name, wire_bytes(e, graph.axes)
@@ -127,15 +128,15 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         elif is_users(e) and not _waits(e):
             axis = e.args[-1]
             if axis not in graph.axes:
-                continue  # a group that is none of the mesh's axes: nothing is known of it
+                continue  # the group is not an axis of the mesh, so its cost is not known
             kind, moved = _users_bytes(e, graph.axes[axis], local_bytes(graph))
             need = min((waits[o] for o in variables(e.outs) if o in waits), default=len(graph.eqns))
         else:
             continue
         link = cluster.link(axis)
         latency, moving = link.seconds(kind, moved, graph.axes[axis])
-        found.append((e, Message(i + 1, need, lane(e), link.name, latency, moving), moved))
-    return found
+        sent.append((e, Message(i + 1, need, lane(e), link.name, latency, moving), moved))
+    return sent
 
 
 def _waits(e: Eqn) -> bool:
@@ -143,16 +144,17 @@ def _waits(e: Eqn) -> bool:
 
 
 def _users_bytes(e: Eqn, ranks: int, size: Any) -> tuple[str, int]:
-    """The kind of one of the step's own collectives, and the bytes that a rank receives."""
+    """The kind of a collective of the user's step, and the bytes that a rank receives."""
     name, whole = op_name(e.op), max(sum(map(size, e.ins)), sum(size(o) for o in variables(e.outs)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
     return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
 
 
 def simulate(graph: Graph, cluster: Cluster) -> Timeline:
-    """Play a program on a cluster.
+    """Simulate a program on a cluster.
 
-    Raises: ValueError when the cluster has no link for an axis that the program communicates over.
+    Raises:
+        ValueError: the cluster has no link for an axis that the program communicates over.
     """
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])

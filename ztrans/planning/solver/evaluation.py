@@ -1,4 +1,4 @@
-"""evaluation: what a schedule of collectives comes to: its seconds and its peak of memory."""
+"""evaluation: the seconds that a schedule of collectives takes, and its peak of live bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .updates import Updates
 
 @dataclass(frozen=True)
 class Outcome:
-    """`messages` are in the order of their issue, as in `issued`; `played` has the places that one of them
-    is issued at or waited for, in order. `memory[k]` is what operation k has live."""
+    """The result of playing a schedule."""
 
     seconds: float
-    peak: int
-    messages: tuple[Message, ...]
-    played: Played
-    memory: np.ndarray
+    peak: int  # of the program that the schedule makes, if the problem has one; else of `memory`
+    messages: tuple[Message, ...]  # in the order of their issue
+    played: Played  # at the places where one of them is issued or waited for
+    memory: np.ndarray  # by operation: live bytes, counted by slot
 
     @property
     def at(self) -> int:
@@ -44,7 +43,7 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
 
 
 def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
-    """The message that a bucket is; `members` are its gathers or reductions."""
+    """A bucket as a message; `members` are its gathers or reductions."""
     wire, seconds, host, unpack = sending(problem, members)
     return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, seconds, host, unpack)
 
@@ -58,12 +57,12 @@ def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Me
 
 
 def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = None) -> tuple[Played, float]:
-    """A schedule as it is played (see `play`), and the seconds that the whole step takes."""
-    sent, updates, reduces = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
+    """Play a schedule (see `play`); the second result is the seconds of the whole step."""
+    sent, updates, reductions = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
 
     def follows(i: int, place: int) -> float:
         bucket = sent[i][0]
-        return updates.follow(bucket.members, place) if id(bucket) in reduces else 0.0
+        return updates.follow(bucket.members, place) if bucket and id(bucket) in reductions else 0.0
 
     def precedes(messages: Sequence[int], place: int) -> float:
         return updates.run(place) if any(sent[i][0] is not None for i in messages) else 0.0

@@ -95,7 +95,7 @@ def _chosen(search: Search) -> Schedule:
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
-    """Every message alone, started or waited for one message ahead; None when that does not fit."""
+    """Every message in a bucket of its own, started or waited for one message ahead; None if that does not fit."""
     order = sorted((i for i in range(len(problem.gathers)) if i not in dropped), key=lambda i: problem.gathers[i].use)
     gathers = [
         Bucket((i,), min(max(before, problem.gathers[i].release), problem.gathers[i].use), problem.gathers[i].use)
@@ -116,8 +116,10 @@ def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
 
 
 def later(problem: Problem, schedule: Schedule) -> Schedule:
-    """Every gather started at the last place before its transfer begins: less is live, and where sending costs no
-    compute, nothing else changes."""
+    """Start every gather at the last place before its transfer begins.
+
+    Fewer bytes are live then. Where sending costs no compute, nothing else changes.
+    """
     times, _ = played(problem, schedule)
     last: dict[str, int] = {}  # by lane, where the message after starts
     ours = set(map(id, schedule.gathers))
