@@ -35,7 +35,7 @@ from ztrans.ir.operations import is_matmul, is_view_or_cast
 from ztrans.ir.user_collectives import is_users
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
-from ztrans.planning.formulate import pose
+from ztrans.planning.formulate import formulate
 from ztrans.planning.make_plan import SLACK
 from ztrans.planning.program_order import skeleton
 from ztrans.planning.simulate import simulate
@@ -173,7 +173,7 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
     notes = {"ztrans": "; ".join(planned.plan.notes)}
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
-    least = bound(pose(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
+    least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
     return {
         "sequence": sequence, "trace s": tracing, "equations": len(plain.eqns), "rows": rows, "notes": notes,
         "least ms": 1e3 * least.seconds, "binds": least.binds,

@@ -27,7 +27,7 @@ from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.fingerprint import fingerprint
-from .planning.formulate import pose
+from .planning.formulate import formulate
 from .planning.make_plan import make
 from .planning.plan import Plan
 from .planning.plan_transfer import landmarks, transfer
@@ -162,7 +162,7 @@ class Lowered:
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
         if not s.gathers and not s.reductions:
             return played
-        least = bound(pose(s, cluster, played.peak))
+        least = bound(formulate(s, cluster, played.peak))
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:

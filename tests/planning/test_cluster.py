@@ -9,7 +9,7 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.planning.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
-from ztrans.planning.formulate import pose
+from ztrans.planning.formulate import formulate
 from ztrans.planning.program_order import skeleton
 from ztrans.planning.simulate import seconds
 
@@ -147,7 +147,7 @@ def test_what_is_known_of_unpacking_counts_for_every_message_of_its_kind():
     known, cluster = Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)), zt.cluster("cpu", dp=Link("w", 1e-6, 1e6))
     slow = dataclasses.replace(cluster, links=(("dp", known),))
     s = skeleton(lowered.hinted)
-    problem = pose(s, slow, INF)
+    problem = formulate(s, slow, INF)
     assert {problem.wires[r.key].unpack for r in problem.reductions} == {1e-3}
     assert {problem.wires[g.key].unpack for g in problem.gathers} == {0.0}
     reduced = sum(r.wire for r in problem.reductions)

@@ -14,7 +14,7 @@ from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.graph import Graph
 from ztrans.ir.operations import is_matmul
 from ztrans.ir.user_collectives import is_users, is_wait
-from ztrans.planning.formulate import pose
+from ztrans.planning.formulate import formulate
 from ztrans.planning.program_order import skeleton
 
 MESH = zt.AbstractMesh(dp=2, tp=2)
@@ -116,7 +116,7 @@ def test_it_commutes_with_remat():
 def test_a_plan_counts_what_is_hidden_once():
     """A collective of the step's own stands still where it is waited for as long as it has not come by then."""
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
-    posed = [pose(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
+    posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
     assert [len(p.others) for p in posed] == [len(beside(before.graph))] * 2 or all(p.others for p in posed)
     for lowered in (before, after):

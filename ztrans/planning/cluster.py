@@ -1,8 +1,8 @@
-"""Cluster: what the machines can do, as far as a schedule must know it.
+"""cluster: what the machines can do, as far as a schedule depends on it.
 
-A `Device` has matmul rates by dtype, memory bandwidth and the time to launch an operation; a `Link`
-a latency and a bandwidth. A `Cluster` says which link each mesh axis crosses. What was measured of
-a program's own operations may be put beside them, and then counts instead of the roofline.
+A `Device` has matmul rates by dtype, a memory bandwidth, and the time to launch an operation. A `Link` has a latency
+and a bandwidth. A `Cluster` says which link each mesh axis crosses. It may also hold the measured durations of a
+program's own operations, which count instead of the roofline.
 """
 
 from __future__ import annotations
@@ -135,18 +135,18 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
     if isinstance(device, str) and device.lower() not in DEVICES:
         raise ValueError(f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}.")
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
-    found = []
+    crossed = []
     for axis, link in links.items():
         if isinstance(link, str) and link not in LINKS:
             raise ValueError(f"cluster: no profile of link {link!r} for axis {axis!r}; there are {', '.join(LINKS)}.")
         link = LINKS[link] if isinstance(link, str) else link
         if not link.bandwidth > 0 or link.latency < 0:
             raise ValueError(f"cluster: {link} for axis {axis!r}: bandwidth must be positive, latency not negative.")
-        found.append((axis, link))
-    return Cluster(chosen, tuple(found))
+        crossed.append((axis, link))
+    return Cluster(chosen, tuple(crossed))
 
 
 def assumed(device_type: str, axes: Mapping[str, int]) -> Cluster:
-    """The profile to plan with where nobody named one: H100s on InfiniBand, or CPUs on Ethernet."""
+    """The cluster to plan with if none is named: H100s on InfiniBand, or CPUs on Ethernet."""
     device, link = ("cpu", "ethernet-1g") if device_type == "cpu" else ("h100", "infiniband")
     return cluster(device, **dict.fromkeys(axes, link))

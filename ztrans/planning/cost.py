@@ -1,6 +1,6 @@
-"""What a program costs: operations, bytes, wire bytes by axis and role, live memory.
+"""cost: what a program costs, in operations, bytes, wire bytes by axis and role, and live memory.
 
-Worked out from the program alone, for rank 0, whose shards are the largest; nothing is run.
+The figures follow from the program alone, for rank 0, whose shards are the largest. Nothing is run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cost:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """Live bytes after each equation, and who holds the peak."""
+    """The bytes that are live while each equation runs, and the values that are live at the peak."""
 
     live: tuple[int, ...]  # live[i]: while equation i runs
     peak: int
@@ -80,7 +80,7 @@ def _si(n: float, unit: str) -> str:
 
 
 def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
-    """Bytes of a value on the first rank of every axis."""
+    """A function that gives the bytes of a value on one rank of every axis, by default the first."""
     at = {axis: rank for axis in graph.axes}
 
     def size(v: Var) -> int:
@@ -93,7 +93,7 @@ def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
 
 
 def cost(graph: Graph) -> Cost:
-    """The cost of one step of a program on one rank."""
+    """Count what one step of a program costs on one rank."""
     size = local_bytes(graph)
     operations, traffic, wire = 0, 0, Counter()
     for e in graph.eqns:
@@ -106,7 +106,7 @@ def cost(graph: Graph) -> Cost:
 
 
 def flops(e: Eqn, graph: Graph) -> int:
-    """Floating-point operations of one equation on the first rank."""
+    """Count the floating-point operations of one equation on the first rank."""
     at = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
     if formula is None:
@@ -117,7 +117,7 @@ def flops(e: Eqn, graph: Graph) -> int:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
 
     given = [meta(a) if isinstance(a, Var) else a for a in e.args]
-    # A gradient that is not asked for is None, and has the shape of what it would be the gradient of.
+    # A gradient that nothing asks for is None. Its shape is that of the argument that it belongs to.
     outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
@@ -133,30 +133,40 @@ class Held(NamedTuple):
 
 
 def held(graph: Graph, given: Donation) -> list[Held]:
-    """Every storage and buffer of a program, from the equation that makes it to the last that needs it.
+    """Every storage and buffer of a program, from the equation that makes it to the last one that needs it.
 
-    Buffers are what a collective receives from its start on, what it packs, and a reduction casts or pads, until
-    its wait, and what a gather unpacks while it does. Inputs are live throughout, being the caller's; state
-    outputs replace them.
+    Inputs are live throughout, because they belong to the caller; outputs of the state take their place.
     """
     size, n = local_bytes(graph), len(graph.eqns)
     starts = pair(graph).starts
     lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
-    found = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
+    every = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
     for i, e in enumerate(graph.eqns):
-        for out in e.outs:
+        for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, e.outs.index(out), graph.axes) if out.future else size(out)
-                found.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
-        if sent := sent_bytes(e, graph.axes):
-            end = starts[e].first_wait
-            found.append(Held(i, end, e.outs[0], sent, "send buffer"))
-            found += [Held(k, k, e.outs[0], unpacked_bytes(e, graph.axes), "receive buffer") for k in (i, end)]
-    return found
+                allocated = received_bytes(e, k, graph.axes) if out.future else size(out)
+                every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
+        if e in starts:
+            every += _packing(graph, e, i, starts[e].first_wait)
+    return every
+
+
+def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
+    """The buffers of a collective that starts at one equation and is first waited for at another.
+
+    It sends what it packs, and what a reduction casts or pads, from a buffer that lives until the wait. The buffer
+    from which a gather unpacks values is there at the start and at the wait.
+    """
+    sent = sent_bytes(start, graph.axes)
+    if not sent:
+        return []
+    unpacked, first = unpacked_bytes(start, graph.axes), start.outs[0]
+    receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
+    return [Held(at, wait, first, sent, "send buffer"), *receive]
 
 
 def memory(graph: Graph) -> Memory:
-    """Live bytes over a program (see `held`)."""
+    """Count the live bytes at every equation of a program (see `held`)."""
     every, n = held(graph, donation(graph)), len(graph.eqns)
     state = sum(h.bytes for h in every[: graph.num_state])
     change = [0] * (n + 1)
@@ -166,6 +176,6 @@ def memory(graph: Graph) -> Memory:
     curve = list(accumulate(change[:n]))
     peak = max(curve, default=state)
     at = curve.index(peak) if curve else 0
-    there = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
-    holders = tuple(sorted(there, key=lambda holder: -holder[1]))
+    at_peak = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
+    holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
     return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)

@@ -1,4 +1,7 @@
-"""Eager updates: what of the update leaves its place, and runs when its reductions have been waited for."""
+"""eager_updates: the equations of the update that leave their places.
+
+They run as soon as the reductions that they need have been waited for.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ class Group:
     eqns: tuple[Eqn, ...]
 
     def update(self, cost: Mapping[Eqn, float]) -> Update:
-        """The group as a part of the problem."""
+        """The group as an `Update` of the problem."""
         return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
 
 
 def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
     """The equations of the update that leave their places, in groups.
 
-    What an operation at a fixed place yields after the last reduction was waited for, as the scale of a global
-    norm, comes with no reduction: the equations that need it stay.
+    An equation may need a value that an operation at a fixed place makes after the last reduction was waited for, as
+    the scale of a global norm. No reduction comes with that value, so the equation stays.
     """
     movable, free = s.floating
     release = _releases(s, gathers, {*movable, *free.values()})
     root = s.live.root
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
-    found: dict[_Key, list[Eqn]] = {}
+    by_key: dict[_Key, list[Eqn]] = {}
     latest = max(s.need, default=0)
     for e in movable:
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
@@ -44,20 +47,25 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
         if place > latest:
             place = s.places[e] + 1
         else:
-            found.setdefault((reductions, place), []).append(e)
+            by_key.setdefault((reductions, place), []).append(e)
         for out in filter(None, e.outs):
             after[out], release[out] = reductions, place
-    for key, eqns in _askers(free, found).items():
-        found.setdefault(key, []).extend(eqns)
+    for key, eqns in _askers(free, by_key).items():
+        by_key.setdefault(key, []).extend(eqns)
     in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
-    return tuple(Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in found.items())
+    return tuple(
+        Group(tuple(sorted(reductions)), place, in_order(eqns))
+        for (reductions, place), eqns in by_key.items()
+    )
 
 
-def _askers(free: Mapping[Var, Eqn], found: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
-    """What depends on state alone, by the group that asks for it; what several ask for needs no reduction, and what
-    none asks for stays at its place."""
+def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
+    """The equations that depend on state alone, by the group that needs them.
+
+    One that several groups need is in a group without reductions; one that no group needs stays at its place.
+    """
     asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
-    for key, eqns in found.items():
+    for key, eqns in groups_by_key.items():
         todo = [free[v] for e in eqns for v in e.ins if v in free]
         while todo:
             e = todo.pop()
@@ -71,7 +79,7 @@ def _askers(free: Mapping[Var, Eqn], found: Mapping[_Key, Sequence[Eqn]]) -> dic
 
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
-    """The place from which a value is there; of a leaf of the state, from which nothing at a fixed place reads it."""
+    """By value: the place from which it exists. By leaf of the state: the place after its last fixed reader."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     release: dict[Var, int] = {}
     for k, e in enumerate(s.ops):
@@ -86,7 +94,7 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
 
 
 def deadline(s: Skeleton, floating: set[Eqn], born: int, need: int) -> int:
-    """The place at which a reduction must have been waited for: right before the equations that leave their places."""
+    """The place at which a reduction must have been waited for, before the equations that leave their places."""
     while need > born + 1 and s.ops[need - 1] in floating:
         need -= 1
     return need

@@ -1,8 +1,8 @@
-"""event_simulator: what happens when, for one rank: a queue of compute and one FIFO for each communicator.
+"""event_simulator: when everything happens on one rank, which has a queue of compute and a lane for each communicator.
 
-Operations run one after the other. A message is issued just before an operation, joins its lane,
-and another operation waits for it. Lanes are independent; messages of different lanes that cross
-the same link at the same time share its bandwidth equally. All times are in seconds.
+Operations run one after the other. A message is issued just before an operation and joins its lane; another operation
+waits for it. Lanes are first in, first out, and independent of each other. Messages of different lanes that cross the
+same link at the same time share its bandwidth equally. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """When everything happened: `arrive[k]` and `start[k]` of place k (they differ by what is sent, waited
-    for and unpacked there), the `begin` and `end` of each message, and the seconds that compute waited for it."""
+    """When everything happened, by place and by message."""
 
-    arrive: tuple[float, ...]
-    start: tuple[float, ...]
-    begin: tuple[float, ...]
+    arrive: tuple[float, ...]  # by place: when compute reaches it
+    start: tuple[float, ...]  # by place: when everything that is sent, waited for and unpacked there is done
+    begin: tuple[float, ...]  # by message
     end: tuple[float, ...]
-    stall: tuple[float, ...]
+    stall: tuple[float, ...]  # by message: the seconds that compute waited for it
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return max((self.start[-1], *self.end))
 
 
 class Network:
-    """The messages under way: the head of each lane first waits out its latency, then moves bytes.
+    """The messages that are under way. The head of each lane first waits for its latency, then moves bytes.
 
-    `begin` and `end` of a message are infinite until it has."""
+    `begin` and `end` of a message are infinite until it has begun or ended.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -64,7 +64,7 @@ class Network:
         self.next = _NEVER  # the time of the next event
 
     def issue(self, message: Message, now: float) -> int:
-        """Send a message, at a time to which `run` has come; its number."""
+        """Send a message at the time up to which `run` has played, and return its number."""
         i = len(self.messages)
         self.messages.append(message)
         self.begin.append(_NEVER)
@@ -80,12 +80,12 @@ class Network:
         return i
 
     def run(self, until: float) -> None:
-        """Let time pass."""
+        """Let time pass up to `until`."""
         while self.next <= until:
             self._step()
 
     def come(self, i: int) -> float:
-        """Let time pass until message `i` has come, if it has not; when it did."""
+        """Let time pass until message `i` has arrived, and return when it did."""
         while self.end[i] == _NEVER:
             self._step()
         return self.end[i]
@@ -121,13 +121,16 @@ class Network:
 
 
 class _Link:
-    """The messages that move bytes over one link, in equal shares: until `since`, each that is still
-    there had been `served` so many seconds of the link to itself, counted from when the link was new."""
+    """The messages that move bytes over one link, in equal shares.
+
+    Up to time `since`, a message that is active since the beginning has been `served` as much as in so many seconds
+    of the link to itself.
+    """
 
     __slots__ = ("active", "next", "served", "since")
 
     def __init__(self) -> None:
-        self.active: list[tuple[float, int]] = []  # (what it will have been served when done, message), in order
+        self.active: list[tuple[float, int]] = []  # (`served` when it is done, message), in order
         self.served = self.since = 0.0
         self.next = _NEVER  # when the first of them is done
 
@@ -154,11 +157,11 @@ def play(
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
     precedes: Callable[[Sequence[int], int], float] = lambda messages, place: 0.0,
 ) -> Played:
-    """Play a program: `compute[k]` seconds of operation k, and `messages` in the order of their issue.
+    """Play a program with `compute[k]` seconds of operation k, and `messages` in the order of their issue.
 
-    Times are given for `places`, by default every one; places at which nothing is issued or needed
-    may be left out, which makes it faster. `follows(i, k)` says how many seconds of further compute
-    run once message i has been waited for at place k, and `precedes(messages, k)` how many before these are.
+    Times are given for `places`, by default for every one. Places at which nothing is issued or needed may be left
+    out, which is faster. `follows(i, k)` gives the seconds of further compute that run once message i has been waited
+    for at place k, and `precedes(messages, k)` those that run before the messages are waited for.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -193,6 +196,6 @@ def play(
                     clock = end
                 clock += messages[i].unpack + follows(i, k)
         start.append(clock)
-    end = tuple(network.come(i) for i in number)
-    begin = tuple(network.begin[i] for i in number)
-    return Played(tuple(arrive), tuple(start), begin, end, tuple(stall))
+    ends = tuple(network.come(i) for i in number)
+    begins = tuple(network.begin[i] for i in number)
+    return Played(tuple(arrive), tuple(start), begins, ends, tuple(stall))

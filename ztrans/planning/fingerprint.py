@@ -51,7 +51,7 @@ def update_fingerprint(graph: Graph) -> str:
 
 
 def _batch_sized(graph: Graph) -> set[Var]:
-    """The values whose shapes, or the constants that made them, may depend on the size of the batch."""
+    """The values whose shapes, or whose constants, may depend on the size of the batch."""
     sized = set(graph.batch)
     for e in graph.eqns:
         depends = is_random(e.op) or any(v in sized for v in e.ins)
@@ -74,17 +74,17 @@ def _literals(tree: Any, read: Any) -> Any:
 
 
 def _show(v: Var, sized: set[Var]) -> str:
-    """A value; where its shape may depend on the batch, without its extents."""
+    """The text of a value, without its extents where they may depend on the batch."""
     return f"{v.name}: {v.dtype}, {len(v.shape)} dims" if v in sized else repr(v)
 
 
 def _outline(e: Eqn) -> str:
-    """An equation without its numbers, which may depend on the batch."""
+    """The text of an equation without its numbers, which may depend on the batch."""
     outs = ", ".join("_" if out is None else f"{out.name}: {out.dtype}, {len(out.shape)} dims" for out in e.outs)
     return f"{outs} = {op_name(e.op)}({', '.join(v.name for v in e.ins)})"
 
 
 def _constants(e: Eqn) -> bytes:
-    """The contents of the tensors that were written in the step: torch.tensor(...)."""
+    """The contents of the tensors that the step wrote out, as torch.tensor(...)."""
     tensors = [x for x in pytree.tree_leaves((e.args, dict(e.kwargs))) if isinstance(x, torch.Tensor)]
     return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)

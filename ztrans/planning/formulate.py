@@ -1,7 +1,7 @@
-"""formulate: the scheduling problem that a program poses on a cluster.
+"""formulate: build the scheduling `Problem` of a program for a given cluster.
 
-Durations come from the cluster, lifetimes from the program: the problem counts the same bytes as the memory
-analysis, so that a schedule which fits makes a program which fits.
+Durations come from the cluster, and lifetimes from the program. The peak of a schedule is that of the memory analysis
+of the program that it makes (`Problem.peak_of`); the bytes by operation steer the search for one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,27 @@ from ..ir.collectives import (
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from .cluster import Cluster
+from .cost import memory
 from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
+from .realise import realise
 from .residency import Value, residency
 from .simulate import COPIES, NO_COPIES, lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Wire
+from .solver.problem import Gather, Problem, Reduction, Schedule, Wire
 
 
-def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
-    """The problem of placing a program's planned collectives within `budget` bytes.
+def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
+    """Build the problem of placing a program's planned collectives.
 
-    `update` says when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
+    Args:
+        s: the program without its planned collectives.
+        cluster: gives the seconds of operations and messages.
+        budget: bytes that may be live on a rank.
+        update: when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
 
-    Raises: ValueError when the cluster has no link for one of their axes.
+    Raises:
+        ValueError: the cluster has no link for one of the axes.
     """
     graph, (problem, leaving) = s.graph, _framed(s, update)
     floating = {e for group in leaving for e in group.eqns}
@@ -53,18 +60,24 @@ def pose(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None
         memory=budget,
         updates=tuple(group.update(cost) for group in leaving),
         others=_others(s, cluster),
+        peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )
 
 
+def _peak(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> int:
+    """The peak, by the memory analysis, of the program that a schedule makes."""
+    return memory(realise(s, schedule, update, problem.keepers(schedule.dropped))).peak
+
+
 def frame(s: Skeleton, update: str | None = None) -> Problem:
-    """The problem without seconds and bytes of operations: enough to tell whether a schedule is one of it."""
+    """The problem without seconds and bytes of operations, which is enough to validate a schedule."""
     return _framed(s, update)[0]
 
 
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
-    """That, and what of the update leaves its place."""
-    gathers, asked = _gathers(s), s.reductions[0].start.order.update if s.reductions else "last"
-    leaving = groups(s, gathers) if (update or asked) == "eager" else ()
+    """The frame of a problem, and the equations of the update that leave their places."""
+    gathers = _gathers(s)
+    leaving = groups(s, gathers) if (update or s.asked_update) == "eager" else ()
     floating = {e for group in leaving for e in group.eqns}
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
@@ -84,21 +97,21 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     graph, end = s.graph, len(s.ops) - 1
     live, made = s.live, producers(graph.eqns)
-    seen: dict[tuple, int] = {}
+    latest: dict[tuple, int] = {}
     found: list[Gather] = []
     for i, p in enumerate(s.gathers):
         start, use = p.start, min(s.use[i], end)
         last = max(min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
-        # What is gathered may be made by an operation, or be what another planned collective yields.
+        # A gathered value may be the result of an operation, or of another planned collective.
         sources = [made[v] for v in start.ins if v in made]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
-        what = (start.ins[0], p.value.dtype, bucket_key(start))
-        again = seen.get(what) if start.provenance.again == "auto" else None
+        identity = (start.ins[0], p.value.dtype, bucket_key(start))
+        again = latest.get(identity) if start.provenance.again == "auto" else None
         if again is not None:
             release = max(release, found[again].last + 1)
         if start.provenance.again == "always":
             release = max(release, _phase(s, start.region, use))
-        seen[what] = i
+        latest[identity] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
         wire, name = wire_bytes(start, graph.axes), start.outs[0].name
         key, small = bucket_key(start), _is_small(start, graph)
@@ -107,7 +120,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
-    """The place at which the forward or backward pass begins that an operation belongs to."""
+    """The place at which the pass of an operation begins, forward or backward."""
     while use and s.ops[use - 1].region in (region, "update"):
         use -= 1
     return use
@@ -115,42 +128,42 @@ def _phase(s: Skeleton, region: str, use: int) -> int:
 
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     graph = s.graph
-    open_: dict[tuple, tuple[int, int]] = {}
-    found = []
+    open_buckets: dict[tuple, tuple[int, int]] = {}
+    planned = []
     for i, p in enumerate(s.reductions):
         start, held, cap = p.start, s.held[i], p.start.order.bucket
         key = (*bucket_key(start), p.then is not None)
-        if cap is not None:  # the user's own size of a bucket: as many in order of birth as it holds
-            group, filled = open_.get(key, (0, 0))
+        if cap is not None:  # the user's own size of a bucket: fill buckets in order of birth
+            group, filled = open_buckets.get(key, (0, 0))
             if filled and filled + held > cap:
                 group, filled = group + 1, 0
-            open_[key] = group, filled + held
+            open_buckets[key] = group, filled + held
             key = (*key, group)
         need = deadline(s, floating, s.born[i], s.need[i])
         wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.outs[0].name
-        found.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
-    return tuple(found)
+        planned.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
+    return tuple(planned)
 
 
 def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
-    """A reduction with the bytes that it holds under way, and after."""
+    """A reduction with the bytes that it holds while it is under way, and after that."""
     start, members = p.start, range(len(p.start.outs))
-    lies = all(sends_as_it_lies(start, k, graph.axes) for k in members)
+    in_place = all(sends_as_it_lies(start, k, graph.axes) for k in members)
     received = sum(received_bytes(start, k, graph.axes) for k in members)
     flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
-    # What follows the wait takes the room of what was under way, and further bytes only where it is larger.
+    # Updates after the wait use the room of the bytes that were under way; only what exceeds it is further bytes.
     after = value.updating + (0 if value.until else value.bytes)
     more = max(
-        after - flight - (reduction.held if lies else 0), 0 if value.until or value.received else value.bytes
+        after - flight - (reduction.held if in_place else 0), 0 if value.until or value.received else value.bytes
     )
     result, until = (value.bytes, value.until) if value.until else (0, 0)
     return reduction._replace(
-        flight=flight, freed=0 if lies else reduction.held, more=more, result=result, until=until
+        flight=flight, freed=0 if in_place else reduction.held, more=more, result=result, until=until
     )
 
 
 def _is_small(start: Eqn, graph: Graph) -> bool:
-    """Whether a collective crosses in one message with others of its bucket that are small too."""
+    """Whether a collective shares a message with other small members of its bucket."""
     axes = graph.axes
     return all(
         buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs))
@@ -158,7 +171,7 @@ def _is_small(start: Eqn, graph: Graph) -> bool:
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
-    """The collectives that no schedule places, by the places at which they are issued and waited for."""
+    """The collectives that no schedule places, with the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
     return tuple(
         message._replace(issue=s.before[message.issue], need=s.before[message.need])
@@ -188,6 +201,6 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:
-    """Bytes in flight; one message is always allowed."""
+    """The limit of bytes in flight; one message is always allowed."""
     limits = [a for a in asked if a is not None]
     return max(min(limits), max(sizes)) if limits else None

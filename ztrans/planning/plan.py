@@ -1,10 +1,9 @@
 """plan: the decisions that make an order of a program, as a value that can be printed, saved and compared.
 
-A plan names the buckets of gathers and where each starts, the buckets of reductions and where each
-is waited for, the gathers that are dropped because an earlier value is kept, and when updates run.
-It is made from shapes and costs alone, so every rank makes the same one; where ranks measured
-different costs, rank 0's counts. A plan that was loaded, received or passed is verified, and so is
-every program that one makes.
+A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
+gathers that are dropped because an earlier value is kept, and when updates run. It depends on shapes and costs alone,
+so every rank makes the same one. Where ranks measured different costs, the plan of rank 0 counts. A plan that was
+loaded, received or passed is validated, and the program in its order is verified.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .formulate import frame
 from .plan_names import Members, Named, resolve
 from .program_order import skeleton
 from .realise import realise
-from .solver.evaluation import keepers
 from .solver.validate import ScheduleError
 
 WRITTEN = "as written"  # of updates: where they were, and so is everything else
@@ -37,27 +35,26 @@ _MANY = 12  # buckets of one kind, from which on they fold
 
 
 class OtherProgramError(ValueError):
-    """A plan is for another program."""
+    """The plan is for another program."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """`gathers`: (members, the equation they start before); `reductions`: (members, the equation they are
-    waited for before); `dropped`: gathers whose value is kept from earlier. Members are named by their
-    futures, equations by their first result; "" is the end of the program. `update` is "eager", "last", or
-    "as written" for a program whose order is kept. `notes` say what was not reached, `file` where the plan
-    was read from, and `traffic` what the program sends by axis and role, once the plan has been applied to one.
+    """Buckets and places by name. Members are named by their futures, and places by the first result of the equation
+    that comes next; "" is the end of the program.
 
-    Raises: ValueError when a field is none of that.
+    Raises:
+        ValueError: a field has a wrong type.
     """
 
-    program: str  # a hash of the program that it is for
-    gathers: Named = ()
-    reductions: Named = ()
-    dropped: Members = ()
-    update: str = "eager"
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    file: str = dataclasses.field(default="", compare=False, repr=False)
+    program: str  # a hash of the program that the plan is for
+    gathers: Named = ()  # members, and the place at which they start
+    reductions: Named = ()  # members, and the place at which they are waited for
+    dropped: Members = ()  # gathers whose value is kept from an earlier gather
+    update: str = "eager"  # or "last"; "as written" where the program keeps its order
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # what the plan could not reach
+    file: str = dataclasses.field(default="", compare=False, repr=False)  # from which the plan was read
+    # What the program sends by axis and role, once the plan has been applied to one.
     traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,8 +78,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.
 
-        It is written to a new file in the same folder, which then takes the place of the old one: a full disk
-        or a kill leaves the old one whole.
+        A new file in the same folder is written first, and then replaces the old one. A full disk or a kill leaves
+        the old file whole.
         """
         target = Path(os.path.realpath(path))
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
@@ -99,7 +96,8 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
 
-        Raises: ValueError when the file holds none.
+        Raises:
+            ValueError: the file does not hold a plan.
         """
         try:
             return dataclasses.replace(Plan.of(json.loads(Path(path).read_text())), file=str(path))
@@ -110,9 +108,10 @@ class Plan:
 
     @staticmethod
     def of(found: Any) -> Plan:
-        """A plan from its JSON.
+        """Make a plan of its JSON.
 
-        Raises: ValueError when it is none.
+        Raises:
+            ValueError: the JSON does not hold a plan.
         """
         fields = [f.name for f in dataclasses.fields(Plan) if f.name not in ("file", "traffic")]
         if not isinstance(found, dict):
@@ -186,21 +185,37 @@ def _frozen(found: Any) -> Any:
 
 
 def _wrong_field(plan: Plan) -> str:
-    """What is wrong with the types of a plan's fields, if anything is."""
-    strings = lambda x: isinstance(x, tuple) and all(isinstance(each, str) for each in x)
-    bucket = lambda x: isinstance(x, tuple) and len(x) == 2 and strings(x[0]) and bool(x[0]) and isinstance(x[1], str)
-    for name in ("gathers", "reductions"):
-        buckets = getattr(plan, name)
-        if not isinstance(buckets, tuple):
-            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-        wrong = next((each for each in buckets if not bucket(each)), None)
-        if wrong is not None:
-            return f"{name} holds {wrong!r}, which is no pair of the names of members and of a place"
-    for name in ("dropped", "notes"):
-        if not strings(getattr(plan, name)):
-            return f"{name} is {getattr(plan, name)!r}; it is a list of strings"
-    if not isinstance(plan.program, str):
-        return f"program is {plan.program!r}; it is the hash of a program"
+    """Say which field of a plan has a wrong type; "" if none has."""
+    buckets = [_wrong_buckets(name, getattr(plan, name)) for name in ("gathers", "reductions")]
+    lists = [
+        f"{name} is {value!r}; it is a list of strings"
+        for name, value in (("dropped", plan.dropped), ("notes", plan.notes))
+        if not _strings(value)
+    ]
+    program = "" if isinstance(plan.program, str) else f"program is {plan.program!r}; it is the hash of a program"
+    return next(filter(None, [*buckets, *lists, program, _wrong_update(plan)]), "")
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+
+
+def _is_bucket(value: object) -> bool:
+    """Whether a value is a pair of the names of members and the name of a place."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    members, place = value
+    return _strings(members) and bool(members) and isinstance(place, str)
+
+
+def _wrong_buckets(name: str, buckets: object) -> str:
+    if not isinstance(buckets, tuple):
+        return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+    wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
+    return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place" if wrong else ""
+
+
+def _wrong_update(plan: Plan) -> str:
     if plan.update not in _UPDATES:
         return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
     if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
@@ -209,10 +224,11 @@ def _wrong_field(plan: Plan) -> str:
 
 
 def apply(graph: Graph, plan: Plan) -> Graph:
-    """The program that a plan makes of the program it is for, verified.
+    """Write a program in the order of its plan, and verify it.
 
-    Raises: OtherProgramError when it is for another program; ValueError that names what else is wrong with it, or
-    when the program needs more than the memory that `prefetch` was given.
+    Raises:
+        OtherProgramError: the plan is for another program.
+        ValueError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
     """
     program = ordered(graph, plan)
     if graph.budget is not None and (peak := memory(program).peak) > graph.budget:
@@ -224,7 +240,7 @@ def apply(graph: Graph, plan: Plan) -> Graph:
 
 
 def ordered(graph: Graph, plan: Plan) -> Graph:
-    """`apply` without a limit of memory: an order that ranks agreed on holds for a larger batch too."""
+    """`apply` without a limit of memory, because ranks agreed on this order for larger batches too."""
     if plan.program != fingerprint(graph):
         raise OtherProgramError(
             f"{plan.title}: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another "
@@ -244,7 +260,7 @@ def _scheduled(graph: Graph, plan: Plan) -> Graph:
     s = skeleton(graph)
     problem = frame(s, plan.update)
     schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
-    return realise(s, schedule, plan.update, keepers(problem, schedule))
+    return realise(s, schedule, plan.update, problem.keepers(schedule.dropped))
 
 
 def as_written(graph: Graph) -> Graph:
@@ -253,7 +269,7 @@ def as_written(graph: Graph) -> Graph:
 
 
 def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
-    """The plan, with notes where the peak of its program is above the memory of a device, or above the budget."""
+    """Add notes to a plan whose program has a peak above the budget, or above the memory of the device."""
     notes, has = [], f"the peak is {format_bytes(peak)}"
     if budget is not None and peak > budget:
         notes.append(f"{has}, and prefetch was given {format_bytes(budget)}: ranks have one order")

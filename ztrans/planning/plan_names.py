@@ -1,7 +1,7 @@
-"""plan_names: the names of a plan, and the schedule of a program that they stand for.
+"""plan_names: the names in a plan, and the schedule of a program that they stand for.
 
-A plan knows gathers and reductions by their futures, and places by the first result of the operation that comes
-next. Names that a program does not have, or that stand in the wrong place, are errors that say which.
+A plan identifies gathers and reductions by their futures, and a place by the first result of the operation that comes
+next. A name that the program does not have, or that is in a wrong place, is an error that says which.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Named = tuple[tuple[Members, str], ...]
 
 
 def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
-    """A schedule by name: its gathers with their starts, its reductions with their waits, the gathers it drops."""
+    """Name a schedule: its gathers and where each starts, its reductions and their waits, and the dropped gathers."""
     members = lambda planned, indices: tuple(planned[i].start.outs[0].name for i in indices)
     return (
         tuple((members(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
@@ -27,22 +27,23 @@ def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
 
 
 def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members) -> Schedule:
-    """The schedule of a program that names stand for.
+    """Find the schedule of a program that names stand for.
 
-    Raises: ScheduleError that names what is wrong.
+    Raises:
+        ScheduleError: a name or a place is wrong.
     """
     places = {place_name(s, k): k for k in range(len(s.ops) + 1)}
     gather, reduction = _index(s.gathers), _index(s.reductions)
     _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
     _check_once("reduction", reduction, [m for members, _ in reductions for m in members])
-    found_gathers, found_reductions = [], []
+    gather_buckets, reduction_buckets = [], []
     for names, at in gathers:
         members, start = tuple(gather[m] for m in names), _place(places, at, names)
-        found_gathers.append(Bucket(members, start, min(s.use[i] for i in members)))
+        gather_buckets.append(Bucket(members, start, min(s.use[i] for i in members)))
     for names, at in reductions:
         members, wait = tuple(reduction[m] for m in names), _place(places, at, names)
-        found_reductions.append(Bucket(members, max(s.born[i] for i in members) + 1, wait))
-    schedule = Schedule(tuple(found_gathers), tuple(found_reductions), frozenset(gather[m] for m in dropped))
+        reduction_buckets.append(Bucket(members, max(s.born[i] for i in members) + 1, wait))
+    schedule = Schedule(tuple(gather_buckets), tuple(reduction_buckets), frozenset(gather[m] for m in dropped))
     validate(problem, schedule)
     return schedule
 
@@ -52,7 +53,7 @@ def _index(planned: Sequence[Planned]) -> dict[str, int]:
 
 
 def _check_once(what: str, known: Mapping[str, int], names: Iterable[str]) -> None:
-    """Every name is known and stands once, and none is missing."""
+    """Verify that every name is known and occurs once, and that none is missing."""
     seen: set[str] = set()
     for each in names:
         if each not in known:

@@ -1,8 +1,8 @@
-"""plan_transfer: a plan for a program of the same step whose equations differ a little, as with a batch of one sample.
+"""plan_transfer: use a plan for another program of the same step whose equations differ a little.
 
-A batch of another size may need a copy or a view more, so equations have other names there. Its collectives and its
-matrix products are the same, and so is their order. So a place in the program is known by how many of them come
-before it.
+A batch of another size, as one of a single sample, may need another copy or view, so its equations have other names.
+Its collectives and its matrix products are the same, and in the same order. A place is therefore identified by how
+many of them come before it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .plan import WRITTEN, Plan
 from .plan_names import Members
 from .program_order import Skeleton, place_name, skeleton
 
-Landmark = tuple[int, int, int]  # before a place: matrix products, births of gradients, collectives of no plan
+# How many come before a place: matrix products, births of gradients, collectives that no plan places.
+Landmark = tuple[int, int, int]
 
 
 def landmarks(graph: Graph, plan: Plan) -> dict[str, Landmark]:
-    """The landmark of every place that a plan names, in the program that it was made for."""
+    """The landmark of every place that a plan names, in the program that the plan is for."""
     s = skeleton(graph)
     passed, places = _passed(s), {place_name(s, k): k for k in range(len(s.ops) + 1)}
     named = {at for _, at in (*plan.gathers, *plan.reductions)}
@@ -42,11 +43,17 @@ def _passed(s: Skeleton) -> list[Landmark]:
 
 
 def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
-    """`plan` for another program of its step; `marks` are the `landmarks` of the program that it was made for.
+    """Make a plan for another program of the same step.
 
-    A gather starts where as much has been done as there, but before its first use.
+    A gather starts at the first place with as much done before it, but not after its first use.
 
-    Raises: ValueError when the programs do not have the same collectives.
+    Args:
+        plan: the plan of the first program.
+        marks: the `landmarks` of the first program.
+        graph: the other program.
+
+    Raises:
+        ValueError: the programs do not have the same collectives.
     """
     if plan.update == WRITTEN:
         return dataclasses.replace(plan, program=fingerprint(graph))
@@ -61,7 +68,7 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     passed, problem, end = _passed(s), frame(s, plan.update), len(s.ops)
 
     def place(at: str) -> int:
-        """The first place with as much behind it as `at` has."""
+        """The first place with at least as much before it as `at` has."""
         if at == "":
             return end
         return next((k for k, here in enumerate(passed) if all(map(ge, here, marks[at]))), end)

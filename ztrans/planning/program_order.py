@@ -109,6 +109,11 @@ class Skeleton:
         return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
 
     @functools.cached_property
+    def asked_update(self) -> str:
+        """When `overlap_grads` was asked to run updates: "eager" or "last"."""
+        return self.reductions[0].start.order.update if self.reductions else "last"
+
+    @functools.cached_property
     def in_flight(self) -> int | None:
         """The bytes of gradients that may be under way at once, if `overlap_grads` was asked; one always may."""
         asked = [p.start.order.in_flight for p in self.reductions if p.start.order.in_flight is not None]
@@ -116,45 +121,57 @@ class Skeleton:
 
     @functools.cached_property
     def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
-        """The equations of the update that depend on a planned reduction, in order; and, by what they make, those
-        that depend on state alone. An eager update takes them from their places. Random draws and the step's own
-        collectives stay, and so does what depends on them."""
-        state, after = set(self.graph.inputs), {p.value for p in self.reductions}
+        """The equations that an eager update takes from their places.
+
+        The first part has those that depend on a planned reduction, in order. The second has those that depend on
+        state alone, by the values that they make. Random draws and the step's own collectives stay at their places,
+        and so does everything that depends on them.
+        """
+        state, reduced = set(self.graph.inputs), {p.value for p in self.reductions}
         movable: dict[Eqn, None] = {}
         free: dict[Var, Eqn] = {}
-        for e in self.ops:
-            if e.region != "update" or is_random(e.op) or rules(e).remote:
-                continue
-            outs = [o for o in e.outs if o is not None]
-            if any(v in after for v in e.ins):
+        for e in filter(_may_float, self.ops):
+            outs = [out for out in e.outs if out is not None]
+            if any(v in reduced for v in e.ins):
                 movable[e] = None
-                after.update(outs)
+                reduced.update(outs)
             elif all(v in state or v in free for v in e.ins):
-                free.update((o, e) for o in outs)
+                free.update((out, e) for out in outs)
         return movable, free
-
 
     @functools.cached_property
     def waits(self) -> dict[Eqn, set[Var]]:
         """By floating equation, the leaves of the state that others must have read before it runs.
 
-        They are those that it reads, as it may be done in place. An equation that makes a passing value of what is
-        live anyway also waits for what all its readers wait for: before that it would only hold memory.
+        These are the leaves that it reads, because it may be done in place. An equation that makes a temporary of
+        values that are live anyway also waits for everything that all its readers wait for: if it ran earlier, its
+        result would only take memory.
         """
-        (movable, free), root, used = self.floating, self.live.root, users(self.graph)
+        root, used = self.live.root, users(self.graph)
         state, outputs = set(self.graph.inputs[: self.graph.num_state]), set(variables(self.graph.outputs))
-        there = {*self.graph.inputs, *outputs, *free}
-        for e in movable:
-            if all(v in there or v.numel == 1 for v in e.ins):
-                there.update(out for out in e.outs if out is not None)
+        available = self._available(outputs)
         waits: dict[Eqn, set[Var]] = {}
-        for e in reversed(movable):
+        for e in reversed(self.floating[0]):
             waits[e] = {root[v] for v in e.ins} & state
             outs = [out for out in e.outs if out is not None]
             readers = [waits.get(reader, set()) for out in outs for reader in used.get(out, ())]
-            if readers and all(out in there and out not in outputs for out in outs):
+            if readers and all(out in available and out not in outputs for out in outs):
                 waits[e] |= set.intersection(*readers)
         return waits
+
+    def _available(self, outputs: set[Var]) -> set[Var]:
+        """Values that are live anyway while updates run, or are made of such values and scalars alone."""
+        movable, free = self.floating
+        available = {*self.graph.inputs, *outputs, *free}
+        for e in movable:
+            if all(v in available or v.numel == 1 for v in e.ins):
+                available.update(out for out in e.outs if out is not None)
+        return available
+
+
+def _may_float(e: Eqn) -> bool:
+    """Whether an eager update may take an equation from its place."""
+    return e.region == "update" and not rules(e).remote and not is_random(e.op)
 
 
 def place_name(s: Skeleton, place: int) -> str:
@@ -168,41 +185,46 @@ def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
     graph = hoist(graph)
     used, made = users(graph), producers(graph.eqns)
-    pairs = pair(graph)
-    hinted = [e for e in pairs.starts if e.order is not None]
-    # What a reduction yields may be reduced again, over the replicated axis: that one follows it. A gather
-    # of it has nowhere to go, and stays where it is.
-    second = {e: made[e.ins[0]] for e in hinted if made.get(e.ins[0]) in pairs.waits}
-    waited = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
-    following = {first: e for e, first in second.items() if e.order.place == "reduce"}
-    planned = {}
-    for e in hinted:
-        if e not in second:
-            then = following.get(waited[e])
-            planned[e] = Planned(e, waited[e], (then, waited[then]) if then is not None else None)
-    out = {x for p in planned.values() for x in (p.start, p.wait, *(p.then or ()))}
-    ops = tuple(e for e in graph.eqns if e not in out)
-    place = {e: k for k, e in enumerate(ops)}
-    end = len(ops)
+    planned = _planned(graph, made)
+    taken = {x for p in planned for x in (p.start, p.wait, *(p.then or ()))}
+    ops = tuple(e for e in graph.eqns if e not in taken)
+    place, end = {e: k for k, e in enumerate(ops)}, len(ops)
 
-    def first(v: Var) -> int:
-        return min((place.get(u, end) for u in used.get(v, ())), default=end)
+    def first_reader(p: Planned) -> int:
+        return min((place.get(e, end) for e in used.get(p.value, ())), default=end)
 
-    def after(v: Var) -> int:
-        return place.get(made[v], -1) if v in made else -1
+    def birth(p: Planned) -> int:
+        return max(place.get(made[v], -1) if v in made else -1 for v in p.start.ins)
 
-    # Where writes come last, every reduction must be done before the first of them.
-    latest = sum(e not in out for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
-    gathers = [p for p in planned.values() if p.start.order.place == "gather"]
-    reductions = [p for p in planned.values() if p.start.order.place == "reduce"]
-    gathers.sort(key=lambda p: first(p.value))  # stable: at one use, as they were
-    reductions.sort(key=lambda p: max(map(after, p.start.ins)))
+    # Where writes come last, every reduction must have been waited for before the first of them.
+    latest = sum(e not in taken for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
+    gathers = sorted((p for p in planned if p.start.order.place == "gather"), key=first_reader)
+    reductions = sorted((p for p in planned if p.start.order.place == "reduce"), key=birth)
     return Skeleton(
         graph,
         ops,
         tuple(gathers),
         tuple(reductions),
-        tuple(first(p.value) for p in gathers),
-        tuple(max(map(after, p.start.ins)) for p in reductions),
-        tuple(min(first(p.value), latest) for p in reductions),
+        tuple(map(first_reader, gathers)),
+        tuple(map(birth, reductions)),
+        tuple(min(first_reader(p), latest) for p in reductions),
     )
+
+
+def _planned(graph: Graph, made: Mapping[Var, Eqn]) -> list[Planned]:
+    """The collectives that a plan places, in order.
+
+    The result of a reduction may be reduced again, over the replicated axis: that reduction follows the first one. A
+    hinted gather of such a result cannot move, and stays where it is.
+    """
+    pairs = pair(graph)
+    hinted = [e for e in pairs.starts if e.order is not None]
+    waited = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
+    first_wait = {e: made[e.ins[0]] for e in hinted if made.get(e.ins[0]) in pairs.waits}
+    second = {wait: e for e, wait in first_wait.items() if e.order.place == "reduce"}
+    planned = []
+    for e in hinted:
+        if e not in first_wait:
+            then = second.get(waited[e])
+            planned.append(Planned(e, waited[e], (then, waited[then]) if then is not None else None))
+    return planned

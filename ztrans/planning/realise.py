@@ -1,7 +1,7 @@
-"""realise: a program with its planned collectives where a schedule puts them.
+"""realise: write a program in the order that a schedule gives it.
 
-They come back as buckets; a gradient's update may follow its reduction at once. The result is the same on every
-rank, and with it the order of the collectives.
+The planned collectives come back as buckets. With eager updates, the update of a gradient may follow its reduction
+at once. The order is the same on every rank, because it depends on the program and the schedule alone.
 """
 
 from __future__ import annotations
@@ -18,96 +18,82 @@ from .solver.problem import Bucket, Schedule
 
 
 def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int]) -> Graph:
-    """The program with its collectives where `schedule` puts them.
+    """Write a program with its planned collectives where `schedule` puts them.
 
-    `kept` says for each dropped gather which one's value is read instead. With update="eager" the
-    equations of the update run as soon as the reductions that they need have been waited for.
+    Args:
+        s: the program without its planned collectives.
+        schedule: the buckets, their places, and the gathers that are dropped.
+        update: "eager" runs equations of the update as soon as the reductions that they need have been waited for;
+            "last" leaves them at their places.
+        kept: for each dropped gather, by index, the gather whose value is read instead (`Problem.keepers`).
+
+    Returns:
+        The program. It holds no hints, and is not verified.
     """
-    alias = {s.gathers[j].value: s.gathers[i].value for j, i in kept.items()}
-    emit = _Emission(s, alias, update == "eager")
-    begin, end = _by_place(schedule.reductions, "start"), _by_place(schedule.reductions, "wait")
-    gathers, uses = _by_place(schedule.gathers, "start"), {}
-    for b in schedule.gathers:
-        for i in b.members:
-            uses.setdefault(s.use[i], []).append(s.gathers[i].wait)
+    replaced = {s.gathers[i].value: s.gathers[keeper].value for i, keeper in kept.items()}
+    emit = _Emission(s, replaced, update == "eager")
+    gather_starts, uses = _by_place(schedule.gathers, "start"), _waits_by_use(s, schedule)
+    reduction_starts, reduction_waits = (_by_place(schedule.reductions, which) for which in ("start", "wait"))
     for k in range(len(s.ops) + 1):
-        due = deque(end.get(k, ()))
-        for b in begin.get(k, ()):
-            while due and due[0] is not b and not emit.fits(b):
-                emit.wait(due.popleft())
-            emit.reduce(b)
-        emit.all(coalesce([s.gathers[i].start for i in b.members]) for b in gathers.get(k, ()))
-        for b in due:
-            emit.wait(b)
+        waits = deque(reduction_waits.get(k, ()))
+        for bucket in reduction_starts.get(k, ()):
+            while waits and waits[0] is not bucket and not emit.fits(bucket):
+                emit.wait(waits.popleft())
+            emit.reduce(bucket)
+        emit.all(coalesce([s.gathers[i].start for i in bucket.members]) for bucket in gather_starts.get(k, ()))
+        for bucket in waits:
+            emit.wait(bucket)
         emit.second(k)
         if k in uses:
-            emit.updates()
-        emit.all(uses.get(k, ()))
+            emit.ready_updates()
+            emit.all(uses[k])
         if k < len(s.ops):
             emit(s.ops[k])
-    return rename(s.graph.replace(eqns=tuple(emit.eqns)), alias)
+    return rename(s.graph.replace(eqns=tuple(emit.eqns)), replaced)
 
 
 def _by_place(buckets: Iterable[Bucket], which: Literal["start", "wait"]) -> dict[int, list[Bucket]]:
     """Buckets by the place at which they start, or are waited for."""
-    found: dict[int, list[Bucket]] = {}
-    for b in buckets:
-        found.setdefault(getattr(b, which), []).append(b)
-    return found
+    places: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        places.setdefault(getattr(bucket, which), []).append(bucket)
+    return places
+
+
+def _waits_by_use(s: Skeleton, schedule: Schedule) -> dict[int, list[Eqn]]:
+    """By place: the waits for the gathers whose value the next operation is the first to read."""
+    waits: dict[int, list[Eqn]] = {}
+    for bucket in schedule.gathers:
+        for i in bucket.members:
+            waits.setdefault(s.use[i], []).append(s.gathers[i].wait)
+    return waits
 
 
 class _Emission:
-    """The program as it is written down, and the updates that what is there already allows.
+    """The equations that have been written so far, and the reductions that are under way after them."""
 
-    An update waits for what it reads to be made and, as it may be done in place, for every other
-    reader of the state that it reads, views included: a gather reads its shard until it has been waited for.
-    """
-
-    def __init__(self, s: Skeleton, alias: Mapping[Var, Var], eager: bool) -> None:
+    def __init__(self, s: Skeleton, replaced: Mapping[Var, Var], eager: bool) -> None:
         self.s = s
         self.eqns: list[Eqn] = []
+        self.written: set[Eqn] = set()
+        self.updates = _ReadyUpdates(s, replaced, eager)
         self.under_way = 0  # bytes of gradients
-        self.following: list[list[Planned]] = []  # buckets whose second reduction is under way
-        self.done: set[Eqn] = set()
-        self.bound: set[Var] = set(s.graph.inputs)
-        self.places = s.places
-        self.ready: list[tuple[int, int, Eqn]] = []
-        self.waiting: dict[Var, list[Eqn]] = {}
-        movable, self.free = s.floating if eager else ({}, {})
-        root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
-        leaves = lambda values: {root[v] for v in values} & state
-        self.reads = {p.wait: leaves(p.start.ins) for p in s.gathers if p.value not in alias}
-        stay = (e for e in s.ops if e not in movable and not any(o in self.free for o in e.outs))
-        self.reads.update((e, leaves(e.ins)) for e in stay)
-        self.readers = Counter(v for read in self.reads.values() for v in read)
-        self.missing: dict[Eqn, int] = {}
-        for e in movable:
-            need = {v for v in e.ins if v not in self.bound and v not in self.free}
-            need.update(v for v in s.waits[e] if self.readers[v])
-            self.missing[e] = len(need)
-            for v in need:
-                self.waiting.setdefault(v, []).append(e)
+        self.second_buckets: list[list[Planned]] = []  # those whose second reduction is under way
+
+    def __call__(self, e: Eqn) -> None:
+        """Write an equation, unless it has been written."""
+        if e not in self.written:
+            self.written.add(e)
+            self.eqns.append(e)
+            self.updates.follow(e)
 
     def all(self, eqns: Iterable[Eqn]) -> None:
+        """Write several equations."""
         for e in eqns:
             self(e)
 
-    def __call__(self, e: Eqn) -> None:
-        if e in self.done:
-            return
-        self.done.add(e)
-        self.eqns.append(e)
-        for out in e.outs:
-            if out is not None:
-                self.bound.add(out)
-                self._met(out)
-        for v in self.reads.get(e, ()):
-            self.readers[v] -= 1
-            if not self.readers[v]:
-                self._met(v)
-
     def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket of gradients may start beside those that are under way."""
+        """Whether a bucket of gradients may start while others are under way."""
         most, more = self.s.in_flight, sum(self.s.held[i] for i in bucket.members)
         return most is None or self.under_way + more <= most
 
@@ -117,40 +103,87 @@ class _Emission:
         self.under_way += sum(self.s.held[i] for i in bucket.members)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for a bucket of reductions, reduce it over the second axis if it has one, and run what follows."""
+        """Wait for a bucket of reductions, start its second reduction if it has one, and run the updates that can."""
         members = [self.s.reductions[i] for i in bucket.members]
-        self.updates()
+        self.ready_updates()
         self.all(p.wait for p in members)
         self.under_way -= sum(self.s.held[i] for i in bucket.members)
         if members[0].then is not None:
-            self(coalesce([p.then[0] for p in members]))
-            self.following.append(members)
-        if len(self.following) > 1:
-            self.all(p.then[1] for p in self.following.pop(0))
-        self.updates()
+            self(coalesce([p.then[0] for p in members if p.then]))
+            self.second_buckets.append(members)
+        if len(self.second_buckets) > 1:
+            self._wait_second()
+        self.ready_updates()
 
     def second(self, place: int) -> None:
         """Wait for the second reductions that an operation needs from this place on."""
-        while self.following and place >= min(self.s.needed[p] for p in self.following[0]):
-            self.all(p.then[1] for p in self.following.pop(0))
-            self.updates()
+        while self.second_buckets and place >= min(self.s.needed[p] for p in self.second_buckets[0]):
+            self._wait_second()
+            self.ready_updates()
 
-    def _met(self, v: Var) -> None:
-        for e in self.waiting.pop(v, ()):
-            self.missing[e] -= 1
-            if not self.missing[e]:
-                heapq.heappush(self.ready, (self.places[e], len(self.ready), e))
+    def _wait_second(self) -> None:
+        self.all(p.then[1] for p in self.second_buckets.pop(0) if p.then)
 
-    def updates(self) -> None:
-        """Write down every update that can run now."""
-        while self.ready:
-            *_, e = heapq.heappop(self.ready)
-            self._needed(e)
+    def ready_updates(self) -> None:
+        """Write every equation of the update that can run now."""
+        while (e := self.updates.next()) is not None:
+            self.all(self.updates.prerequisites(e))
             self(e)
 
-    def _needed(self, e: Eqn) -> None:
-        """What depends on no gradient is made when an update first asks for it."""
-        for v in e.ins:
-            if v not in self.bound:
-                self._needed(self.free[v])
-                self(self.free[v])
+
+class _ReadyUpdates:
+    """A queue of the equations of an eager update: each is ready when everything that it depends on has been written.
+
+    An equation depends on the values that it reads. Since it may be done in place, it also depends on every other
+    reader of the state that it reads, views included. A gather reads its shard until it has been waited for.
+    """
+
+    def __init__(self, s: Skeleton, replaced: Mapping[Var, Var], eager: bool) -> None:
+        self.places = s.places
+        movable, self.free = s.floating if eager else ({}, {})
+        self.bound: set[Var] = set(s.graph.inputs)
+        self.reads = _state_reads(s, replaced, {*movable, *self.free.values()})
+        self.readers = Counter(leaf for leaves in self.reads.values() for leaf in leaves)
+        self.ready: list[tuple[int, Eqn]] = []  # a heap: the equation with the lowest place runs first
+        self.missing: dict[Eqn, int] = {}  # how many dependencies of an equation have not been met
+        self.dependents: dict[Var, list[Eqn]] = {}  # by value that is to be bound, or leaf that is to be read
+        for e in movable:
+            values = {v for v in e.ins if v not in self.bound and v not in self.free}
+            leaves = {leaf for leaf in s.waits[e] if self.readers[leaf]}
+            self.missing[e] = len(values | leaves)
+            for v in values | leaves:
+                self.dependents.setdefault(v, []).append(e)
+
+    def follow(self, e: Eqn) -> None:
+        """Note that an equation has been written: its values are bound, and the state that it reads has been read."""
+        for out in e.outs:
+            if out is not None:
+                self.bound.add(out)
+                self._meet(out)
+        for leaf in self.reads.get(e, ()):
+            self.readers[leaf] -= 1
+            if not self.readers[leaf]:
+                self._meet(leaf)
+
+    def _meet(self, dependency: Var) -> None:
+        for e in self.dependents.pop(dependency, ()):
+            self.missing[e] -= 1
+            if not self.missing[e]:
+                heapq.heappush(self.ready, (self.places[e], e))
+
+    def next(self) -> Eqn | None:
+        """Take the first equation that is ready."""
+        return heapq.heappop(self.ready)[1] if self.ready else None
+
+    def prerequisites(self, e: Eqn) -> list[Eqn]:
+        """The equations that depend on state alone and that `e` needs; each runs when an update first needs it."""
+        makers = dict.fromkeys(self.free[v] for v in e.ins if v not in self.bound and v in self.free)
+        return [x for maker in makers for x in (*self.prerequisites(maker), maker)]
+
+
+def _state_reads(s: Skeleton, replaced: Mapping[Var, Var], floating: set[Eqn]) -> dict[Eqn, set[Var]]:
+    """By equation that an update must follow: the leaves of the state that it reads."""
+    root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
+    leaves = lambda values: {root[v] for v in values} & state
+    gathers = {p.wait: leaves(p.start.ins) for p in s.gathers if p.value not in replaced}
+    return gathers | {e: leaves(e.ins) for e in s.ops if e not in floating}

@@ -1,8 +1,9 @@
-"""Residency: the bytes that the operations of a program have live, its planned collectives aside.
+"""residency: the bytes that the operations of a program have live, apart from its planned collectives.
 
-A `Problem` counts what gathers and reductions hold from the places that a schedule gives them. Everything else
-is here: what is live at each operation and at each place, what a reduced value holds after it has come, and what
-the equations of an eager update hold while they run.
+A `Problem` counts what gathers and reductions hold, from the places that a schedule gives them. Everything else is
+counted here: the bytes live at each operation and at each place, those of reduced values, and those of temporaries in
+eager updates. What eager updates take depends on the whole order, so these figures steer the search, and the memory
+analysis decides (`Problem.peak_of`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from .program_order import Skeleton
 
 
 class Value(NamedTuple):
-    """A reduced value: its bytes, and whether they are those it was received in; the place until which something
-    at a fixed place needs it, or 0; the bytes that the equations which follow it hold while they run."""
+    """A reduced value, and the updates that follow it."""
 
     bytes: int
-    received: bool
-    until: int
-    updating: int
+    received: bool  # whether it lies in the buffer in which it was received
+    until: int  # the place up to which an operation at a fixed place needs it, or 0
+    updating: int  # the most bytes that the updates which follow it hold while they run
 
 
 @dataclass(frozen=True)
 class Residency:
-    """`live[k]` and `across[k]` are those of a `Problem`; `values` are those of the reductions."""
+    """`live` and `across` of a `Problem`, and the values of its reductions."""
 
     live: tuple[int, ...]
     across: tuple[int, ...]
@@ -40,9 +40,12 @@ class Residency:
 
 
 def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Residency:
-    """The residency of a program.
+    """Count the residency of a program.
 
-    `last` has the last operation that uses each gather, `groups` what of the update leaves its place.
+    Args:
+        s: the program without its planned collectives.
+        last: by gather, the last operation that reads its value.
+        groups: the equations of the update that leave their places.
     """
     graph, given, groups = s.graph, donation(s.graph), tuple(groups)
     fixed = _fixed_ends(s, given, {e for group in groups for e in group.eqns})
@@ -68,7 +71,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
 
 
 def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
-    """For every storage that a floating operation needs, the place after the last one at a fixed place that does."""
+    """For every storage that a floating operation needs: the place after its last reader at a fixed place."""
     storages = lambda e: {given.owner[v] for v in (*e.ins, *filter(None, e.outs))}
     needed = {v for e in floating for v in storages(e)}
     ends = dict.fromkeys(needed, 0)
@@ -79,47 +82,49 @@ def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, i
 
 
 def _met(s: Skeleton, groups: Iterable[Group], given: Donation) -> dict[Var, int]:
-    """For every reduced value that an update reads together with one that is born later, the place after that birth."""
-    found: dict[Var, int] = {}
+    """For a reduced value that an update reads with a value that is born later: the place after that birth."""
+    ends: dict[Var, int] = {}
     born = {p.value: k + 1 for p, k in zip(s.reductions, s.born)}
     for group in groups:
         last = max((s.born[i] + 1 for i in group.after), default=0)
         for v in (v for e in group.eqns for v in e.ins if born.get(v, last) < last):
-            found[given.owner[v]] = max(found.get(given.owner[v], 0), last)
-    return found
+            ends[given.owner[v]] = max(ends.get(given.owner[v], 0), last)
+    return ends
 
 
 def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tuple[int, int]]:
-    """The storages that a problem counts for its gathers and reductions, and the operations at which it does."""
+    """The storages that a problem counts for its gathers and reductions, and the operations between which it does."""
     n, at = len(s.ops), {e: i for i, e in enumerate(s.graph.eqns)}
-    found: dict[Var, tuple[int, int]] = {}
+    counted: dict[Var, tuple[int, int]] = {}
     for p, k in zip(s.gathers, last):
-        found.update(dict.fromkeys((*p.start.outs, *p.wait.outs), (0, k + 1)))
+        counted.update(dict.fromkeys((*p.start.outs, *p.wait.outs), (0, k + 1)))
     for p, born in zip(s.reductions, s.born):
-        again = s.before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
-        found.update((given.owner[v], (born, again)) for v in reversed(p.start.ins) if given.owner[v] not in found)
+        resumes = s.before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
+        members = [given.owner[v] for v in reversed(p.start.ins)]
+        counted.update((v, (born, resumes)) for v in members if v not in counted)
         collectives = (p.start, p.wait, *(p.then or ()))
-        found.update(dict.fromkeys((v for e in collectives for v in e.outs), (0, n)))
-    return found
+        counted.update(dict.fromkeys((v for e in collectives for v in e.outs), (0, n)))
+    return counted
 
 
 def _values(
     s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]
 ) -> Iterator[Value]:
     graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
-    for p, more in zip(s.reductions, updating):
+    for p, updating_bytes in zip(s.reductions, updating):
         received, owner = root[p.value] is not p.value, given.owner[p.value]
         until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])
         start = (p.then or (p.start,))[0]
-        yield Value(received_bytes(start, 0, graph.axes) if received else size(p.value), received, until, more)
+        allocated = received_bytes(start, 0, graph.axes) if received else size(p.value)
+        yield Value(allocated, received, until, updating_bytes)
 
 
 def _updating(s: Skeleton, groups: Iterable[Group], given: Donation) -> list[int]:
-    """By reduction, the most bytes that the equations which follow it have of their own."""
+    """By reduction: the most bytes of temporaries that the updates which follow it have live."""
     size, at = local_bytes(s.graph), {e: i for i, e in enumerate(s.graph.eqns)}
-    found = [0] * len(s.reductions)
+    most_bytes = [0] * len(s.reductions)
     for group in groups:
-        ends: dict[int, int] = {}  # by equation, what dies with it
+        ends: dict[int, int] = {}  # by equation, the bytes that die with it
         total = most = 0
         for e in group.eqns:
             for out in e.outs:
@@ -129,5 +134,5 @@ def _updating(s: Skeleton, groups: Iterable[Group], given: Donation) -> list[int
             most = max(most, total)
             total -= ends.pop(at[e], 0)
         if group.after:
-            found[max(group.after)] += most
-    return found
+            most_bytes[max(group.after)] += most
+    return most_bytes

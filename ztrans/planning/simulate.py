@@ -1,8 +1,8 @@
-"""simulate: how long the program of one rank takes on a cluster, and what its collectives expose.
+"""simulate: how long the program of one rank takes on a cluster, and which communication compute waits for.
 
-Every equation is an operation of the compute queue, with the roofline's duration or a measured one;
-every started collective is a message of its communicator: one for gathers and one for reductions of
-each axis, and one for the step's own collectives. The play itself is `play`'s.
+Every equation is an operation of the compute queue. Its duration is measured, or that of the roofline. Every started
+collective is a message of its lane. An axis has one lane for gathers and one for reductions, and the step's own
+collectives have another. `event_simulator` plays them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
-    """What the duration of an operation depends on: its name, the local types of its values, its literals."""
+    """A text of everything that the duration of an operation depends on: its name, local types and literals."""
     at = dict.fromkeys(graph.axes, 0)
 
     def show(x: Any) -> str:
@@ -77,8 +77,7 @@ def _roofline(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 
 def _rated(e: Eqn) -> str:
-    """The name of the rate at which an operation computes: the dtype of its result, or "tf32" where PyTorch lets
-    products in fp32 run so."""
+    """The name of an operation's rate: the dtype of its result, or "tf32" where PyTorch runs fp32 products in TF32."""
     dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
@@ -88,18 +87,20 @@ def _rated(e: Eqn) -> str:
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """Copies into the send buffer, and the processor's share of moving it."""
+    """The seconds of compute to start a collective: to copy into its send buffer, and to send."""
     link = cluster.link(e.kwargs["axis"])
     host = link.call + link.host * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    lies = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
-    copied = 2 * sum(size(v) for v, k in zip(e.ins, lies) if not k)
+    in_place = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """What was measured of such bytes, or copies out of what was received: a bucket's members made contiguous,
-    the terms of a sum added up."""
+    """The seconds of compute to make values of received bytes, as measured for their kind, else those of copies.
+
+    The members of a packed gather are copied out of its buffer; the terms of a reduce_scatter are added up.
+    """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(e.op.name)
     if known is not None:
         return cluster.device.launch + known * wire_bytes(e, graph.axes)
@@ -163,9 +164,10 @@ def _moved(e: Eqn, graph: Graph) -> tuple[str, int]:
 
 
 def simulate(graph: Graph, cluster: Cluster) -> Timeline:
-    """Play a program on a cluster.
+    """Simulate a program on a cluster.
 
-    Raises: ValueError when the cluster has no link for an axis that the program communicates over.
+    Raises:
+        ValueError: the cluster has no link for an axis that the program communicates over.
     """
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])

@@ -1,7 +1,7 @@
-"""Timeline: what ran when, on one rank, simulated or measured.
+"""timeline: what ran when on one rank, simulated or measured.
 
-One lane holds compute, one each communicator. Communication is exposed while compute stands still
-for it. Beneath the lanes lies the curve of live memory.
+One lane shows compute, and one each communicator. Communication is exposed while compute stands still for it. A curve
+below the lanes shows the live memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Event:
-    """One bar: an equation on a lane, from `start` for `seconds`; `stall` is how long compute stood still for it."""
+    """One bar: an equation on a lane, from `start` for `seconds`. Compute stood still for it for `stall` seconds."""
 
     lane: str
     start: float
@@ -34,16 +34,18 @@ class Event:
 
 
 class _Shown:
-    """What prints, is drawn, and can be looked at in Perfetto: one timeline, or two side by side."""
+    """One timeline or two, which can be printed, drawn, and opened in Perfetto."""
 
     @property
     def _timelines(self) -> tuple[Timeline, ...]:
         raise NotImplementedError
 
     def save(self, path: str | PathLike) -> None:
-        """Draw it: `.html` is a page to look around in, which needs nothing else; `.png`, `.svg`, `.pdf` are pictures.
+        """Save a drawing: `.html` is an interactive page in one file; `.png`, `.svg` and `.pdf` are pictures.
 
-        Raises: ValueError for another ending; ImportError for a picture without matplotlib.
+        Raises:
+            ValueError: the path has another ending.
+            ImportError: matplotlib, which pictures need, is not installed.
         """
         from ..report import figure, page  # doors upwards: the pictures of a timeline
 
@@ -53,7 +55,7 @@ class _Shown:
         draw(self._timelines, path)
 
     def to_perfetto(self, path: str | PathLike) -> None:
-        """Write it as a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
+        """Save a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
         from ..report.perfetto import save  # a door upwards
 
         save(self._timelines, path)
@@ -66,14 +68,13 @@ class _Shown:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(_Shown):
-    """A step as bars on lanes: `memory` holds (time, live bytes), `bound` the seconds that no order can beat
-    and what binds them, where that is known."""
+    """A step as bars on lanes."""
 
     name: str
     seconds: float
     events: tuple[Event, ...]
-    memory: tuple[tuple[float, int], ...]
-    bound: tuple[float, str] | None = None
+    memory: tuple[tuple[float, int], ...]  # (time, live bytes)
+    bound: tuple[float, str] | None = None  # the lower bound in seconds and what binds it, where they are known
 
     @property
     def lanes(self) -> list[str]:
@@ -81,7 +82,7 @@ class Timeline(_Shown):
         return list(dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))]))
 
     def busy(self, lane: str) -> float:
-        """Seconds in which a lane works."""
+        """Seconds in which a lane is busy."""
         return sum(e.seconds for e in self.events if e.lane == lane)
 
     @property
@@ -101,13 +102,13 @@ class Timeline(_Shown):
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
         """Seconds that compute stands still, by (axis, role)."""
-        found: Counter = Counter()
+        stalls: Counter = Counter()
         for e in self.events:
             if e.lane != COMPUTE and e.eqn.provenance is not None:
-                found[e.eqn.provenance.axis, e.eqn.provenance.role] += e.stall
+                stalls[e.eqn.provenance.axis, e.eqn.provenance.role] += e.stall
             elif e.stall:
-                found[e.lane, "user"] += e.stall
-        return dict(sorted(found.items()))
+                stalls[e.lane, "user"] += e.stall
+        return dict(sorted(stalls.items()))
 
     def beside(self, other: Timeline) -> Beside:
         """This timeline and another of the same program, one simulated and one measured."""

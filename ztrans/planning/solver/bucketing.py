@@ -1,13 +1,13 @@
 """bucketing: which consecutive messages of a key to send as one.
 
-For a lane with nothing else on its link they are found exactly. Reductions: message j may go once
-its gradient is born. With f(j) the earliest time at which the first j have been sent,
+The best buckets of a lane that has its link to itself are computed exactly. For reductions, message j may be sent
+once its gradient is born. Let f(j) be the earliest time at which the first j have been sent:
 
     f(j) = min over i < j of  max(f(i), born(j)) + latency + seconds(i..j)
 
-Gathers are the same with time reversed: ready is then the time from the first use of a bucket to
-the end. The best i is either the last with f(i) <= born(j), for which the lane is free, or the first
-after it, since not only f(i) ascends but f(i) - seconds(..i) too. Both only move on: O(n).
+Gathers are the same with time reversed: `ready` is then the time from the first use of a bucket to the end. The best
+i is either the last with f(i) <= born(j), for which the lane is free, or the first after it, since f(i) ascends, and
+f(i) - seconds(..i) does too. Both only move forward, so this takes O(n).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float
     """
     n, sent = len(ready), [0.0, *accumulate(seconds)]
     end, cut = [0.0] * (n + 1), [0] * (n + 1)
-    free = 0  # the most that have been sent by the time of ready[j]
+    free = 0  # how many have been sent by the time of ready[j]
     for j in range(n):
         while free < j and end[free + 1] <= ready[j]:
             free += 1
-        found, busy = [], max(free + 1, first[j])
+        candidates, busy = [], max(free + 1, first[j])
         if free >= first[j]:
-            found.append((ready[j] - sent[free], free))
+            candidates.append((ready[j] - sent[free], free))
         if busy <= j:
-            found.append((end[busy] - sent[busy], busy))
-        best, cut[j + 1] = min(found)
+            candidates.append((end[busy] - sent[busy], busy))
+        best, cut[j + 1] = min(candidates)
         end[j + 1] = best + latency + sent[j + 1]
     sizes, j = [], n
     while j:
@@ -60,7 +60,7 @@ def by_key(things: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[H
 def gather_buckets(
     problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, share: float = 1.0
 ) -> list[Members]:
-    """Buckets of gathers that take at most a `portion` of the room at their use; they have 1 / `share` of the link."""
+    """Make buckets of gathers that take at most a `portion` of the room at their use, with 1 / `share` of the link."""
     most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
     found: list[Members] = []
     for key, indices in by_key(problem.gathers, among).items():
@@ -68,7 +68,7 @@ def gather_buckets(
         gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
         earlier = [-g.use for g in gathers]
         reach = [bisect_right(earlier, -g.release) for g in gathers]
-        # A small member is there twice for a moment: in the buffer that it shares, and as its value.
+        # Where a small member is unpacked, it is live twice: in the buffer that it shares, and as its value.
         held, caps = [g.held * (1 + g.small) for g in gathers], [min(portion * room[g.use], most) for g in gathers]
         first = _first(held, caps, reach)
         seconds = [share * wire.pace * g.wire for g in gathers]
@@ -79,7 +79,7 @@ def gather_buckets(
 
 
 def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, share: float = 1.0) -> list[Members]:
-    """Buckets of reductions, likewise, with the room at their birth; they start as often as they must."""
+    """Make buckets of reductions likewise, with the room at their birth; they start as often as `max_between` asks."""
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
     often = float("inf") if problem.max_between is None else problem.max_between
     starts = sorted({r.born + 1 for r in problem.reductions})

@@ -1,4 +1,4 @@
-"""evaluation: what a schedule of collectives comes to: its seconds and its peak of memory."""
+"""evaluation: the seconds that a schedule of collectives takes, and its peak of live bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .updates import Updates
 
 @dataclass(frozen=True)
 class Outcome:
-    """`messages` are in the order of their issue, as in `issued`; `played` has the places that one of them
-    is issued at or waited for, in order. `memory[k]` is what operation k has live."""
+    """The result of playing a schedule."""
 
     seconds: float
-    peak: int
-    messages: tuple[Message, ...]
-    played: Played
-    memory: np.ndarray
+    peak: int  # of the program that the schedule makes, if the problem has one; else of `memory`
+    messages: tuple[Message, ...]  # in the order of their issue
+    played: Played  # at the places where one of them is issued or waited for
+    memory: np.ndarray  # by operation: live bytes, counted by slot
 
     @property
     def at(self) -> int:
@@ -31,21 +30,10 @@ class Outcome:
         return int(self.memory.argmax()) if len(self.memory) else 0
 
 
-def keepers(problem: Problem, schedule: Schedule) -> dict[int, int]:
-    """For each dropped gather, the earlier gather whose value is kept for it."""
-    keeper: dict[int, int] = {}
-    for i in sorted(schedule.dropped):
-        earlier = problem.gathers[i].again
-        keeper[i] = keeper.get(earlier, earlier)
-    return keeper
-
-
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     """The bytes live while each operation runs, or at the place before it."""
-    after = [gather.last + 1 for gather in problem.gathers]
-    for i, keeper in keepers(problem, schedule).items():
-        after[keeper] = max(after[keeper], problem.gathers[i].last + 1)
-    spans = [(2 * b.start, 2 * after[i], problem.gathers[i].held) for b in schedule.gathers for i in b.members]
+    last = problem.last_uses(schedule.dropped)
+    spans = [(2 * b.start, 2 * last[i] + 2, problem.gathers[i].held) for b in schedule.gathers for i in b.members]
     for b in schedule.gathers:
         spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
     for b in schedule.reductions:
@@ -55,7 +43,7 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
 
 
 def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
-    """The message that a bucket is; `members` are its gathers or reductions."""
+    """A bucket as a message; `members` are its gathers or reductions."""
     wire, seconds, host, unpack = sending(problem, members)
     return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, seconds, host, unpack)
 
@@ -69,12 +57,12 @@ def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Me
 
 
 def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = None) -> tuple[Played, float]:
-    """A schedule as it is played (see `play`), and the seconds that the whole step takes."""
-    sent, updates, reduces = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
+    """Play a schedule (see `play`); the second result is the seconds of the whole step."""
+    sent, updates, reductions = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
 
     def follows(i: int, place: int) -> float:
         bucket = sent[i][0]
-        return updates.follow(bucket.members, place) if id(bucket) in reduces else 0.0
+        return updates.follow(bucket.members, place) if bucket and id(bucket) in reductions else 0.0
 
     def precedes(messages: Sequence[int], place: int) -> float:
         return updates.run(place) if any(sent[i][0] is not None for i in messages) else 0.0
@@ -89,4 +77,5 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     places = sorted({0, len(problem.seconds), *(m.issue for m in messages), *(m.need for m in messages)})
     times, seconds = played(problem, schedule, places)
     live = memory(problem, schedule)
-    return Outcome(seconds, int(live.max(initial=0)), messages, times, live)
+    peak = int(live.max(initial=0)) if problem.peak_of is None else problem.peak_of(schedule)
+    return Outcome(seconds, peak, messages, times, live)

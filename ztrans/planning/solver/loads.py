@@ -1,4 +1,4 @@
-"""loads: a choice of buckets, what each is as a message, and the memory that they leave at every operation."""
+"""loads: the buckets of a choice as messages, and the room that they leave at every slot."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
 
 class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key, and the gathers that are dropped. A gather is
-    due `lead` times its transfer before its use, and then starts if, while there may be gradients, room
-    for `reserve` times the largest reduction is left beside it."""
+    """Buckets by index, in order of use and of birth within a key; dropped gathers; and when gathers start.
+
+    A gather is due `lead` times its transfer before its use. While there may be gradients, it starts only if that
+    leaves room for `reserve` times the largest reduction.
+    """
 
     gathers: tuple[Members, ...]
     reductions: tuple[Members, ...]
@@ -38,7 +40,7 @@ class Load(NamedTuple):
     bound: int
     held: int
     size: int  # bytes live between its start and its wait
-    burst: int  # bytes live for a moment: where a gather starts early, or a reduction is waited for late
+    burst: int  # further bytes at one place: where a gather starts early, or a reduction is waited for late
     wire: Wire
     seconds: float
     host: float
@@ -47,12 +49,8 @@ class Load(NamedTuple):
 
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
-    """What is dropped with `dropped` at no cost: values that are live anyway until they are used again."""
-    last, keeper = [g.last for g in problem.gathers], {}
-    for i in sorted(dropped):
-        earlier = problem.gathers[i].again
-        keep = keeper[i] = keeper.get(earlier, earlier)
-        last[keep] = max(last[keep], problem.gathers[i].last)
+    """`dropped` with the gathers that cost nothing to drop then: their values are live anyway until their use."""
+    last, keeper = problem.last_uses(dropped), problem.keepers(dropped)
     more = {
         i
         for i, g in enumerate(problem.gathers)
@@ -62,7 +60,7 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
 
 
 class Loads:
-    """The loads of one problem's buckets. What is live is counted by slot."""
+    """The loads of one problem's buckets, and the bytes that are live with them, by slot."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.end = problem, len(problem.seconds)
@@ -74,11 +72,15 @@ class Loads:
         self._alone: dict[frozenset[int], np.ndarray] = {}
 
     def of(self, choice: Choice) -> tuple[list[Load], list[Load], np.ndarray] | None:
-        """Gathers by use, reductions by birth, and the bytes left by slot when each gather starts at its use and
-        each reduction is waited for at once; None when these buckets cannot be."""
-        gathers = [self._gather(members) for members in choice.gathers]
-        reductions = [self._reduction(members) for members in choice.reductions]
-        if None in gathers or None in reductions or not self._often(reductions):
+        """The loads of a choice: gathers by use, reductions by birth, and the room by slot that they leave.
+
+        The room is that where each gather starts at its use and each reduction is waited for at once. None if a bucket
+        is not possible, or if there is too little room.
+        """
+        gathers = [load for load in map(self._gather, choice.gathers) if load is not None]
+        reductions = [load for load in map(self._reduction, choice.reductions) if load is not None]
+        complete = len(gathers) == len(choice.gathers) and len(reductions) == len(choice.reductions)
+        if not complete or not self._often(reductions):
             return None
         spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
         room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
@@ -87,7 +89,7 @@ class Loads:
         return (*(sorted(part, key=lambda load: (load.place, load.bound)) for part in (gathers, reductions)), room)
 
     def alone(self, dropped: frozenset[int]) -> np.ndarray:
-        """The bytes live by slot when every message goes alone, and is waited for where it starts."""
+        """The bytes live by slot if every message is a bucket of its own and is waited for where it starts."""
         if dropped not in self._alone:
             spans = self._held(dropped)
             for r in self.problem.reductions:
@@ -96,16 +98,12 @@ class Loads:
         return self._alone[dropped]
 
     def room(self, dropped: frozenset[int]) -> np.ndarray:
-        """The bytes left by operation when every message goes alone."""
+        """The room by operation if every message is a bucket of its own."""
         return self.memory - by_operation(self.alone(dropped))
 
     def _held(self, dropped: frozenset[int]) -> list[Span]:
-        gathers = self.problem.gathers
-        last, keeper = [g.last for g in gathers], {}
-        for i in sorted(dropped):
-            keep = keeper[i] = keeper.get(gathers[i].again, gathers[i].again)
-            last[keep] = max(last[keep], gathers[i].last)
-        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(gathers) if i not in dropped]
+        last = self.problem.last_uses(dropped)
+        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(self.problem.gathers) if i not in dropped]
 
     def _gather(self, members: Members) -> Load | None:
         if members not in self._gathers:
@@ -130,7 +128,7 @@ class Loads:
         return self._reductions[members]
 
     def _often(self, reductions: Sequence[Load]) -> bool:
-        """Whether reductions start as often as they must, from where the first could."""
+        """Whether reductions start often enough, from the first birth on."""
         most, matmuls = self.problem.max_between, self.problem.matmuls
         return most is None or all(
             matmuls[b] - matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)

@@ -1,10 +1,10 @@
-"""local_search: choices of buckets, better and better.
+"""local_search: improve a choice of buckets step by step.
 
-A choice is as good as the time that its placement takes; below `enough` times do not count, and
-fewer bytes live are better, then fewer buckets. Seeds cut exact buckets for a link of their own
-under several shares of the room, for more and more values kept. Then buckets are merged, many at
-once where that does no harm, and single ones changed at random. Chance has a fixed seed and the
-effort is counted in messages placed, so that the same problem has the same result everywhere.
+A choice is as good as the time that its placement takes. Times below `enough` count as equal; then fewer live bytes
+are better, then fewer buckets. The search starts from seeds: exact buckets for several shares of the room, with more
+and more values kept from forward to backward. Then it merges buckets, many at once where that does no harm, and
+changes single ones at random. The random numbers have a fixed seed and the effort is counted in messages placed, so
+the same problem has the same result everywhere.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .list_scheduler import Placed, Placement
 from .loads import Choice, Members, kept
 from .problem import Problem
 
-_LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
+_LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # shares of the bytes that could be kept
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
 _RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-_LITTLE = 2000  # messages placed for the smallest problem: the seeds alone take hundreds
-_WORSE = 0.0003  # of the time, what a change may cost while much effort is left
+_LITTLE = 2000  # messages that the smallest problem may place; the seeds alone take hundreds
+_WORSE = 0.0003  # share of the time by which a change may be slower while much effort is left
 
 
 class Search:
@@ -42,7 +42,7 @@ class Search:
         self.at = [(g.use, g.release) for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
         again = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in self.free]
-        # Values whose next use is near take room for a short time, and all of them do around the turn.
+        # Values with a short time to their next use come first, because they take room for a short time.
         self.order = sorted(
             again, key=lambda i: problem.gathers[i].use - problem.gathers[problem.gathers[i].again].last
         )
@@ -66,12 +66,12 @@ class Search:
         return self.effort <= 0 or self.best.seconds <= self.enough
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
-        """The less the better."""
+        """Sort key: smaller is better."""
         buckets = len(placed.gathers) + len(placed.reductions)
         return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
 
     def try_(self, choice: Choice, slower: float = math.inf) -> Placed | None:
-        """Place a choice if it is new; None if it is not, does not fit, or takes longer than `slower`."""
+        """Place a choice. None if it was tried before, does not fit, or takes longer than `slower` seconds."""
         self.effort -= 8
         if choice in self.seen:
             return None
@@ -101,7 +101,7 @@ class Search:
                     return
 
     def _kept(self) -> Iterator[frozenset[int]]:
-        """Sets of gathers to drop, from none to all that fit."""
+        """Sets of gathers to drop, from none to all whose values fit."""
         gathers = self.problem.gathers
         room, fit, total = self.loads.memory - self.loads.alone(self.free), [], [0]
         for i in self.order:
@@ -132,7 +132,7 @@ class Search:
         )
 
     def merge(self) -> None:
-        """Merge neighbours, all pairs at once, or half of them where that is no better."""
+        """Merge neighbours: all pairs at once, then halves of them where that is no improvement."""
         for kind in (0, 1):
             again = True
             while again and self.effort > 0:
@@ -149,7 +149,7 @@ class Search:
                         parts += [part[: len(part) // 2], part[len(part) // 2 :]]
 
     def _pairs(self, buckets: tuple[Members, ...], kind: int) -> list[int]:
-        """The first members of buckets that may swallow the next."""
+        """The first members of buckets that can be merged with the next one."""
         things, pairs, i = (self.problem.gathers, self.problem.reductions)[kind], [], 0
         while i + 1 < len(buckets):
             if things[buckets[i][0]].key == things[buckets[i + 1][0]].key:
@@ -169,7 +169,7 @@ class Search:
         return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
 
     def climb(self) -> None:
-        """Change the best at random, for as long as there is effort; at first, slightly worse is as good."""
+        """Change the best choice at random while effort is left; at first, accept slightly slower ones."""
         current, total = self.best, max(self.effort, 1)
         while not self.done:
             worse = 1 + _WORSE * max(0.0, self.effort / total - 0.1)
@@ -211,12 +211,12 @@ class Search:
         return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
 
     def _cuts(self, members: Members, kind: int) -> list[int]:
-        """Where a bucket may be cut: what one operation uses or makes stays together."""
+        """Where a bucket may be cut: members of one operation stay together."""
         at = self.at[kind]
         return [k for k in range(1, len(members)) if at[members[k]] != at[members[k - 1]]]
 
     def _kept_otherwise(self, choice: Choice) -> Choice:
-        """Keep some more values, or some fewer."""
+        """Keep a few more values from forward to backward, or a few less."""
         some = self.chance.choice((1, 1, 2, 4, 7))
         if self.chance.random() < 0.5:
             more = [i for i in self.order if i not in choice.dropped][:some]

@@ -1,17 +1,17 @@
 """lower_bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
 
-One recursion over places finds the earliest time at which each operation can start: what is before
-it has run, and what it needs has come. The latter takes a link at least as long as
+A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
+everything that it needs has arrived. The latter takes a link at least as long as
 
-    compute   any one of those messages, from where it may be sent
-    wire      all of those that may be sent from some place on only, one after the other and with one
+    compute   any one of those messages, from the place at which it may be sent
+    wire      all of those that may be sent only from some place on, one after the other and with one
               latency (lanes that share a link overlap their latencies, and their bytes take turns)
-    memory    the same, from after an operation k on, with all gathers that k has no room for: beside
-              what k itself needs, only so many bytes can be live, sent early or kept
+    memory    the same, from after an operation k on, with all gathers for which k has no room: besides
+              the values that k itself needs, only so many bytes can be live, sent early or kept
 
-Each line holds beside those above it. Sending, unpacking and eager updates take compute too: those of a message
-that cannot be sent before an operation come after that. An update may run inside any stall that its reduction
-ends, so it stands at no place; it follows its reductions, and it is part of all compute.
+Each line includes those above it. Sending, unpacking and eager updates take compute too: for a message that cannot be
+sent before an operation, they come after that operation. An update may run inside any stall that its reduction ends,
+so it has no place; it follows its reductions, and counts to the sum of all compute.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ import numpy as np
 from .problem import Gather, Problem, Reduction
 from .sending import copying
 
-# What room does not spare is a message, and costs a latency. A share this small of it is the rounding of floats.
+# Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Bound:
-    """`seconds` is the bound; `compute`, `wire` and `memory` are what it is with the terms up to each, so
-    they ascend; `binds` names the first that comes within a percent of it."""
+    """The lower bound in seconds, and what it is with the first terms alone: `compute`, `wire` and `memory` ascend.
+
+    `binds` names the first of them that comes within a percent of the bound.
+    """
 
     seconds: float
     compute: float
@@ -43,7 +45,7 @@ class Bound:
 
 
 def bound(problem: Problem) -> Bound:
-    """The bound of a problem.
+    """Compute the lower bound of a problem.
 
     >>> from ztrans.planning.solver.problem import Gather, Wire
     >>> wires = {"w": Wire(lane="all", link="all", latency=1.0, pace=1.0)}
@@ -54,13 +56,16 @@ def bound(problem: Problem) -> Bound:
     compute = _earliest(problem, jobs, wire=False)
     wire = _earliest(problem, jobs)
     memory = wire if problem.memory == float("inf") else _earliest(problem, jobs, room=_room(problem))
+    binds: Literal["compute", "wire", "memory"]
     binds = "compute" if compute > 0.99 * memory else "wire" if wire > 0.99 * memory else "memory"
     return Bound(memory, compute, wire, memory, binds)
 
 
 class _Job(NamedTuple):
-    """What must be sent from place `release` on and has come by place `need`; a gather that is not the
-    `first` of its value is spared when the value is live at each place in between."""
+    """A message that is sent from place `release` on and has arrived by place `need`.
+
+    A gather that is not the `first` of its value is not needed if the value is live at each place in between.
+    """
 
     link: str
     latency: float
@@ -69,14 +74,14 @@ class _Job(NamedTuple):
     seconds: float
     host: float = 0.0  # of compute, to send it
     unpack: float = 0.0  # of compute, to make values of it
-    follows: float = 0.0  # of compute, that no schedule runs before it has come
+    follows: float = 0.0  # of compute, which no schedule runs before it has arrived
     first: bool = True
     gathered: int = 0  # the bytes that a gather holds; other messages have none
     key: Hashable = None  # of a gather
 
     @property
     def takes(self) -> float:
-        """Seconds from where it may be sent until its values are there."""
+        """Seconds from its release until its values exist."""
         return self.host + self.latency + self.seconds + self.unpack
 
 
@@ -102,13 +107,12 @@ def _jobs(problem: Problem) -> list[_Job]:
 
 def _values(problem: Problem) -> tuple[list[int | None], list[int]]:
     """For each gather, the place after the last use of its value before, and the least that holding it takes."""
-    value: list[int] = []
+    first = problem.keepers(i for i, g in enumerate(problem.gathers) if g.again is not None)
     after: dict[int, int] = {}
     held: dict[int, int] = {}
     afters, helds = [], []
     for i, g in enumerate(problem.gathers):
-        v = i if g.again is None else value[g.again]
-        value.append(v)
+        v = first.get(i, i)
         held[v] = min(held.get(v, g.held), g.held)
         afters.append(after.get(v))
         helds.append(held[v])
@@ -117,7 +121,7 @@ def _values(problem: Problem) -> tuple[list[int | None], list[int]]:
 
 
 def _room(problem: Problem) -> np.ndarray:
-    """By operation: the bytes that remain beside what every schedule has live there."""
+    """By operation: the bytes that are left besides those that every schedule has live there."""
     n = len(problem.seconds)
     change = np.zeros(n + 1)
     for g, after, held in zip(problem.gathers, *_values(problem)):
@@ -132,7 +136,7 @@ def _room(problem: Problem) -> np.ndarray:
 
 
 def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None) -> float:
-    """The earliest end: by single messages, by all that a link carries, and by that and the room there is."""
+    """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
     before = np.array(problem.before)
     arrive, delay, at = before.copy(), 0.0, 0
     links = [_Link(problem, name, jobs, arrive, room) for name in sorted({job.link for job in jobs} if wire else ())]
@@ -164,7 +168,7 @@ def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 
 
 class _Link:
-    """One link, and the seconds that it must carry from each place on, as far as is needed by now."""
+    """One link, and the seconds that it must carry from each place on, of messages that are needed by now."""
 
     def __init__(
         self, problem: Problem, name: str, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
@@ -192,7 +196,7 @@ class _Link:
             self.later[job.key][0 if job.first else job.release : job.need] += job.seconds
 
     def clear(self, place: int) -> float:
-        """When the link can have carried what is needed by now, which is when compute is at `place`."""
+        """The earliest time at which the link has carried everything that is needed at `place`."""
         carried = self._last(self.arrive[: place + 1], self.sent[: place + 1])
         if self.room is not None:
             seconds, room = self.reduced[1 : place + 1].copy(), self.room[:place].copy()

@@ -1,19 +1,18 @@
-"""problem: what a schedule of collectives decides, without the program it belongs to.
+"""problem: what a schedule of collectives decides, without the program that it belongs to.
 
-Operations 0..n-1 run in a fixed order. A gather must have come before the operation that first uses
-it and occupies memory from its start to its last use; one that repeats an earlier gather may be
-dropped, and the earlier value kept. A gradient occupies memory from the operation that makes it
-until its reduction has been waited for. Place k is before operation k; place n is the end.
+Operations 0..n-1 run in a fixed order. A gather must have arrived before the operation that first uses it. Its value
+takes memory from its start to its last use. A gather that repeats an earlier one may be dropped, and the earlier
+value kept. A gradient takes memory from the operation that makes it until its reduction has been waited for. Place k
+is before operation k, and place n is the end.
 
-The equations of an eager update have no place of their own: they run as soon as the reductions that they
-need have been waited for. Collectives that no schedule places, as the step's own, are issued and waited for
-at fixed places.
+The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
+been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,19 +21,18 @@ from ..event_simulator import Message, play
 
 
 class Wire(NamedTuple):
-    """How the messages of one key travel: their communicator, the link under it, and its costs, those that
-    compute bears included."""
+    """How the messages of one key travel: their communicator, its link, and what they cost on it and of compute."""
 
     lane: str
     link: str
     latency: float  # seconds for a message
-    pace: float  # seconds for a byte, with the link to itself
+    pace: float  # seconds for a byte, if nothing else uses the link
     call: float = 0.0  # seconds for which compute stands still to send a message
     host: float = 0.0  # and for each of its bytes
-    unpack: float = 0.0  # seconds that it takes to make values of a byte that has come
-    ranks: int = 1  # that a message is between
+    unpack: float = 0.0  # seconds for which compute makes values of a received byte
+    ranks: int = 1  # that take part in a message
     pack: float = 0.0  # seconds for which compute stands still to copy a byte that is sent
-    copy: float = 0.0  # seconds for a byte that is copied out of what has come, or summed
+    copy: float = 0.0  # seconds for a received byte that is copied out of a buffer, or summed
 
 
 class Gather(NamedTuple):
@@ -44,9 +42,9 @@ class Gather(NamedTuple):
     use: int  # the operation that first uses it
     last: int  # the last one that does
     release: int = 0  # the earliest place at which it may start
-    again: int | None = None  # the gather before it of the same value, which holds as much, if any
-    small: bool = False  # it shares a buffer with the other small members of its bucket
-    name: str = ""  # by which a plan knows it
+    again: int | None = None  # the earlier gather of the same value, if it may be kept instead
+    small: bool = False  # it shares a buffer with other small members of its bucket
+    name: str = ""  # its name in a plan
 
 
 class Reduction(NamedTuple):
@@ -56,8 +54,8 @@ class Reduction(NamedTuple):
     born: int  # the operation that makes the gradient
     flight: int = 0  # further bytes live from the start until the wait
     need: int | None = None  # the place that needs the result at the latest (default: the end)
-    freed: int = 0  # of `held`, what is not live after the start: it is sent from a copy, which is in `flight`
-    more: int = 0  # further bytes live for a moment where it is waited for
+    freed: int = 0  # the part of `held` that is not live after the start, because a copy in `flight` is sent
+    more: int = 0  # further bytes live at the place of the wait
     result: int = 0  # bytes of the reduced value, live from the start until place `until`
     until: int = 0
     small: bool = False
@@ -74,13 +72,14 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """`seconds[k]`, `live[k]` and `matmul[k]` of operation k: its duration, the bytes live while it runs
-    (gathered values and unreduced gradients aside), whether it is of the matmul class; `across[k]`, if known,
-    are the bytes that are live at place k. An operation whose compute is among the `updates` takes no seconds."""
+    """Operations, gathers and reductions, and the limits that a schedule of them must keep.
 
-    seconds: tuple[float, ...]
-    live: tuple[int, ...]
-    matmul: tuple[bool, ...]
+    An operation whose compute is among the `updates` takes no seconds.
+    """
+
+    seconds: tuple[float, ...]  # by operation
+    live: tuple[int, ...]  # by operation: bytes live while it runs, without gathered values and gradients
+    matmul: tuple[bool, ...]  # by operation: whether it is a matrix product, or takes as long as one
     gathers: tuple[Gather, ...]  # in order of use
     reductions: tuple[Reduction, ...]  # in order of birth
     wires: Mapping[Hashable, Wire]
@@ -88,16 +87,33 @@ class Problem:
     max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
     reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
-    across: tuple[int, ...] = ()
+    across: tuple[int, ...] = ()  # by place: bytes live there, if they are known
     updates: tuple[Update, ...] = ()
-    others: tuple[Message, ...] = ()  # what is sent and waited for at places that no schedule changes
-    names: tuple[str, ...] = ()  # by which errors call the operations
+    others: tuple[Message, ...] = ()  # messages at places that no schedule changes
+    names: tuple[str, ...] = ()  # of the operations, for errors
+    peak_of: Callable[[Schedule], int] | None = None  # the peak of the program that a schedule makes, if there is one
 
     def place(self, k: int) -> str:
-        """A place, as errors say it."""
+        """The text of a place in errors."""
         if not self.names:
             return f"at place {k}"
         return f"before {self.names[k]}" if k < len(self.names) else "at the end"
+
+    def keepers(self, dropped: Iterable[int]) -> dict[int, int]:
+        """For each dropped gather, the earlier gather whose value is kept for it."""
+        keeper: dict[int, int] = {}
+        for i in sorted(dropped):
+            earlier = self.gathers[i].again
+            if earlier is not None:
+                keeper[i] = keeper.get(earlier, earlier)
+        return keeper
+
+    def last_uses(self, dropped: Iterable[int]) -> list[int]:
+        """By gather: the last operation that reads its value, in place of a dropped gather too."""
+        last = [gather.last for gather in self.gathers]
+        for i, keeper in self.keepers(dropped).items():
+            last[keeper] = max(last[keeper], self.gathers[i].last)
+        return last
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:
@@ -106,17 +122,17 @@ class Problem:
 
     @functools.cached_property
     def clock(self) -> tuple[float, ...]:
-        """The seconds before each place if nothing is waited for but the messages that no schedule places."""
+        """The seconds before each place, if compute waits only for the messages that no schedule places."""
         return play(self.seconds, self.others).start if self.others else self.before
 
     @functools.cached_property
     def updated(self) -> Mapping[int, tuple[int, ...]]:
         """The updates that need each reduction, by index."""
-        found: dict[int, tuple[int, ...]] = {}
+        by_reduction: dict[int, tuple[int, ...]] = {}
         for u, update in enumerate(self.updates):
             for r in update.after:
-                found[r] = (*found.get(r, ()), u)
-        return found
+                by_reduction[r] = (*by_reduction.get(r, ()), u)
+        return by_reduction
 
     @functools.cached_property
     def matmuls(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""sending: what a bucket takes of its link, and of compute.
+"""sending: the seconds that a bucket takes of its link, and of compute.
 
-A gather copies this rank's part into the buffer in which it receives; small members that share a buffer are
-copied out of it. A reduction copies what it cannot send as it lies, and sums up what it has received.
+A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their values
+are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums up the parts
+that it has received.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from .slots import copied, shared
 
 
 def sending(problem: Problem, members: Sequence[Gather] | Sequence[Reduction]) -> tuple[Wire, float, float, float]:
-    """The wire of a bucket; the seconds in which its bytes move; those of compute to send it, and to unpack it."""
+    """The wire of a bucket, the seconds in which its bytes move, and the compute to send and to unpack it."""
     wire, moved = problem.wires[members[0].key], sum(member.wire for member in members)
     pack, unpack = (sum(seconds) for seconds in zip(*(copying(wire, member) for member in members)))
-    if isinstance(members[0], Gather):
-        unpack += wire.copy * sum(member.held for member in shared(members))
-    else:
-        pack += wire.pack * copied(members)
+    unpack += wire.copy * sum(gather.held for gather in shared([m for m in members if isinstance(m, Gather)]))
+    pack += wire.pack * copied([m for m in members if isinstance(m, Reduction)])
     return wire, wire.pace * moved, wire.call + wire.host * moved + pack, wire.unpack * moved + unpack
 
 
 def copying(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
-    """The seconds of copies and sums that a member takes in any bucket: to be sent, and to be unpacked."""
+    """The seconds of copies and sums that a member takes in any bucket: to send it, and to unpack it."""
     if isinstance(member, Gather):
         return wire.pack * member.held / wire.ranks, 0.0
     return wire.pack * member.freed, wire.copy * (member.held + member.held // wire.ranks)

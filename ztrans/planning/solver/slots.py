@@ -1,8 +1,8 @@
-"""Slots: where the bytes of a schedule are counted.
+"""slots: the points at which the bytes of a schedule are counted.
 
-Slot 2k is place k, where messages start and are waited for; slot 2k + 1 is operation k. Small members of one
-bucket share a buffer: a gather has it for a moment when it starts and when it is waited for, and its own part
-of it in between; a reduction makes it when it starts, and frees the gradients that it holds copies of.
+Slot 2k is place k, where messages start and are waited for. Slot 2k + 1 is operation k. Small members of one bucket
+share a buffer. For gathers, the whole buffer is live where they start and where they are waited for, and this rank's
+part of it in between. Reductions make the buffer where they start; the gradients that were copied into it are freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .problem import Gather, Problem, Reduction
 
 Span = tuple[int, int, int]  # the first slot, the one after the last, the bytes that are live there
 Member = TypeVar("Member", Gather, Reduction)
-NOTHING = -(2**52)  # bytes at a place of which nothing is known: no limit is reached there
+NOTHING = -(2**52)  # bytes at a place for which none are known: no limit is reached there
 
 
 def shared(members: Sequence[Member]) -> list[Member]:
@@ -32,7 +32,7 @@ def buffers(problem: Problem, members: Sequence[Gather]) -> tuple[int, int]:
 
 
 def gathering(problem: Problem, members: Sequence[Gather], start: int, wait: int) -> Iterator[Span]:
-    """What a bucket of gathers has live from its start to its wait, the values themselves aside."""
+    """The bytes that a bucket of gathers has live from its start to its wait, besides the values themselves."""
     packed, part = buffers(problem, members)
     if packed:
         yield 2 * wait, 2 * wait + 1, packed + part
@@ -42,7 +42,7 @@ def gathering(problem: Problem, members: Sequence[Gather], start: int, wait: int
 
 
 def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Span]:
-    """What a bucket of reductions has live: gradients, what is sent and received, the reduced values."""
+    """The bytes that a bucket of reductions has live: gradients, buffers, and reduced values."""
     for r in members:
         yield 2 * r.born + 1, 2 * start, r.held
         if r.result:
@@ -65,7 +65,7 @@ def copied(members: Sequence[Reduction]) -> int:
 
 
 def fixed(problem: Problem) -> np.ndarray:
-    """By slot, what is live whatever the schedule."""
+    """By slot: the bytes that are live in every schedule."""
     n = len(problem.live)
     slots = np.full(2 * n + 1, NOTHING, dtype=np.int64)
     slots[1::2] = problem.live
@@ -82,7 +82,7 @@ def summed(spans: Iterable[Span], count: int) -> np.ndarray:
 
 
 def by_operation(slots: np.ndarray) -> np.ndarray:
-    """By operation, the most that is live while it runs or at the place before it; the last place counts with it."""
+    """By operation: the most bytes live while it runs or at the place before it. The end counts with the last one."""
     most = np.maximum(slots[1::2], slots[:-1:2])
     if len(most):
         most[-1] = max(most[-1], slots[-1])

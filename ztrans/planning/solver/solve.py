@@ -1,6 +1,9 @@
-"""solve: a schedule of collectives for a problem, as near to its bound as the effort brings it.
+"""solve: choose a schedule of collectives for a problem.
 
-Memory is a constraint: no schedule is returned that needs more than there is.
+Memory is a hard limit. The search counts live bytes by slot (see `slots`), because it must weigh thousands of
+choices. For a problem of a program that count is an estimate: which updates run in place, and what they hold until
+they have run, depends on the whole order. `Problem.peak_of` therefore analyses the program that a schedule makes,
+and its peak decides. Where it is above the memory, the next search counts with as many bytes less.
 """
 
 from __future__ import annotations
@@ -17,52 +20,82 @@ from .problem import Bucket, Problem, Schedule
 from .slots import by_operation
 from .validate import validate
 
-EFFORT = 15_000  # messages placed in search: about half a second
-ENOUGH = 0.0025  # above the bound, and there is nothing to win
-FEW = 25  # schedules: those after the first look will not make up for what that lacks
+EFFORT = 15_000  # messages that the search places: about half a second
+SEARCHES = 3  # at most; each has a smaller share of the effort than the one before it
+ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, ends the search
+FEW = 25  # schedules: a search that cannot try more gains little after its seeds
 
 
 class Infeasible(Exception):
-    """No schedule fits: at operation `at` every one of them has at least `needs` bytes live."""
+    """No schedule fits the memory: every one has at least `needs` bytes live at operation `at`."""
 
     def __init__(self, needs: int, at: int) -> None:
         super().__init__(f"{needs} bytes are needed at operation {at}, whatever the schedule")
         self.needs, self.at = needs, at
 
 
-def solve(
-    problem: Problem, effort: int = EFFORT, promising: Callable[[Schedule], bool] = lambda schedule: True
-) -> Schedule:
-    """The best schedule found. The same problem has the same one everywhere: effort is counted, not timed.
+def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
+    """Find the fastest schedule whose peak fits the memory.
 
-    Where the effort is enough for few, more than a first look is taken only if what that found is `promising`.
+    The same problem has the same schedule on every rank, because effort is counted and not timed.
 
-    Raises: Infeasible when no schedule fits the memory.
+    Args:
+        problem: what is to be scheduled. With `peak_of`, its peaks decide, else those of the slots.
+        effort: messages that the search may place.
+
+    Returns:
+        The schedule. If no schedule of a program was found that fits, the one with the lowest peak.
+
+    Raises:
+        Infeasible: no schedule fits the memory, in a problem without `peak_of`.
     """
     least = by_operation(Loads(problem).alone(kept(problem, ())))
-    if least.max(initial=0) > problem.memory:
-        raise Infeasible(int(least.max()), int(least.argmax()))
+    needs = int(least.max(initial=0))
+    if problem.peak_of is None:
+        if needs > problem.memory:
+            raise Infeasible(needs, int(least.argmax()))
+        return _search(problem, effort, lambda schedule: True)
+
+    peak_of = problem.peak_of
+    fits = lambda schedule: peak_of(schedule) <= problem.memory
+    found: list[Schedule] = []
+    counted = max(problem.memory, needs)  # the bytes that the slots may have
+    for number in range(1, SEARCHES + 1):
+        found.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, fits))
+        above = peak_of(found[-1]) - problem.memory
+        if above <= 0 or counted == needs:
+            break
+        counted = max(counted - above, needs)
+    return min(found, key=peak_of)
+
+
+def _search(problem: Problem, effort: int, promising: Callable[[Schedule], bool]) -> Schedule:
+    """The best schedule of one search that fits by slots.
+
+    An effort that is enough for few schedules is spent only if the best of the seeds is `promising`.
+    """
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
     search.sow()
-    found = _chosen(search)
+    chosen = _chosen(search)
     few = effort < FEW * (len(problem.gathers) + len(problem.reductions))
-    if search.done or (few and not promising(found)):
-        return found
+    if search.done or (few and not promising(chosen)):
+        return chosen
     search.merge()
     search.climb()
     return _chosen(search)
 
 
 def _chosen(search: Search) -> Schedule:
-    """The best that was found, or one that needs no search."""
-    problem, found = search.problem, search.best.schedule
-    choices = [later(problem, found), found, one_ahead(problem, search.free)]
-    outcomes = [(evaluate(problem, s), s) for s in choices if s is not None]
-    return min((each for each in outcomes if each[0].peak <= problem.memory), key=lambda each: each[0].seconds)[1]
+    """The fastest of the search's best schedule, the same with later starts, and one that needs no search."""
+    problem, best = search.problem, search.best.schedule
+    choices = [later(problem, best), best, one_ahead(problem, search.free)]
+    outcomes = [(evaluate(problem, schedule), schedule) for schedule in choices if schedule is not None]
+    fitting = [(outcome.seconds, schedule) for outcome, schedule in outcomes if outcome.peak <= problem.memory]
+    return min(fitting, key=lambda pair: pair[0])[1]
 
 
 def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
-    """Every message alone, started or waited for one message ahead; None when that does not fit."""
+    """Every message in a bucket of its own, started or waited for one message ahead; None if that does not fit."""
     order = sorted((i for i in range(len(problem.gathers)) if i not in dropped), key=lambda i: problem.gathers[i].use)
     gathers = [
         Bucket((i,), min(max(before, problem.gathers[i].release), problem.gathers[i].use), problem.gathers[i].use)
@@ -83,8 +116,10 @@ def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
 
 
 def later(problem: Problem, schedule: Schedule) -> Schedule:
-    """Every gather started at the last place before its transfer begins: less is live, and where sending costs no
-    compute, nothing else changes."""
+    """Start every gather at the last place before its transfer begins.
+
+    Fewer bytes are live then. Where sending costs no compute, nothing else changes.
+    """
     times, _ = played(problem, schedule)
     last: dict[str, int] = {}  # by lane, where the message after starts
     ours = set(map(id, schedule.gathers))

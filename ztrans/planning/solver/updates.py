@@ -1,8 +1,8 @@
-"""Updates: the compute that waits for reductions, while a schedule is played.
+"""updates: the compute that waits for reductions while a schedule is played.
 
-With update="eager" an update runs when the last reduction that it needs has been waited for. It may run no earlier
-than its release: until then something else reads the state that it writes. One that was released since runs before
-the next wait for a gather or a reduction, and so while that is still on its way.
+With update="eager" an update runs when the last reduction that it needs has been waited for. It may not run
+before its release, because until then something else reads the state that it writes. An update that is released later
+runs before the next wait for a gather or a reduction, while that message is still under way.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Updates:
         return self.run(place)
 
     def run(self, place: int) -> float:
-        """The seconds of the updates that can run at a place, and do."""
-        now = [u for u in self.ready if self.updates[u].release <= place]
-        if now:
+        """Run the updates that can run at a place, and return their seconds."""
+        runnable = [u for u in self.ready if self.updates[u].release <= place]
+        if runnable:
             self.ready = [u for u in self.ready if self.updates[u].release > place]
-            self.waiting.difference_update(now)
-        return sum(self.updates[u].seconds for u in now)
+            self.waiting.difference_update(runnable)
+        return sum(self.updates[u].seconds for u in runnable)
 
     @property
     def left(self) -> float:

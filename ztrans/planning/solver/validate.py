@@ -1,4 +1,4 @@
-"""validate: whether a schedule is one of a problem."""
+"""validate: whether a schedule belongs to a problem."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from .evaluation import keepers
 from .problem import Bucket, Gather, Problem, Reduction, Schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule is none of its problem."""
+    """A schedule does not belong to its problem."""
 
 
 def validate(problem: Problem, schedule: Schedule) -> None:
-    """Verify that a schedule keeps every limit of a problem but that of memory.
+    """Verify that a schedule keeps every limit of a problem, except that of memory.
 
-    Raises: ScheduleError that names members and places.
+    Raises:
+        ScheduleError: a limit is not kept; the message names members and places.
     """
     _check_dropped(problem, schedule)
     _check_buckets(problem, "gather", schedule.gathers, problem.gathers, schedule.dropped)
@@ -32,18 +32,18 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     _check_between(problem, schedule)
 
 
-def _said(things: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
-    """The members of a bucket by name, or by number."""
+def _names(things: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
+    """The members of a bucket by name, or else by number."""
     return f"[{', '.join(things[i].name or str(i) for i in members)}]"
 
 
 def _check_dropped(problem: Problem, schedule: Schedule) -> None:
     for i in sorted(schedule.dropped):
         if problem.gathers[i].again is None:
-            raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and no value is kept for it")
-    for i, keeper in keepers(problem, schedule).items():
+            raise ScheduleError(f"the gather {_names(problem.gathers, [i])} is dropped, and no value is kept for it")
+    for i, keeper in problem.keepers(schedule.dropped).items():
         if keeper in schedule.dropped:
-            raise ScheduleError(f"the gather {_said(problem.gathers, [i])} is dropped, and so is the one it repeats")
+            raise ScheduleError(f"the gather {_names(problem.gathers, [i])} is dropped, and so is the one it repeats")
 
 
 def _check_buckets(
@@ -57,41 +57,41 @@ def _check_buckets(
     members = [i for bucket in buckets for i in bucket.members]
     if sorted(members) != [i for i in range(len(things)) if i not in absent]:
         odd = [i for i in range(len(things)) if members.count(i) != (i not in absent)]
-        raise ScheduleError(f"not every {what} is in one bucket: {_said(things, odd)}")
+        raise ScheduleError(f"not every {what} is in one bucket: {_names(things, odd)}")
     for bucket in buckets:
-        said = _said(things, bucket.members)
+        names = _names(things, bucket.members)
         if len({things[i].key for i in bucket.members}) != 1:
-            raise ScheduleError(f"{what}s of several kinds share the bucket {said}")
+            raise ScheduleError(f"{what}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
             start, wait = map(problem.place, (bucket.start, bucket.wait))
-            raise ScheduleError(f"the {what} {said} starts {start}, and is waited for {wait}: out of order")
+            raise ScheduleError(f"the {what} {names} starts {start}, and is waited for {wait}: out of order")
     for a, b in pairwise(buckets):
         if a.start > b.start:
-            first, second = _said(things, a.members), _said(things, b.members)
+            first, second = _names(things, a.members), _names(things, b.members)
             raise ScheduleError(f"the {what} {second} stands after {first} and starts before it")
 
 
 def _check_gather(problem: Problem, bucket: Bucket) -> None:
     members = [problem.gathers[i] for i in bucket.members]
-    said, start = _said(problem.gathers, bucket.members), problem.place(bucket.start)
+    names, start = _names(problem.gathers, bucket.members), problem.place(bucket.start)
     first, released = min(g.use for g in members), max(g.release for g in members)
     if bucket.wait != first:
-        raise ScheduleError(f"the gather {said} is first used {problem.place(first)}, and not waited for there")
+        raise ScheduleError(f"the gather {names} is first used {problem.place(first)}, and not waited for there")
     if bucket.start < released:
         earliest = problem.place(released)
-        raise ScheduleError(f"the gather {said} starts {start}, and may start {earliest} at the earliest")
+        raise ScheduleError(f"the gather {names} starts {start}, and may start {earliest} at the earliest")
 
 
 def _check_reduction(problem: Problem, bucket: Bucket) -> None:
     members = [problem.reductions[i] for i in bucket.members]
-    said, wait = _said(problem.reductions, bucket.members), problem.place(bucket.wait)
+    names, wait = _names(problem.reductions, bucket.members), problem.place(bucket.wait)
     born = max(r.born for r in members) + 1
     need = min(len(problem.seconds) if r.need is None else r.need for r in members)
     if bucket.start != born:
         start = problem.place(born)
-        raise ScheduleError(f"the reduction {said} has its last gradient {start}, and does not start there")
+        raise ScheduleError(f"the reduction {names} has its last gradient {start}, and does not start there")
     if bucket.wait > need:
-        raise ScheduleError(f"the reduction {said} is waited for {wait}, and needed {problem.place(need)}")
+        raise ScheduleError(f"the reduction {names} is waited for {wait}, and needed {problem.place(need)}")
 
 
 def _check_in_flight(
