@@ -142,7 +142,7 @@ def test_a_value_is_not_chosen_by():
     model = Small()
     optimizer = Chooses(model.parameters())
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_lift_numbers.py:\d+"):
+    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_scalars.py:\d+"):
         zt.Step(step).trace(state, *batches(torch.float32)[0])
 
 
