@@ -106,7 +106,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
 
 def test_a_loop_that_never_resets_is_refused():
     """It would go on as if it did: 1.275 where PyTorch has 1.232."""
-    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_lift_gradients.py:\d+(?s:.)*carry_grads=True"):
+    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_kept_gradients.py:\d+(?s:.)*carry_grads=True"):
         compare(never)
     with pytest.raises(ValueError, match=r"adds to the gradient"):
         compare(every_second)
@@ -235,7 +235,7 @@ def test_reading_them_is_refused(read):
 
         return loop_step
 
-    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_lift_gradients.py:\d+"):
+    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_kept_gradients.py:\d+"):
         compare(reads, before=1)
 
 
@@ -300,7 +300,7 @@ def test_parameters_from_outside(use):
     before = [p.detach().clone() for p in held]
     plain = at_the_end(model, optimizer)
     step, state = zt.lift(lambda x, y: (use(held[2]), plain(x, y))[1], model, optimizer)
-    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_lift_gradients.py:\d+"):
+    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_kept_gradients.py:\d+"):
         zt.Step(step).trace(state, *data()[0])
     assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
 
@@ -353,7 +353,7 @@ def test_a_scaler_is_refused_and_left_as_it_was(fused):
         return loss
 
     step, state = zt.lift(loop_step, model, optimizer)
-    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_lift_gradients.py:\d+(?s:.)*bfloat16"):
+    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_kept_gradients.py:\d+(?s:.)*bfloat16"):
         zt.Step(step).trace(state, *data()[0])
     loop_step(*data()[0])  # the loop itself goes on with the same scaler
     assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)
