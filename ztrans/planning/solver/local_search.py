@@ -47,7 +47,10 @@ class Search:
             again, key=lambda i: problem.gathers[i].use - problem.gathers[problem.gathers[i].again].last
         )
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
-        self.best = self.place(self._alone())
+        alone = self.place(self._alone())
+        if alone is None:
+            raise ValueError("search: the memory is less than every schedule needs.")
+        self.best = alone
 
     def _alone(self) -> Choice:
         """Every message alone, every gather at its use."""
