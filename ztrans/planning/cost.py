@@ -95,7 +95,8 @@ def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
     size = local_bytes(graph)
-    operations, traffic, wire = 0, 0, Counter()
+    operations, traffic = 0, 0
+    wire: Counter[tuple[str, str]] = Counter()
     for e in graph.eqns:
         if e.provenance is not None:
             wire[e.kwargs["axis"], e.provenance.role] += wire_bytes(e, graph.axes)

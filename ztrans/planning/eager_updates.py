@@ -54,8 +54,7 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
         by_key.setdefault(key, []).extend(eqns)
     in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
     return tuple(
-        Group(tuple(sorted(reductions)), place, in_order(eqns))
-        for (reductions, place), eqns in by_key.items()
+        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
     )
 
 

@@ -165,9 +165,7 @@ def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduc
 def _is_small(start: Eqn, graph: Graph) -> bool:
     """Whether a collective shares a message with other small members of its bucket."""
     axes = graph.axes
-    return all(
-        buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs))
-    )
+    return all(buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs)))
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:

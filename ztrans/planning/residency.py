@@ -107,9 +107,7 @@ def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tup
     return counted
 
 
-def _values(
-    s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]
-) -> Iterator[Value]:
+def _values(s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]) -> Iterator[Value]:
     graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
     for p, updating_bytes in zip(s.reductions, updating):
         received, owner = root[p.value] is not p.value, given.owner[p.value]

@@ -6,7 +6,7 @@ below the lanes shows the live memory.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -102,7 +102,7 @@ class Timeline(_Shown):
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
         """Seconds that compute stands still, by (axis, role)."""
-        stalls: Counter = Counter()
+        stalls: defaultdict[tuple[str, str], float] = defaultdict(float)
         for e in self.events:
             if e.lane != COMPUTE and e.eqn.provenance is not None:
                 stalls[e.eqn.provenance.axis, e.eqn.provenance.role] += e.stall

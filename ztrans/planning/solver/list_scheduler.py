@@ -24,6 +24,7 @@ from .updates import Updates
 # What happens at one place, in this order.
 _ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _WAIT = range(5)
 _NEVER = float("inf")
+_Item = tuple[int, int, int | str, Any]  # place, kind, the order of equal kinds at one place, and what it happens to
 
 
 class Placed(NamedTuple):
@@ -43,7 +44,7 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """A function that places the buckets of one problem; it remembers the loads of buckets between calls."""
+    """Places the buckets of one problem; it remembers their loads between calls."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.loads = problem, Loads(problem)
@@ -85,7 +86,7 @@ class _Play:
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
         self.reductions = [ReductionInFlight(-1 - r, r, load) for r, load in enumerate(reductions)]
         self.gathers = [GatherInFlight(g, load) for g, load in enumerate(gathers)]
-        fixed = [FixedInFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))]
+        self.fixed = [FixedInFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))]
         self.issued: list[GatherInFlight] = []
         self.ahead: list[GatherInFlight] = []  # gathers that are under way
         self.behind: list[ReductionInFlight] = []  # reductions that are under way
@@ -100,15 +101,19 @@ class _Play:
             self._set_due(lane)
             lane.next = max(lane.queue[0].due, lane.queue[0].load.bound)
 
-        # Place, kind, what decides between equal kinds at one place, and what it happens to.
-        self.agenda: list[tuple[int, int, int | str, Any]] = [
+        self.agenda = self._agenda()
+
+    def _agenda(self) -> list[_Item]:
+        """A heap of everything that is known to happen."""
+        agenda: list[_Item] = [
             *((gather.load.place, _WAIT, gather.turn, gather) for gather in self.gathers),
-            *((reduction.load.place, _SEND_REDUCTION, reduction.index, reduction) for reduction in self.reductions),
+            *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
             *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
-            *((each.message.issue, _SEND_FIXED, each.turn, each) for each in fixed),
-            *((each.message.need, _WAIT, each.turn, each) for each in fixed),
+            *((each.message.issue, _SEND_FIXED, each.turn, each) for each in self.fixed),
+            *((each.message.need, _WAIT, each.turn, each) for each in self.fixed),
         ]
-        heapq.heapify(self.agenda)
+        heapq.heapify(agenda)
+        return agenda
 
     def _set_due(self, lane: Lane) -> None:
         """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
@@ -119,11 +124,7 @@ class _Play:
             gather.due = min(max(0, bisect_right(self.expected, latest) - 1), load.place)
 
     def placed(self) -> Placed:
-        """Play the choice.
-
-        Raises:
-            _TooLong: it takes longer than the limit.
-        """
+        """Play the choice; raise `_TooLong` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _TooLong
         happen = (self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._wait)
@@ -188,10 +189,8 @@ class _Play:
         most = self.problem.gathers_in_flight
         if most is not None and start < use:
             others = [gather.load for gather in self.ahead if gather.load.place > start]
-            if load.held > most:
-                return use
-            if sum(one.held for one in others) + load.held > most:
-                return min(use, *(one.place for one in others))
+            if sum(each.held for each in others) + load.held > most:
+                return use if load.held > most else min(use, *(each.place for each in others))
         return self._with_room(load, start) if start < use else start
 
     def _with_room(self, load: Load, start: int) -> int:

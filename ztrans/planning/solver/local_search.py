@@ -47,12 +47,15 @@ class Search:
             again, key=lambda i: problem.gathers[i].use - problem.gathers[problem.gathers[i].again].last
         )
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
-        self.best = self.place(self._alone())
+        alone = self.place(self._alone())
+        if alone is None:
+            raise ValueError("search: the memory is less than every schedule needs.")
+        self.best = alone
 
     def _alone(self) -> Choice:
         """Every message alone, every gather at its use."""
         gathers, reductions = self.problem.gathers, self.problem.reductions
-        among = [(i,) for i in range(len(gathers)) if i not in self.free]
+        among: list[Members] = [(i,) for i in range(len(gathers)) if i not in self.free]
         return Choice(self._sorted(among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
 
     def _sorted(self, buckets: list[Members]) -> tuple[Members, ...]:
@@ -136,7 +139,7 @@ class Search:
         for kind in (0, 1):
             again = True
             while again and self.effort > 0:
-                again, parts = False, [self._pairs(self.best.choice[kind], kind)]
+                again, parts = False, [self._pairs(_buckets(self.best.choice, kind), kind)]
                 while parts and self.effort > 0:
                     part = parts.pop(0)
                     if not part:
@@ -160,13 +163,13 @@ class Search:
 
     def _merged(self, choice: Choice, kind: int, swallow: set[int]) -> Choice:
         buckets: list[Members] = []
-        for members in choice[kind]:
+        for members in _buckets(choice, kind):
             if buckets and buckets[-1][0] in swallow:
                 swallow.discard(buckets[-1][0])
                 buckets[-1] += members
             else:
                 buckets.append(members)
-        return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
+        return _with_buckets(choice, kind, buckets)
 
     def climb(self) -> None:
         """Change the best choice at random while effort is left; at first, accept slightly slower ones."""
@@ -192,7 +195,7 @@ class Search:
         """Split a bucket, merge two, or move the border between them."""
         chance, counts = self.chance, (len(choice.gathers), len(choice.reductions))
         kind = int(chance.random() * sum(counts) >= counts[0])
-        things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(choice[kind])
+        things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(_buckets(choice, kind))
         if not buckets:
             return choice
         i, what = chance.randrange(len(buckets)), chance.random()
@@ -208,7 +211,7 @@ class Search:
             elif cuts := [cut for cut in self._cuts(both, kind) if cut != border]:
                 cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if what < 0.75 else cuts)
                 buckets[i : i + 2] = [both[:cut], both[cut:]]
-        return choice._replace(**{Choice._fields[kind]: tuple(buckets)})
+        return _with_buckets(choice, kind, buckets)
 
     def _cuts(self, members: Members, kind: int) -> list[int]:
         """Where a bucket may be cut: members of one operation stay together."""
@@ -227,3 +230,13 @@ class Search:
         dropped = kept(self.problem, choice.dropped.difference(fewer))
         back = by_key(self.problem.gathers, sorted(choice.dropped - dropped))
         return choice._replace(gathers=self._sorted([*choice.gathers, *map(tuple, back.values())]), dropped=dropped)
+
+
+def _buckets(choice: Choice, kind: int) -> tuple[Members, ...]:
+    """The buckets of gathers (kind 0) or of reductions (kind 1)."""
+    return choice.reductions if kind else choice.gathers
+
+
+def _with_buckets(choice: Choice, kind: int, buckets: list[Members]) -> Choice:
+    """A choice with other buckets of gathers (kind 0) or of reductions (kind 1)."""
+    return choice._replace(reductions=tuple(buckets)) if kind else choice._replace(gathers=tuple(buckets))
