@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -66,56 +66,88 @@ def to_fx(
     first equation that writes over the state. `emitters` has what emits the calls for each primitive.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
-    graph = by_group(graph, mesh) if mesh is not None else graph
-    streams = side_streams(mesh.device_type) if streams is None and mesh is not None else streams
-    module, out = torch.nn.Module(), fx.Graph()
-    env: dict[Var, Any] = {}
-    for v in graph.inputs:
-        env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
-    emission = Emission(out, module, env, graph.axes, at, mesh, streams)
-    apart = {e for group in kernels for e in group.eqns}
-    given = donation(graph, apart) if donate else Donation({}, {}, {}, {})
-    over, state = given.twins, set(graph.inputs[: graph.num_state])
-    together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in over for e in g.eqns))}
-    inside = {e for g in together.values() for e in g.eqns[1:]}
-    for i, eqn in enumerate(graph.eqns):
-        before = len(out.nodes)
-        group = together.get(eqn)
-        if eqn in inside:
-            continue
-        if on_write is not None and _writes(group, eqn, kernels, given, state):
+    if mesh is not None:
+        graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)
+    out = fx.Graph()
+    nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
+    emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
+    donated = donation(graph, {e for group in kernels for e in group.eqns}) if donate else Donation({}, {}, {}, {})
+    state = set(graph.inputs[: graph.num_state])
+    for unit in _units(graph, groups, kernels, donated.twins):
+        if on_write is not None and _writes(unit, kernels, donated, state):
             out.call_function(on_write)
-            before, on_write = len(out.nodes), None
-        if group is not None and group in kernels:
-            kernel = kernels[group]
-            module.add_module(f"kernel_{i}", kernel.call)
-            made = out.call_module(f"kernel_{i}", tuple(env[v] for v in kernel.ins))
-            env.update((v, out.call_function(operator.getitem, (made, k))) for k, v in enumerate(kernel.outs))
-            results: list[Any] = []
-        elif group is not None:
-            for e, values in zip(group.eqns, _updates(out, group.eqns, over[eqn], env)):
-                env.update((v, x) for v, x in zip(e.outs, values) if v is not None)
-            results = []
-        elif isinstance(eqn.op, Primitive):
-            results = emitters[eqn.op](emission, eqn, i)
-        else:
-            results = _call(out, localize(eqn, graph.axes, at), calls.get(eqn) or over.get(eqn), env, module)
-        env.update((v, r) for v, r in zip(eqn.outs, results) if v is not None)
-        for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
-            node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "")
-            node.meta["eqns"] = group.eqns if group is not None else (eqn,)
-    out.output([substitute(o, env.__getitem__) for o in graph.outputs])
-    return fx.GraphModule(module, out, graph.name)
+            on_write = None
+        before = len(out.nodes)
+        results = _emit(unit, emission, kernels, donated.twins, calls, emitters)
+        nodes.update((v, node) for v, node in results if v is not None)
+        _describe(out, before, unit)
+    out.output([substitute(o, nodes.__getitem__) for o in graph.outputs])
+    return fx.GraphModule(emission.module, out, graph.name)
 
 
-def _writes(
-    group: Group | None, eqn: Eqn, kernels: Mapping[Group, Kernel], given: Donation, state: Collection[Var]
-) -> bool:
-    """Whether an equation, or the group that runs in its place, writes over the state."""
-    if group is not None and group in kernels:
-        return kernels[group].writes
-    written = (v for e in (group.eqns if group is not None else (eqn,)) if e in given.twins for v in e.outs)
-    return any(given.owner.get(v) in state for v in written if v is not None)
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+class _Unit(NamedTuple):
+    """Equations that run as one call: those of a group, or a single one."""
+
+    place: int
+    eqns: tuple[Eqn, ...]
+    group: Group | None
+
+
+def _units(
+    graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], twins: Mapping[Eqn, Any]
+) -> Iterator[_Unit]:
+    """The units of a program, in order. Updates are one call where each of them has an in-place operation."""
+    together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in twins for e in g.eqns))}
+    inside = {e for g in together.values() for e in g.eqns[1:]}
+    for place, eqn in enumerate(graph.eqns):
+        if eqn not in inside:
+            group = together.get(eqn)
+            yield _Unit(place, group.eqns if group is not None else (eqn,), group)
+
+
+def _emit(
+    unit: _Unit,
+    emission: Emission,
+    kernels: Mapping[Group, Kernel],
+    twins: Mapping[Eqn, Any],
+    calls: Mapping[Eqn, Callable],
+    emitters: Mapping[Primitive, Emitter],
+) -> Iterable[tuple[Var | None, Any]]:
+    """Emit the calls of a unit. Returns its results with their nodes."""
+    out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
+    if unit.group is not None and unit.group in kernels:
+        kernel = kernels[unit.group]
+        call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
+        return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
+    if unit.group is not None:
+        updates = _updates(out, unit.eqns, twins[eqn], nodes)
+        return [result for e, results in zip(unit.eqns, updates) for result in zip(e.outs, results)]
+    if isinstance(eqn.op, Primitive):
+        return list(zip(eqn.outs, emitters[eqn.op](emission, eqn, unit.place)))
+    local = localize(eqn, emission.sizes, emission.at)
+    return list(zip(eqn.outs, _call(out, local, calls.get(eqn) or twins.get(eqn), nodes, emission.module)))
+
+
+def _describe(out: fx.Graph, before: int, unit: _Unit) -> None:
+    """Write into the metadata of a unit's nodes which equations they run, in which region, and the user's line.
+
+    They are the nodes that follow the first `before`.
+    """
+    eqn = unit.eqns[0]
+    for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
+        node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "", eqns=unit.eqns)
+
+
+def _writes(unit: _Unit, kernels: Mapping[Group, Kernel], donated: Donation, state: Collection[Var]) -> bool:
+    """Whether a unit writes over the state."""
+    if unit.group is not None and unit.group in kernels:
+        return kernels[unit.group].writes
+    written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
+    return any(donated.owner.get(v) in state for v in written if v is not None)
 
 
 def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
