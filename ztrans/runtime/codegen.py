@@ -28,11 +28,10 @@ from ..ir.ambient import without_autocast
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.layout import localize
-from ..ir.operations import called
 from ..ir.user_collectives import by_group
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams
-from .emission import EMITTERS, Emission, Emitter
+from .emission import EMITTERS, Emission, Emitter, operation, updates
 from .inductor.fusion import Group
 
 
@@ -124,12 +123,12 @@ def _emit(
         call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
         return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
     if unit.group is not None:
-        updates = _updates(out, unit.eqns, twins[eqn], nodes)
-        return [result for e, results in zip(unit.eqns, updates) for result in zip(e.outs, results)]
+        results = updates(out, unit.eqns, twins[eqn], nodes)
+        return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
     if isinstance(eqn.op, Primitive):
         return list(zip(eqn.outs, emitters[eqn.op](emission, eqn, unit.place)))
     local = localize(eqn, emission.sizes, emission.at)
-    return list(zip(eqn.outs, _call(out, local, calls.get(eqn) or twins.get(eqn), nodes, emission.module)))
+    return list(zip(eqn.outs, operation(out, local, calls.get(eqn) or twins.get(eqn), nodes, emission.module)))
 
 
 def _describe(out: fx.Graph, before: int, unit: _Unit) -> None:
@@ -148,49 +147,6 @@ def _writes(unit: _Unit, kernels: Mapping[Group, Kernel], donated: Donation, sta
         return kernels[unit.group].writes
     written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
     return any(donated.owner.get(v) in state for v in written if v is not None)
-
-
-def _call(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
-    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
-
-    def read(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
-            name = f"constant_{len(list(module.buffers()))}"
-            module.register_buffer(name, x)
-            return out.get_attr(name)
-        if isinstance(x, (list, tuple)):
-            return [read(item) for item in x]
-        return substitute(x, env.__getitem__)
-
-    args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    call = out.call_function(twin or called(eqn.op), args, kwargs)
-    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
-        return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
-    return _results(out, eqn, call)
-
-
-def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
-    """The node of each result of a call of an operation."""
-    op: Any = eqn.op
-    schema = op._schema
-    item = lambda node, k: out.call_function(operator.getitem, (node, k))
-    is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
-    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
-        given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
-        filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
-        lists = [item(call, k) for k in filled]
-        return [item(each, 0) for each in lists]
-    if len(is_list) > 1 or is_list[0]:
-        return [None if v is None else item(call, k) for k, v in enumerate(eqn.outs)]
-    return [call]
-
-
-def _updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
-    """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
-    out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
-    written = [s.alias_info is not None for s in twin._schema.arguments]
-    return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
 
 @dataclass(frozen=True, eq=False)

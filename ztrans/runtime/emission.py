@@ -1,4 +1,4 @@
-"""Emission: the calls that a program of FX makes for each primitive, one emitter for each.
+"""Emission: the calls that an FX program makes for each equation: of a primitive, an operation, or updates.
 
 A new collective has a row in `EMITTERS`, or in a table of its own that is passed to `codegen.to_fx`.
 """
@@ -6,7 +6,7 @@ A new collective has a row in `EMITTERS`, or in a table of its own that is passe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
-from ..ir.graph import Eqn, Primitive, Split, Var
+from ..ir.graph import Eqn, Primitive, Split, Var, substitute
 from ..ir.layout import cut
+from ..ir.operations import called
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import start
@@ -90,3 +91,46 @@ EMITTERS: Mapping[Primitive, Emitter] = {
     PMEAN: unchanged,
     PSUM: unchanged,
 }
+
+
+def operation(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
+    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
+
+    def read(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
+            name = f"constant_{len(list(module.buffers()))}"
+            module.register_buffer(name, x)
+            return out.get_attr(name)
+        if isinstance(x, (list, tuple)):
+            return [read(item) for item in x]
+        return substitute(x, env.__getitem__)
+
+    args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
+    call = out.call_function(twin or called(eqn.op), args, kwargs)
+    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
+        return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
+    return _results(out, eqn, call)
+
+
+def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
+    """The node of each result of a call of an operation."""
+    op: Any = eqn.op
+    schema = op._schema
+    item = lambda node, k: out.call_function(operator.getitem, (node, k))
+    is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
+    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
+        given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
+        filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
+        lists = [item(call, k) for k in filled]
+        return [item(each, 0) for each in lists]
+    if len(is_list) > 1 or is_list[0]:
+        return [None if v is None else item(call, k) for k, v in enumerate(eqn.outs)]
+    return [call]
+
+
+def updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+    """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
+    args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
+    out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
+    written = [s.alias_info is not None for s in twin._schema.arguments]
+    return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
