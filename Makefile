@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: install lint test golden demo peers bench gpu clean
+.PHONY: install lint types quick test golden demo peers bench gpu clean
 
 install: $(STAMP)
 
@@ -18,7 +18,14 @@ $(STAMP): pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check
 
-test: lint
+types: install
+	$(BIN)/mypy
+
+# What needs neither processes nor compilers: the inner loop.
+quick: lint types
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile -m 'not distributed and not compiles and not slow'
+
+test: lint types
 	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0
 
 golden: install

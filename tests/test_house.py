@@ -16,6 +16,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from radon.visitors import ComplexityVisitor, Function
 
 from ztrans.ir import collectives
 from ztrans.tracing import versions
@@ -56,7 +57,8 @@ OPEN = ("torch.utils._pytree", "torch._ops.OpOverload")
 OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional")
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
-LINES = 400
+LINES = 300
+COMPLEXITY = 15  # cyclomatic, as radon counts it
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -251,6 +253,16 @@ def test_files_are_read_in_one_sitting():
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files("ztrans", "ops")}
     wrong = {file: n for file, n in lines.items() if n > LINES}
     assert not wrong, f"{wrong}: over {LINES} lines; one concept per file"
+
+
+def test_functions_are_simple():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {function.fullname}: {function.complexity}"
+        for path in python_files("ztrans", "ops")
+        for function in ComplexityVisitor.from_code(path.read_text()).blocks
+        if isinstance(function, Function) and function.complexity > COMPLEXITY
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_is_left_for_later():
