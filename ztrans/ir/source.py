@@ -80,7 +80,7 @@ def is_users(frame: FrameType) -> bool:
 
 def user_source(depth: int = 1) -> Source | None:
     """The innermost line of the user, `depth` frames up or higher; None when no frame is the user's."""
-    frame = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         if is_users(frame):
             code = frame.f_code

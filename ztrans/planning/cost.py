@@ -161,7 +161,7 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
     sent = sent_bytes(start, graph.axes)
     if not sent:
         return []
-    unpacked, first = unpacked_bytes(start, graph.axes), start.outs[0]
+    unpacked, first = unpacked_bytes(start, graph.axes), start.out
     receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 

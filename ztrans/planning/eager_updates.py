@@ -5,7 +5,7 @@ They run as soon as the reductions that they need have been waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
@@ -92,7 +92,7 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
     return release
 
 
-def deadline(s: Skeleton, floating: set[Eqn], born: int, need: int) -> int:
+def deadline(s: Skeleton, floating: Set[Eqn], born: int, need: int) -> int:
     """The place at which a reduction must have been waited for, before the equations that leave their places."""
     while need > born + 1 and s.ops[need - 1] in floating:
         need -= 1

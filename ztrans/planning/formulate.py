@@ -21,6 +21,7 @@ from ..ir.collectives import (
 )
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
+from ..ir.printer import op_name
 from .cluster import Cluster
 from .cost import memory
 from .eager_updates import Group, deadline, groups
@@ -49,14 +50,15 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     resident = residency(s, [g.last for g in problem.gathers], leaving)
     reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
-    wires = ((g.key, p.start) for g, p in zip((*problem.gathers, *reductions), (*s.gathers, *s.reductions)))
+    keys = (*(g.key for g in problem.gathers), *(r.key for r in reductions))
+    starts = (p.start for p in (*s.gathers, *s.reductions))
     return dataclasses.replace(
         problem,
         seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
         live=resident.live,
         across=resident.across,
         reductions=reductions,
-        wires={key: _wire(start, graph, cluster) for key, start in wires},
+        wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
         memory=budget,
         updates=tuple(group.update(cost) for group in leaving),
         others=_others(s, cluster),
@@ -86,8 +88,8 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
         gathers=gathers,
         reductions=_reductions(s, floating),
         wires={},
-        max_between=s.reductions[0].start.order.between if s.reductions else None,
-        gathers_in_flight=_limit([p.start.order.in_flight for p in s.gathers], [g.held for g in gathers]),
+        max_between=s.reductions[0].order.between if s.reductions else None,
+        gathers_in_flight=_limit([p.order.in_flight for p in s.gathers], [g.held for g in gathers]),
         reductions_in_flight=s.in_flight,
         names=tuple(place_name(s, k) for k in range(len(s.ops))),
     )
@@ -96,27 +98,28 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
 
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     graph, end = s.graph, len(s.ops) - 1
-    live, made = s.live, producers(graph.eqns)
+    live, makers = s.live, producers(graph.eqns)
     latest: dict[tuple, int] = {}
-    found: list[Gather] = []
+    gathers: list[Gather] = []
     for i, p in enumerate(s.gathers):
         start, use = p.start, min(s.use[i], end)
         last = max(min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
         # A gathered value may be the result of an operation, or of another planned collective.
-        sources = [made[v] for v in start.ins if v in made]
+        sources = [makers[v] for v in start.ins if v in makers]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
         identity = (start.ins[0], p.value.dtype, bucket_key(start))
-        again = latest.get(identity) if start.provenance.again == "auto" else None
-        if again is not None:
-            release = max(release, found[again].last + 1)
-        if start.provenance.again == "always":
+        regather = start.provenance.again if start.provenance else None
+        earlier = latest.get(identity) if regather == "auto" else None
+        if earlier is not None:
+            release = max(release, gathers[earlier].last + 1)
+        if regather == "always":
             release = max(release, _phase(s, start.region, use))
         latest[identity] = i
         size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        wire, name = wire_bytes(start, graph.axes), start.outs[0].name
+        wire, name = wire_bytes(start, graph.axes), start.out.name
         key, small = bucket_key(start), _is_small(start, graph)
-        found.append(Gather(key, wire, size, use, last, min(release, use), again, small, name))
-    return tuple(found)
+        gathers.append(Gather(key, wire, size, use, last, min(release, use), earlier, small, name))
+    return tuple(gathers)
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
@@ -131,7 +134,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     open_buckets: dict[tuple, tuple[int, int]] = {}
     planned = []
     for i, p in enumerate(s.reductions):
-        start, held, cap = p.start, s.held[i], p.start.order.bucket
+        start, held, cap = p.start, s.held[i], p.order.bucket
         key = (*bucket_key(start), p.then is not None)
         if cap is not None:  # the user's own size of a bucket: fill buckets in order of birth
             group, filled = open_buckets.get(key, (0, 0))
@@ -140,7 +143,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
             open_buckets[key] = group, filled + held
             key = (*key, group)
         need = deadline(s, floating, s.born[i], s.need[i])
-        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.outs[0].name
+        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
         planned.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
     return tuple(planned)
 
@@ -181,8 +184,9 @@ def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis, device = start.kwargs["axis"], cluster.device
     link, ranks = cluster.link(axis), graph.axes[axis]
-    latency, pace = link.seconds(start.op.name, 1, ranks)
-    known = dict(link.unpack).get(start.op.name)
+    kind = op_name(start.op)
+    latency, pace = link.seconds(kind, 1, ranks)
+    known = dict(link.unpack).get(kind)
     copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(
         lane(start),

@@ -107,22 +107,22 @@ class Plan:
             raise ValueError(text) from None
 
     @staticmethod
-    def of(found: Any) -> Plan:
-        """Make a plan of its JSON.
+    def of(decoded: Any) -> Plan:
+        """Make a plan of its decoded JSON.
 
         Raises:
             ValueError: the JSON does not hold a plan.
         """
         fields = [f.name for f in dataclasses.fields(Plan) if f.name not in ("file", "traffic")]
-        if not isinstance(found, dict):
-            raise ValueError(f"plan: it is a {type(found).__name__}, and no object with {', '.join(fields)}.")
-        missing = next((name for name in fields if name not in found), None)
+        if not isinstance(decoded, dict):
+            raise ValueError(f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}.")
+        missing = next((name for name in fields if name not in decoded), None)
         if missing is not None:
             raise ValueError(f"plan: it has no {missing!r}.")
-        unknown = next((name for name in found if name not in fields), None)
+        unknown = next((name for name in decoded if name not in fields), None)
         if unknown is not None:
             raise ValueError(f"plan: it has {unknown!r}, which is no field of a plan.")
-        return Plan(**{name: _frozen(value) for name, value in found.items()})
+        return Plan(**{name: _frozen(value) for name, value in decoded.items()})
 
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
@@ -180,8 +180,8 @@ def _members(before: str, members: Members, after: str, full: bool) -> list[str]
     return wrap(f"{before}{fold(names)}{after}")
 
 
-def _frozen(found: Any) -> Any:
-    return tuple(map(_frozen, found)) if isinstance(found, list) else found
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _wrong_field(plan: Plan) -> str:

@@ -18,7 +18,7 @@ Named = tuple[tuple[Members, str], ...]
 
 def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
     """Name a schedule: its gathers and where each starts, its reductions and their waits, and the dropped gathers."""
-    members = lambda planned, indices: tuple(planned[i].start.outs[0].name for i in indices)
+    members = lambda planned, indices: tuple(planned[i].start.out.name for i in indices)
     return (
         tuple((members(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
         tuple((members(s.reductions, b.members), place_name(s, b.wait)) for b in schedule.reductions),
@@ -49,21 +49,21 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
 
 
 def _index(planned: Sequence[Planned]) -> dict[str, int]:
-    return {p.start.outs[0].name: i for i, p in enumerate(planned)}
+    return {p.start.out.name: i for i, p in enumerate(planned)}
 
 
-def _check_once(what: str, known: Mapping[str, int], names: Iterable[str]) -> None:
+def _check_once(kind: str, known: Mapping[str, int], names: Iterable[str]) -> None:
     """Verify that every name is known and occurs once, and that none is missing."""
     seen: set[str] = set()
     for each in names:
         if each not in known:
-            raise ScheduleError(f"the program has no {what} {each!r}")
+            raise ScheduleError(f"the program has no {kind} {each!r}")
         if each in seen:
-            raise ScheduleError(f"the {what} {each!r} is there twice")
+            raise ScheduleError(f"the {kind} {each!r} is there twice")
         seen.add(each)
     missing = next((each for each in known if each not in seen), None)
     if missing is not None:
-        raise ScheduleError(f"the {what} {missing!r} is missing")
+        raise ScheduleError(f"the {kind} {missing!r} is missing")
 
 
 def _place(places: Mapping[str, int], at: str, names: Members) -> int:

@@ -58,8 +58,8 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     if plan.update == WRITTEN:
         return dataclasses.replace(plan, program=fingerprint(graph))
     s = skeleton(graph)
-    gathers = {p.start.outs[0].name: i for i, p in enumerate(s.gathers)}
-    reductions = {p.start.outs[0].name: i for i, p in enumerate(s.reductions)}
+    gathers = {p.start.out.name: i for i, p in enumerate(s.gathers)}
+    reductions = {p.start.out.name: i for i, p in enumerate(s.reductions)}
     planned = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
     reduced = {m for members, _ in plan.reductions for m in members}
     if planned != set(gathers) or reduced != set(reductions):

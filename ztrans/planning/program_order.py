@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
-from ..ir.graph import Eqn, Graph, Var, is_random, producers, users, variables
+from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
 from ..ir.layout import local_shape
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
@@ -30,19 +30,19 @@ def hoist(graph: Graph) -> Graph:
     moved = {e for e in graph.eqns if e.order is not None and e.order.place in ("birth", "reduce")}
     if not moved:
         return graph
-    made = producers(graph.eqns)
+    makers = producers(graph.eqns)
     keys: dict[Eqn, Key] = {}
     for i, e in enumerate(graph.eqns):
-        born = max((keys[made[v]][0] for v in e.ins if v in made), default=-1)
+        born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = _sorted(graph, keys, made)
+    eqns = _sorted(graph, keys, makers)
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
 
 
-def _sorted(graph: Graph, keys: Mapping[Eqn, Key], made: Mapping[Var, Eqn]) -> list[Eqn]:
+def _sorted(graph: Graph, keys: Mapping[Eqn, Key], makers: Mapping[Var, Eqn]) -> list[Eqn]:
     """The least order by key that respects data flow."""
     used = users(graph)
-    missing = {e: len({made[v] for v in e.ins if v in made}) for e in graph.eqns}
+    missing = {e: len({makers[v] for v in e.ins if v in makers}) for e in graph.eqns}
     rank = {e: i for i, e in enumerate(graph.eqns)}
     ready = [(keys[e], i, e) for e, i in rank.items() if not missing[e]]
     heapq.heapify(ready)
@@ -59,17 +59,20 @@ def _sorted(graph: Graph, keys: Mapping[Eqn, Key], made: Mapping[Var, Eqn]) -> l
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A collective that a plan places: its start, the wait for it, and, where a second reduction follows
-    the first (over the replicated axis), that one's start and wait."""
+    """A collective that a plan places: its start and the wait for it.
+
+    Where a second reduction follows it, over the replicated axis, `then` has the start and the wait of that one.
+    """
 
     start: Eqn
     wait: Eqn
+    order: Order  # the hint on its start
     then: tuple[Eqn, Eqn] | None = None
 
     @property
     def value(self) -> Var:
         """What it yields."""
-        return (self.then[1] if self.then else self.wait).outs[0]
+        return (self.then[1] if self.then else self.wait).out
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +114,12 @@ class Skeleton:
     @functools.cached_property
     def asked_update(self) -> str:
         """When `overlap_grads` was asked to run updates: "eager" or "last"."""
-        return self.reductions[0].start.order.update if self.reductions else "last"
+        return self.reductions[0].order.update if self.reductions else "last"
 
     @functools.cached_property
     def in_flight(self) -> int | None:
         """The bytes of gradients that may be under way at once, if `overlap_grads` was asked; one always may."""
-        asked = [p.start.order.in_flight for p in self.reductions if p.start.order.in_flight is not None]
+        asked = [p.order.in_flight for p in self.reductions if p.order.in_flight is not None]
         return max(min(asked), *self.held) if asked else None
 
     @functools.cached_property
@@ -184,8 +187,8 @@ def place_name(s: Skeleton, place: int) -> str:
 def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
     graph = hoist(graph)
-    used, made = users(graph), producers(graph.eqns)
-    planned = _planned(graph, made)
+    used, makers = users(graph), producers(graph.eqns)
+    planned = _planned(graph, makers)
     taken = {x for p in planned for x in (p.start, p.wait, *(p.then or ()))}
     ops = tuple(e for e in graph.eqns if e not in taken)
     place, end = {e: k for k, e in enumerate(ops)}, len(ops)
@@ -194,12 +197,12 @@ def skeleton(graph: Graph) -> Skeleton:
         return min((place.get(e, end) for e in used.get(p.value, ())), default=end)
 
     def birth(p: Planned) -> int:
-        return max(place.get(made[v], -1) if v in made else -1 for v in p.start.ins)
+        return max(place.get(makers[v], -1) if v in makers else -1 for v in p.start.ins)
 
     # Where writes come last, every reduction must have been waited for before the first of them.
     latest = sum(e not in taken for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
-    gathers = sorted((p for p in planned if p.start.order.place == "gather"), key=first_reader)
-    reductions = sorted((p for p in planned if p.start.order.place == "reduce"), key=birth)
+    gathers = sorted((p for p in planned if p.order.place == "gather"), key=first_reader)
+    reductions = sorted((p for p in planned if p.order.place == "reduce"), key=birth)
     return Skeleton(
         graph,
         ops,
@@ -211,20 +214,20 @@ def skeleton(graph: Graph) -> Skeleton:
     )
 
 
-def _planned(graph: Graph, made: Mapping[Var, Eqn]) -> list[Planned]:
+def _planned(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Planned]:
     """The collectives that a plan places, in order.
 
     The result of a reduction may be reduced again, over the replicated axis: that reduction follows the first one. A
     hinted gather of such a result cannot move, and stays where it is.
     """
     pairs = pair(graph)
-    hinted = [e for e in pairs.starts if e.order is not None]
+    hinted = {e: e.order for e in pairs.starts if e.order is not None}
     waited = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
-    first_wait = {e: made[e.ins[0]] for e in hinted if made.get(e.ins[0]) in pairs.waits}
-    second = {wait: e for e, wait in first_wait.items() if e.order.place == "reduce"}
+    first_wait = {e: makers[e.ins[0]] for e in hinted if makers.get(e.ins[0]) in pairs.waits}
+    second = {wait: e for e, wait in first_wait.items() if hinted[e].place == "reduce"}
     planned = []
-    for e in hinted:
+    for e, order in hinted.items():
         if e not in first_wait:
             then = second.get(waited[e])
-            planned.append(Planned(e, waited[e], (then, waited[then]) if then is not None else None))
+            planned.append(Planned(e, waited[e], order, (then, waited[then]) if then is not None else None))
     return planned

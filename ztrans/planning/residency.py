@@ -97,13 +97,13 @@ def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tup
     n, at = len(s.ops), {e: i for i, e in enumerate(s.graph.eqns)}
     counted: dict[Var, tuple[int, int]] = {}
     for p, k in zip(s.gathers, last):
-        counted.update(dict.fromkeys((*p.start.outs, *p.wait.outs), (0, k + 1)))
+        counted.update(dict.fromkeys((*p.start.results, *p.wait.results), (0, k + 1)))
     for p, born in zip(s.reductions, s.born):
         resumes = s.before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
         members = [given.owner[v] for v in reversed(p.start.ins)]
         counted.update((v, (born, resumes)) for v in members if v not in counted)
         collectives = (p.start, p.wait, *(p.then or ()))
-        counted.update(dict.fromkeys((v for e in collectives for v in e.outs), (0, n)))
+        counted.update(dict.fromkeys((v for e in collectives for v in e.results), (0, n)))
     return counted
 
 

@@ -23,7 +23,7 @@ from ..ir.collectives import (
     sends_as_it_lies,
     wire_bytes,
 )
-from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var, variables
+from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
@@ -81,9 +81,12 @@ def _rated(e: Eqn) -> str:
     dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
-    convolves = "convolution" in op_name(e.op)
-    allowed = torch.backends.cudnn.conv if convolves else torch.backends.cuda.matmul
-    return "tf32" if allowed.fp32_precision == "tf32" else "f32"
+    if "convolution" in op_name(e.op):
+        # The class that replaces this module at import has the attribute, and mypy reads the module.
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    else:
+        precision = torch.backends.cuda.matmul.fp32_precision
+    return "tf32" if precision == "tf32" else "f32"
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
@@ -101,7 +104,7 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
     The members of a packed gather are copied out of its buffer; the terms of a reduce_scatter are added up.
     """
-    known = dict(cluster.link(e.kwargs["axis"]).unpack).get(e.op.name)
+    known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
         return cluster.device.launch + known * wire_bytes(e, graph.axes)
     copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
@@ -110,14 +113,14 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 def _packed_members(e: Eqn, graph: Graph) -> int:
     """A gather copies the members that cross together out of the buffer in which they were received."""
-    packed = [out for k, out in enumerate(e.outs) if not is_alone(e, k, graph.axes)]
+    packed = [out for k, out in enumerate(e.results) if not is_alone(e, k, graph.axes)]
     return 2 * sum(map(local_bytes(graph), packed))
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
     """A reduce_scatter reads the terms of every rank and writes their sum."""
     size = local_bytes(graph)
-    return sum(map(size, e.ins)) + sum(map(size, e.outs))
+    return sum(map(size, e.ins)) + sum(map(size, e.results))
 
 
 class Copies(NamedTuple):
@@ -145,20 +148,20 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         axis = rules(e).axis(e)
         if axis not in graph.axes:
             continue  # a group that is none of the mesh's axes: nothing is known of it
-        kind, moved = _moved(e, graph)
-        link = cluster.link(axis)
-        latency, moving = link.seconds(kind, moved, graph.axes[axis])
+        link, ranks = cluster.link(axis), graph.axes[axis]
+        kind, moved = _moved(e, graph, ranks)
+        latency, moving = link.seconds(kind, moved, ranks)
         message = Message(started.index + 1, started.first_wait, lane(e), link.name, latency, moving)
         sent.append((e, message, moved))
     return sent
 
 
-def _moved(e: Eqn, graph: Graph) -> tuple[str, int]:
+def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
     """The kind of a collective, which may be one of the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
         return e.op.name, wire_bytes(e, graph.axes)
-    size, ranks = local_bytes(graph), graph.axes[rules(e).axis(e)]
-    name, whole = op_name(e.op), max(sum(map(size, e.ins)), sum(size(o) for o in variables(e.outs)))
+    size, name = local_bytes(graph), op_name(e.op)
+    whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
     return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
 

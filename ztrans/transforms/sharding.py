@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..ir.varying import INVARIANT, varying
 from .dtensor_rules import NoRule, rule
 from .value_layouts import Options, Values
 
-REDUCTIONS = {PMEAN: "mean", PSUM: "sum"}
+REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
 
 class Sharding:

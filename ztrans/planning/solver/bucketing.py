@@ -62,7 +62,7 @@ def gather_buckets(
 ) -> list[Members]:
     """Make buckets of gathers that take at most a `portion` of the room at their use, with 1 / `share` of the link."""
     most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
-    found: list[Members] = []
+    buckets: list[Members] = []
     for key, indices in by_key(problem.gathers, among).items():
         indices.reverse()
         gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
@@ -74,8 +74,8 @@ def gather_buckets(
         seconds = [share * wire.pace * g.wire for g in gathers]
         left = [problem.clock[-1] - problem.clock[g.use] for g in gathers]
         sizes = consecutive(left, seconds, wire.latency, first)
-        found += [members[::-1] for members in _split(indices, sizes)][::-1]
-    return found
+        buckets += [members[::-1] for members in _split(indices, sizes)][::-1]
+    return buckets
 
 
 def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, share: float = 1.0) -> list[Members]:
@@ -84,7 +84,7 @@ def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, s
     often = float("inf") if problem.max_between is None else problem.max_between
     starts = sorted({r.born + 1 for r in problem.reductions})
     previous = dict(zip(starts[1:], starts))
-    found: list[Members] = []
+    buckets: list[Members] = []
     for key, indices in by_key(problem.reductions, range(len(problem.reductions))).items():
         reductions, wire = [problem.reductions[i] for i in indices], problem.wires[key]
         start = [r.born + 1 for r in reductions]
@@ -99,8 +99,8 @@ def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, s
         ]
         first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
         seconds = [share * wire.pace * r.wire for r in reductions]
-        found += _split(indices, consecutive([problem.clock[k] for k in start], seconds, wire.latency, first))
-    return found
+        buckets += _split(indices, consecutive([problem.clock[k] for k in start], seconds, wire.latency, first))
+    return buckets
 
 
 def _first(held: Sequence[int], caps: Sequence[float], reach: Sequence[int]) -> list[int]:

@@ -41,11 +41,13 @@ class Search:
         self.seen: set[Choice] = set()
         self.at = [(g.use, g.release) for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
-        again = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in self.free]
+        self.last_read = {  # by gather that may be dropped: the operation that last reads the earlier value
+            i: problem.gathers[g.again].last
+            for i, g in enumerate(problem.gathers)
+            if g.again is not None and i not in self.free
+        }
         # Values with a short time to their next use come first, because they take room for a short time.
-        self.order = sorted(
-            again, key=lambda i: problem.gathers[i].use - problem.gathers[problem.gathers[i].again].last
-        )
+        self.order = sorted(self.last_read, key=lambda i: problem.gathers[i].use - self.last_read[i])
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
         alone = self.place(self._alone())
         if alone is None:
@@ -88,18 +90,18 @@ class Search:
 
     def sow(self) -> None:
         """Try the seeds."""
-        found = []
+        seeds = []
         for dropped in self._kept():
             for lead, reserve in ((1.0, 0.0), (2.0, 1.0)):
                 placed = self._seed(dropped, (0.3, 0.12, 0.2), 1.0, lead, reserve)
                 if placed is not None:
-                    found.append((placed.seconds, dropped, lead, reserve))
+                    seeds.append((placed.seconds, dropped, lead, reserve))
                 if self.done:
                     return
-        found.sort(key=lambda one: one[0])
-        for _, dropped, lead, reserve in found[:2]:
-            for first, again, reductions, share in product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35), (1.0, 2.0)):
-                self._seed(dropped, (first, again, reductions), share, lead, reserve)
+        seeds.sort(key=lambda seed: seed[0])
+        for _, dropped, lead, reserve in seeds[:2]:
+            for first, repeats, reductions, share in product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35), (1.0, 2.0)):
+                self._seed(dropped, (first, repeats, reductions), share, lead, reserve)
                 if self.done:
                     return
 
@@ -108,7 +110,7 @@ class Search:
         gathers = self.problem.gathers
         room, fit, total = self.loads.memory - self.loads.alone(self.free), [], [0]
         for i in self.order:
-            a, b = 2 * gathers[gathers[i].again].last + 2, 2 * gathers[i].use
+            a, b = 2 * self.last_read[i] + 2, 2 * gathers[i].use
             if room[a:b].min() >= gathers[i].held:
                 room[a:b] -= gathers[i].held
                 fit.append(i)
@@ -121,13 +123,13 @@ class Search:
         self, dropped: frozenset[int], portions: tuple[float, float, float], share: float, lead: float, reserve: float
     ) -> Placed | None:
         room = self.loads.room(dropped).tolist()
-        first, again = (
+        first, repeats = (
             [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
             for is_first in (True, False)
         )
         buckets = [
             *gather_buckets(self.problem, first, room, portions[0], share),
-            *gather_buckets(self.problem, again, room, portions[1], share),
+            *gather_buckets(self.problem, repeats, room, portions[1], share),
         ]
         reductions = reduction_buckets(self.problem, room, portions[2], share)
         return self.try_(
@@ -137,9 +139,9 @@ class Search:
     def merge(self) -> None:
         """Merge neighbours: all pairs at once, then halves of them where that is no improvement."""
         for kind in (0, 1):
-            again = True
-            while again and self.effort > 0:
-                again, parts = False, [self._pairs(_buckets(self.best.choice, kind), kind)]
+            improved = True
+            while improved and self.effort > 0:
+                improved, parts = False, [self._pairs(_buckets(self.best.choice, kind), kind)]
                 while parts and self.effort > 0:
                     part = parts.pop(0)
                     if not part:
@@ -147,7 +149,7 @@ class Search:
                     before = self.best
                     self.try_(self._merged(before.choice, kind, set(part)), before.seconds)
                     if self.best is not before:
-                        again = True
+                        improved = True
                     elif len(part) > 1:
                         parts += [part[: len(part) // 2], part[len(part) // 2 :]]
 
@@ -184,10 +186,10 @@ class Search:
         chance = self.chance
         for _ in range(chance.choice((1, 1, 2, 3))):
             choice = self._regrouped(choice)
-        what = chance.random()
-        if what < 0.1:
+        draw = chance.random()
+        if draw < 0.1:
             return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice(_RESERVES))
-        if what < 0.25 and self.order:
+        if draw < 0.25 and self.order:
             return self._kept_otherwise(choice)
         return choice
 
@@ -198,18 +200,18 @@ class Search:
         things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(_buckets(choice, kind))
         if not buckets:
             return choice
-        i, what = chance.randrange(len(buckets)), chance.random()
+        i, draw = chance.randrange(len(buckets)), chance.random()
         members = buckets[i]
-        if what < 0.2:
+        if draw < 0.2:
             if cuts := self._cuts(members, kind):
                 cut = chance.choice(cuts)
                 buckets[i : i + 1] = [members[:cut], members[cut:]]
         elif i + 1 < len(buckets) and things[members[0]].key == things[buckets[i + 1][0]].key:
             both, border = members + buckets[i + 1], len(members)
-            if what < 0.5:
+            if draw < 0.5:
                 buckets[i : i + 2] = [both]
             elif cuts := [cut for cut in self._cuts(both, kind) if cut != border]:
-                cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if what < 0.75 else cuts)
+                cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if draw < 0.75 else cuts)
                 buckets[i : i + 2] = [both[:cut], both[cut:]]
         return _with_buckets(choice, kind, buckets)
 

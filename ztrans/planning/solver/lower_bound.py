@@ -147,8 +147,8 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
         start = before[need] + delay
         for job in group:
             if job.first:
-                come = arrive[job.release] + job.takes
-                start, end = max(start, come), max(end, come + job.follows)
+                arrival = arrive[job.release] + job.takes
+                start, end = max(start, arrival), max(end, arrival + job.follows)
             for link in links:
                 link.add(job)
         delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need

@@ -58,15 +58,15 @@ def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
 
     peak_of = problem.peak_of
     fits = lambda schedule: peak_of(schedule) <= problem.memory
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     counted = max(problem.memory, needs)  # the bytes that the slots may have
     for number in range(1, SEARCHES + 1):
-        found.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, fits))
-        above = peak_of(found[-1]) - problem.memory
+        schedules.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, fits))
+        above = peak_of(schedules[-1]) - problem.memory
         if above <= 0 or counted == needs:
             break
         counted = max(counted - above, needs)
-    return min(found, key=peak_of)
+    return min(schedules, key=peak_of)
 
 
 def _search(problem: Problem, effort: int, promising: Callable[[Schedule], bool]) -> Schedule:
@@ -126,7 +126,7 @@ def later(problem: Problem, schedule: Schedule) -> Schedule:
     gathers = []
     for (bucket, message), begin in reversed(list(zip(issued(problem, schedule), times.begin))):
         start = message.issue
-        if id(bucket) in ours:
+        if bucket is not None and id(bucket) in ours:
             start = max(
                 start, min(bisect_right(times.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
             )

@@ -48,7 +48,7 @@ def _check_dropped(problem: Problem, schedule: Schedule) -> None:
 
 def _check_buckets(
     problem: Problem,
-    what: str,
+    kind: str,
     buckets: Sequence[Bucket],
     things: Sequence[Gather] | Sequence[Reduction],
     absent: frozenset[int],
@@ -57,18 +57,18 @@ def _check_buckets(
     members = [i for bucket in buckets for i in bucket.members]
     if sorted(members) != [i for i in range(len(things)) if i not in absent]:
         odd = [i for i in range(len(things)) if members.count(i) != (i not in absent)]
-        raise ScheduleError(f"not every {what} is in one bucket: {_names(things, odd)}")
+        raise ScheduleError(f"not every {kind} is in one bucket: {_names(things, odd)}")
     for bucket in buckets:
         names = _names(things, bucket.members)
         if len({things[i].key for i in bucket.members}) != 1:
-            raise ScheduleError(f"{what}s of several kinds share the bucket {names}")
+            raise ScheduleError(f"{kind}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
             start, wait = map(problem.place, (bucket.start, bucket.wait))
-            raise ScheduleError(f"the {what} {names} starts {start}, and is waited for {wait}: out of order")
+            raise ScheduleError(f"the {kind} {names} starts {start}, and is waited for {wait}: out of order")
     for a, b in pairwise(buckets):
         if a.start > b.start:
             first, second = _names(things, a.members), _names(things, b.members)
-            raise ScheduleError(f"the {what} {second} stands after {first} and starts before it")
+            raise ScheduleError(f"the {kind} {second} stands after {first} and starts before it")
 
 
 def _check_gather(problem: Problem, bucket: Bucket) -> None:
@@ -96,7 +96,7 @@ def _check_reduction(problem: Problem, bucket: Bucket) -> None:
 
 def _check_in_flight(
     problem: Problem,
-    what: str,
+    kind: str,
     buckets: Sequence[Bucket],
     things: Sequence[Gather] | Sequence[Reduction],
     limit: float | None,
@@ -112,7 +112,7 @@ def _check_in_flight(
     flight = change.cumsum()
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
-        raise ScheduleError(f"{flight.max()} bytes of {what} are under way {where}, and {limit} may be")
+        raise ScheduleError(f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be")
 
 
 def _check_between(problem: Problem, schedule: Schedule) -> None:
