@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from ztrans.runtime.inductor import backend, cpu_attention, cpu_matmul
-from ztrans.tracing.arguments import flat
+from ztrans.tracing.arguments import Arguments, flat
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
@@ -58,7 +58,7 @@ def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor without some of the alternatives to PyTorch's operations."""
     lowered, state, batch = lifted(config, bf16=bf16)
     used = [alternative for name, alternative in ALTERNATIVES.items() if name not in without]
-    _, local = flat(lowered.program, lowered.graph, lowered.mesh, state, batch)
+    _, local = flat(lowered.program, lowered.graph, lowered.mesh, Arguments(state, batch))
     _, run = backend.executable(lowered.graph, None, local, alternatives=used)
 
     def step() -> float:

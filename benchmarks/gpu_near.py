@@ -13,7 +13,7 @@ from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
-from ztrans.tracing.arguments import flat
+from ztrans.tracing.arguments import Arguments, flat
 
 STEPS = 3
 
@@ -48,7 +48,8 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     lowered = step.lower(mine, *(part[rank] for part in batches[0]))
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
-        run(flat(lowered.program, lowered.graph, mesh, mine, tuple(part[rank] for part in batch))[1])
+        arguments = Arguments(mine, tuple(part[rank] for part in batch))
+        run(flat(lowered.program, lowered.graph, mesh, arguments)[1])
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.symmetric.check()
     for name, w in mine.items():  # not gathered: a group of gloo's may not gather what is on a GPU

@@ -38,7 +38,7 @@ from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
 from ztrans.runtime.process_groups import Channel
-from ztrans.tracing.arguments import flat
+from ztrans.tracing.arguments import Arguments, flat
 
 WORLD = 4
 CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
@@ -59,7 +59,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
     low = step.lower(state, *batch)
-    _, local = flat(low.program, low.graph, low.mesh, state, batch)
+    _, local = flat(low.program, low.graph, low.mesh, Arguments(state, batch))
     return low, local
 
 
@@ -116,7 +116,7 @@ def test_what_a_gather_unpacks_is_counted(mesh):
     low = step.lower(step.shard(state), x, cluster=zt.cluster("h100", dp=Link("wire", 1.0, 1e15)))
     (gather,) = [e for e in low.graph.eqns if is_start(e)]
     assert len(gather.outs) == 12
-    _, local = flat(low.program, low.graph, low.mesh, step.shard(state), (x,))
+    _, local = flat(low.program, low.graph, low.mesh, Arguments(step.shard(state), (x,)))
     inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
     said = low.memory_analysis().peak - inputs
     assert 2 * whole < play(low, local, mesh).peak <= 1.02 * said + 512
