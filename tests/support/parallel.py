@@ -104,7 +104,11 @@ def parallel_steps(draw) -> Parallel:
     layers = tuple(draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=6)))
     every = [f"{i}.{j}" for i, name in enumerate(layers) for j in range(len(LAYERS[name][0]))]
     fixed = frozenset(every[1::3]) if draw(st.booleans()) else frozenset()
-    micro, norms = draw(st.sampled_from([1, 2])), draw(st.sampled_from(["none", "each", "global"]))
+    return parallel(layers, fixed, draw(st.sampled_from([1, 2])), draw(st.sampled_from(["none", "each", "global"])))
+
+
+def parallel(layers: tuple[str, ...], fixed: frozenset[str], micro: int, norms: str) -> Parallel:
+    """The step of a chain of `layers`: `micro` batches, parameters in `fixed` frozen, gradients scaled by `norms`."""
 
     def loss(params, fixed, x):
         flat = {**params, **fixed}

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from tests.support.parallel import TP, Parallel, parallel_steps
+from tests.support.parallel import TP, Parallel, parallel, parallel_steps
 from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
 from ztrans.ir.graph import Eqn, Graph
@@ -89,6 +89,15 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step,
     again = lower(trace(step), first, *transforms)
     assert str(again) == str(planned)
     assert lanes(again.graph) == lanes(graph)
+
+
+@pytest.mark.parametrize("norms", ["none", "each", "global"])
+def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
+    """Updates of the last layer run where gathers of other layers start and are waited for."""
+    step = parallel(("column_row",) * 5 + ("linear",), frozenset(), micro=1, norms=norms)
+    transforms = (zt.overlap_grads(max_in_flight=0), zt.prefetch(memory=1 << 30, max_in_flight=200))
+    planned = lower(trace(step), shard(MESHES[0], reshard="always"), *transforms)
+    within_what_was_asked(zt.check(planned.graph), transforms)
 
 
 @settings(max_examples=15)

@@ -34,19 +34,23 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
     emit = _Emission(s, replaced, update == "eager")
     gather_starts, uses = _by_place(schedule.gathers, "start"), _waits_by_use(s, schedule)
     reduction_starts, reduction_waits = (_by_place(schedule.reductions, which) for which in ("start", "wait"))
+    # Eager updates run beside the gathers that start at their place. With a limit on gathers under way they run first.
+    limited = any(p.order.in_flight is not None for p in s.gathers)
     for k in range(len(s.ops) + 1):
         waits = deque(reduction_waits.get(k, ()))
         for bucket in reduction_starts.get(k, ()):
             while waits and waits[0] is not bucket and not emit.fits(bucket):
                 emit.wait(waits.popleft())
             emit.reduce(bucket)
-        emit.all(coalesce([s.gathers[i].start for i in bucket.members]) for bucket in gather_starts.get(k, ()))
+        starts = [coalesce([s.gathers[i].start for i in bucket.members]) for bucket in gather_starts.get(k, ())]
+        if not limited:
+            emit.all(starts)
         for bucket in waits:
             emit.wait(bucket)
         emit.second(k)
         if k in uses:
             emit.ready_updates()
-            emit.all(uses[k])
+        emit.all([*starts, *uses.get(k, ())])
         if k < len(s.ops):
             emit(s.ops[k])
     return rename(s.graph.replace(eqns=tuple(emit.eqns)), replaced)
