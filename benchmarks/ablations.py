@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from ztrans.runtime.inductor import backend, cpu_attention, cpu_matmul
+from ztrans.runtime.inductor import backend, cpu_matmul
 from ztrans.tracing.arguments import Arguments, flat
 
 from .inductor import RESULTS, lifted, processor
@@ -50,7 +50,6 @@ class Part:
 
 ALTERNATIVES: dict[str, backend.Alternative] = {
     "matrix products by oneDNN": cpu_matmul.alternative,
-    "attention by blocks": cpu_attention.alternative,
 }
 
 

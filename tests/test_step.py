@@ -9,7 +9,6 @@ import inspect
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import weakref
@@ -414,10 +413,10 @@ def test_a_wrong_call_is_an_error_of_mypy_and_a_right_one_is_none(script):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright")
 def test_a_wrong_call_is_an_error_of_pyright_and_a_right_one_is_none(script):
+    pytest.importorskip("pyright", reason="needs pyright: pip install 'pyright[nodejs]'")
     settings = f'{{"extraPaths": ["{ROOT}"], "include": ["{script.name}"]}}'
     (script.parent / "pyrightconfig.json").write_text(settings)
-    command = ["pyright", "--pythonpath", sys.executable, "--project", str(script.parent)]
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(script.parent)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert lines_of(script, run.stdout) == wrong_lines(), run.stdout + run.stderr

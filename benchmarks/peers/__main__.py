@@ -3,6 +3,7 @@
     make peers                                     # DeepSpeed and JAX; without them their lines say so
     python -m benchmarks.peers                     # two hosts at 1 Gbit/s: as root, with iproute2
     python -m benchmarks.peers --hosts 4 --rate 200mbit --only 'DDP|ztrans'
+    python -m benchmarks.peers --beside ../before  # another checkout: what a change does to the step
 
 Writes benchmarks/results/peers_HOSTS_RATE.md, .json and .png. Every subject has processes of its own,
 one a host, each on one core. All stay in memory, 0.4 GB a process, and take turns, a few steps at a time,
@@ -26,7 +27,7 @@ from . import memory, report
 from .model import Config, Task
 from .native import loop
 from .running import NETLAB, ROOT, Running
-from .subjects import SUBJECTS, Subject
+from .subjects import SUBJECTS, Subject, beside
 
 PORT = 29511  # the first of those at which ranks meet
 PROCESS = 0.4e9  # bytes that one takes while it waits for its turn
@@ -41,6 +42,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression that names must contain")
     parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="ztrans of another checkout runs too")
     parser.add_argument("--timeout", type=int, default=400, help="seconds to be ready in, or for a turn")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     for field in dataclasses.fields(Config):
@@ -53,6 +55,8 @@ def main(args: argparse.Namespace) -> None:
     chosen = [s for s in SUBJECTS if re.search(args.only, s.name)]
     if not chosen:
         sys.exit("\n  ".join([f"no subject has {args.only!r} in its name; there are:", *(s.name for s in SUBJECTS)]))
+    if args.beside:
+        chosen += [beside(s, args.beside) for s in chosen if s.of_ztrans]
     processes = args.hosts * max(sum(p in s.precisions for s in chosen) for p in args.precision)
     needed, free = processes * PROCESS, memory.available()
     if needed > free:
@@ -80,11 +84,11 @@ def together(args: argparse.Namespace, config: Config, subjects: list[Subject], 
 
     try:
         for number, subject in enumerate(subjects):
-            ask = {"subject": subject.name, "precision": precision, "config": dataclasses.asdict(config)}
+            ask = {"subject": subject.as_listed, "precision": precision, "config": dataclasses.asdict(config)}
             ask |= {"ranks": args.hosts, "steps": args.steps, "warmup": args.warmup}
             answer = missing(subject)
             if answer is None:
-                running[subject.name] = Running(ask, PORT + number, args.timeout)
+                running[subject.name] = Running(ask, PORT + number, args.timeout, subject.checkout)
                 answer = running[subject.name].answer
             runs[subject.name] = [] if "ready" in answer else [answer]
             say("", subject.name, answer)

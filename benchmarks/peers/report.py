@@ -83,7 +83,8 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
         median, least = statistics.median(run["seconds"]), min(run["seconds"])
         memory = f"{run['lent'] / MIB:.0f} | {run['resident'] / MIB:.0f}"
         loss = f"{run['losses'][1]:.4f}"
-        if subjects[name].alone:
+        subject = subjects[name.split(" [")[0]]
+        if subject.alone:
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
@@ -91,7 +92,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
         share = f"{median / statistics.median(base):.2f}" if base else ""
         times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(said)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
-        remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subjects[name].remark
+        remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subject.remark
         rows.append(f"| {name} | {figures} | {remark} |")
     return rows
 
@@ -113,6 +114,18 @@ def ratios(runs: dict[str, dict]) -> list[str]:
     return ["Seconds over those of each peer, of which the faster row counts, eager or compiled:", "", *rows, ""]
 
 
+def changes(runs: dict[str, dict]) -> list[str]:
+    """Seconds of ztrans over those of the same subject with another checkout's ztrans."""
+    medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
+    rows = [
+        f"| {listed} | {seconds:.3f} | {medians[listed]:.3f} | {medians[listed] / seconds:.3f} |"
+        for name, seconds in medians.items()
+        if (listed := name.split(" [")[0]) != name and listed in medians
+    ]
+    head = ["Seconds with the other checkout, with this one, and their ratio:", ""]
+    return [*head, "| | other | this | this / other |", "|---|---:|---:|---:|", *rows, ""] if rows else []
+
+
 def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
     """Writes the three files, and returns the text of the first."""
     by_precision = {p: {n: pooled(turns) for n, turns in each.items()} for p, each in runs.items()}
@@ -127,7 +140,8 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
     text += [f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.", ""]
     text += [f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.", ""]
     for precision, results in by_precision.items():
-        text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), "", *ratios(results)]
+        text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), ""]
+        text += [*ratios(results), *changes(results)]
     text += [LEGEND]
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"peers_{args.hosts}hosts_{args.rate}"

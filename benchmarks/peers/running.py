@@ -17,14 +17,19 @@ NETLAB = ROOT / "benchmarks" / "netlab"
 
 
 class Running:
-    """One subject, built and warmed up; `answer` says so, or why not."""
+    """One subject, built and warmed up; `answer` says so, or why not.
 
-    def __init__(self, ask: dict, port: int, timeout: int) -> None:
+    Packages are imported from this checkout, and from `checkout` before it where one is given.
+    """
+
+    def __init__(self, ask: dict, port: int, timeout: int, checkout: Path | None = None) -> None:
         self.timeout, self.log = timeout, tempfile.TemporaryFile()  # noqa: SIM115 (as long as it runs)
         self.ranks: list[Connection] = []
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "MASTER_PORT": str(port)}
+        environment["PYTHONPATH"] = os.pathsep.join(str(root) for root in (checkout, ROOT) if root)
         with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/runner", "AF_UNIX") as listener:
-            command = [NETLAB, "run", sys.executable, "-W", "ignore", "-m", "benchmarks.peers.rank", listener.address]
+            python = [sys.executable, "-P", "-W", "ignore"]
+            command = [NETLAB, "run", *python, "-m", "benchmarks.peers.rank", listener.address]
             streams = {"stdout": self.log, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
             with contextlib.suppress(TimeoutError, EOFError), _at_most(timeout):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 
 from .model import Task
 
@@ -24,6 +25,16 @@ class Subject:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     alone: bool = False  # no communication: it does not learn from the others' batches
     remark: str = ""
+    checkout: Path | None = None  # of another ztrans than the one beside this benchmark
+
+    @property
+    def of_ztrans(self) -> bool:
+        return self.build.startswith("ztrans:")
+
+    @property
+    def as_listed(self) -> str:
+        """The name that the subject has in `SUBJECTS`."""
+        return self.name.split(" [")[0]
 
     def make(self, task: Task) -> Callable:
         module, function = self.build.split(":")
@@ -57,3 +68,8 @@ SUBJECTS = (
     Subject("ztrans stage 3, remat", "ztrans:lifted", {"stage": 3, "remat": True}),
     Subject("ztrans stage 3, remat, inductor", "ztrans:lifted", {"stage": 3, "remat": True, "backend": "inductor"}),
 )
+
+
+def beside(subject: Subject, checkout: Path) -> Subject:
+    """The same subject with the ztrans of another checkout."""
+    return replace(subject, name=f"{subject.name} [{checkout.resolve().name}]", checkout=checkout.resolve())

@@ -22,14 +22,14 @@ from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Executable, Kernel, fused, to_fx
-from . import cpu_attention, cpu_matmul
+from . import cpu_matmul
 from .fake_layouts import Strided, as_text, infer_layouts, results_of
 from .fusion import Group, fuse
 
 # Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
 # same in less time here, or None.
 Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
-ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative, cpu_attention.alternative)
+ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
 
 class Fused(torch.nn.Module):
