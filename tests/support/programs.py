@@ -155,8 +155,8 @@ def adam(state: dict, grads: dict, lr: float = 1e-2) -> dict:
     return {"params": params, "m": m, "v": v, "step": step}
 
 
-def gpt_adam() -> Case:
-    model = GPT()
+def gpt_adam(layers: int = 1) -> Case:
+    model = GPT(layers=layers)
     loss = gpt_loss(model)
 
     def step(state, batch):
@@ -590,7 +590,7 @@ def cast_outside() -> Case:
 
 def autocast() -> Case:
     """A GPT under autocast in bf16."""
-    model = GPT(width=16)
+    model = GPT(width=16, layers=1)
 
     def loss(params, ids, targets):
         with torch.autocast("cpu", torch.bfloat16):
