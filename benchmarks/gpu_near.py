@@ -8,11 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
+from ztrans.runtime.executable import bind
 from ztrans.tracing.arguments import Arguments, flat
 
 STEPS = 3

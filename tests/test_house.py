@@ -48,8 +48,9 @@ FILES = 16  # in a package
 # Private torch APIs stay in these rooms; each says the torch version that it was checked on.
 ROOMS = {
     *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.c10d", "tracing.gradient_marks"),
-    *("tracing.lifting.lift", "ir.ambient", "transforms.dtensor_rules", "runtime.codegen", "runtime.process_groups"),
-    *("runtime.inductor.cpu_matmul", "ops.symmetric"),
+    *("tracing.lifting.lift", "ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
+    *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
+    *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
 # No room needed: pytrees, the type of an operator, which has no public name, PyTorch's documented set of operations,
 # ours, and functional collectives, which are what torch.distributed._functional_collectives traces to.

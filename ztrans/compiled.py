@@ -16,21 +16,48 @@ from torch.utils import _pytree as pytree
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
 from .ir.printer import format_seconds, html, program
+from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
-from .runtime.codegen import executable
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, placed, with_rates
 from .runtime.cuda.symmetric_start import check
+from .runtime.executable import executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
+from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
-from .tracing.arguments import Arguments, check_captured, check_donation, flat
+from .runtime.update_groups import Group, group_updates
+from .tracing.arguments import (
+    Arguments,
+    BatchKey,
+    StateKey,
+    check_captured,
+    check_donation,
+    flat,
+    local_batch,
+)
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
+
+
+class Given(NamedTuple):
+    """The arguments of one call, their keys, and the leaves of the state if it is the one that was returned last."""
+
+    arguments: Arguments
+    state: StateLeaves | None
+    state_key: StateKey
+    batch_key: BatchKey
+
+    @staticmethod
+    def of(arguments: Arguments, last: LastState) -> Given:
+        """The arguments with what is known of their state."""
+        state = last.recognise(arguments.state)
+        known = last.known if state is not None else None
+        return Given(arguments, state, known.key if known else arguments.state_key(), arguments.batch_key())
 
 
 class Bound(NamedTuple):
@@ -60,6 +87,9 @@ class Compiled:
     _bound: list[Bound] = field(default_factory=list, compare=False, repr=False)
     _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
     _runner: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _last: LastState = field(default_factory=LastState, compare=False, repr=False)
+    # The keys of states and batches that this program has accepted, with the tree of its output.
+    _accepted: dict[tuple[StateKey, BatchKey], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
@@ -83,21 +113,28 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(self._arguments(args, kwargs))
+        return self.run(Given.of(self._arguments(args, kwargs), self._last), self._last)
 
-    @without_autocast()
-    def run(self, arguments: Arguments) -> tuple[Any, Any]:
+    def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
         """Run the program for arguments that fit it, and for captured values that are known to be those of the trace.
 
-        A `Step` calls this: to choose a program, it has compared the captured values.
+        A `Step` calls this: to choose a program, it has compared the captured values. `last` holds the state that was
+        returned last, and then the one that this run returns.
         """
-        leaves, local = self._flat(arguments)
+        key, n = (given.state_key, given.batch_key), self.graph.num_state
+        known = given.state is not None and key in self._accepted
+        leaves, local = self._known_inputs(given, last) if known else self._flat(given.arguments)
         with self._step(leaves, local) as run:
             outputs = run(local)
-        for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
+        if known:
+            return given.arguments.state, pytree.tree_unflatten(outputs[n:], self._accepted[key])
+        for i, old in enumerate(leaves[:n]):
             # the tensors that the caller passed, whose storages now hold the new state
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        self._accepted[key] = pytree.tree_structure(output)
+        last.remember(state, outputs[:n], given.state_key)
+        return state, output
 
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
@@ -186,6 +223,14 @@ class Compiled:
         check_donation(lowered.graph, local)  # at every call: the caller may have set one leaf to another
         return leaves, local
 
+    def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
+        """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
+        program, n = self.lowered.program, self.lowered.graph.num_state
+        batch = local_batch(program, n, given.arguments)
+        if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
+            return self._flat(given.arguments)
+        return given.state.leaves, [*given.state.local, *batch]
+
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         run: Any
         if not self._bound:
@@ -198,11 +243,19 @@ class Compiled:
                 graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
-                run = executable(lowered.graph, self._mesh, self._writes.begin)
+                graph, groups = _grouped(lowered.graph)
+                run = executable(graph, self._mesh, self._writes.begin, groups)
+                lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
+
+
+def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
+    """The program with equal updates next to each other, and their groups, unless the peak of memory would rise."""
+    grouped, groups = group_updates(graph)
+    return (grouped, groups) if memory(grouped).peak <= memory(graph).peak else (graph, ())
 
 
 def _agreed(lowered: Lowered) -> Lowered:

@@ -36,8 +36,8 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
-from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
+from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
 from .tracing.arguments import Arguments, check_captured, local_part, traced_leaves
 from .tracing.trace import Program

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .compiled import Compiled
+from .compiled import Compiled, Given
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
@@ -29,11 +29,12 @@ from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
 from .runtime.failure import check_whole
+from .runtime.known_state import LastState
 from .runtime.meeting import Call, meet
 from .runtime.mesh import check_runs
 from .runtime.replicas import check_same
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, any_size, check_laid_out
+from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import no_state
 from .tracing.trace import is_number, leaf_names, trace
@@ -64,9 +65,10 @@ class Step(Generic[P, R]):
     fn: Callable[P, R]
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
-    _cache: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     # The program whose plan the ranks agreed on, by its key without the sizes of its batch.
-    _agreed: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _agreed: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _last: LastState = dataclasses.field(default_factory=LastState, compare=False, repr=False)
 
     __name__: ClassVar[str]  # of each step, that of its function
 
@@ -171,18 +173,20 @@ class Step(Generic[P, R]):
         Returns the first recording. The state is donated and advances. All ranks must call it. See `Compiled.tune`.
         """
         arguments = Arguments.of(self.fn, args, kwargs)
-        key = self._key(arguments)
-        tuned, measured = self._compiled(arguments).tune(*args, steps=steps, **kwargs)
+        given = Given.of(arguments, self._last)
+        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
+        key = self._key(given)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        for outdated in [k for k in self._cache if any_size(k) == any_size(key)]:
+        for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
-        self._cache[key] = self._agreed[any_size(key)] = tuned
+        self._cache[key] = self._agreed[key.any_size()] = tuned
         return measured
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
-        return cast("R", self._compiled(arguments).run(arguments))
+        given = Given.of(arguments, self._last)
+        return cast("R", self._compiled(given).run(given, self._last))
 
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these, made at the first call with such arguments.
@@ -190,15 +194,16 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call: a program for another size follows
         the plan of the first, so that all ranks send the same messages in the same order.
         """
-        return self._compiled(Arguments.of(self.fn, args, kwargs))
+        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
 
-    def _compiled(self, arguments: Arguments) -> Compiled:
-        key = self._key(arguments)
+    def _compiled(self, given: Given) -> Compiled:
+        key = self._key(given)
         if key not in self._cache:
+            arguments = given.arguments
             self._check_laid_out(arguments.state)
-            first = self._agreed.get(any_size(key))
+            first = self._agreed.get(key.any_size())
             if first is None:
-                self._cache[key] = self._agreed[any_size(key)] = self._lowered(arguments).compile()
+                self._cache[key] = self._agreed[key.any_size()] = self._lowered(arguments).compile()
             else:
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
@@ -213,8 +218,8 @@ class Step(Generic[P, R]):
                 )
         return self._cache[key]
 
-    def _key(self, arguments: Arguments) -> tuple:
-        return *arguments.key(), self._captured.key()
+    def _key(self, given: Given) -> StepKey:
+        return StepKey(given.state_key, given.batch_key, self._captured.key())
 
     @functools.cached_property
     def _captured(self) -> Captured:

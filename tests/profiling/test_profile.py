@@ -23,7 +23,8 @@ from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.profile import profile
 from ztrans.profiling.trace_fit import Observed
-from ztrans.runtime.codegen import executable, to_fx
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.executable import executable
 
 CASE = CASES["gpt_adam"]
 CHAIN = (zt.overlap_grads(), zt.prefetch())
@@ -49,7 +50,7 @@ def test_a_profile_runs_real_steps_and_says_where_the_time_went(alone):
     same = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(step.unshard(untouched)))
     assert all(torch.equal(a, b) for a, b in same), "the state advances by as many steps"
 
-    t, graph = found.timeline, compiled.lowered.graph
+    t, graph = found.timeline, compiled.graph
     assert t.name.endswith(", measured") and t.lanes == [COMPUTE] and t.stalled == 0
     assert [e.eqn for e in t.events] == list(graph.eqns), "a bar for each equation, in order"
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(t.events))

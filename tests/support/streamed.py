@@ -24,9 +24,10 @@ from tests.support.races import Races
 from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.ops.symmetric import Symmetric, over_files
-from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda import symmetric_memory as near
 from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.executable import bind
 from ztrans.tracing.arguments import Arguments, flat
 
 RANK = int(os.environ.get("RANK", 0))

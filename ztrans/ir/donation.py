@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .collectives import pair, rules
-from .graph import Eqn, Graph, Var
+from .graph import Eqn, Graph, Var, is_random
 from .liveness import liveness
 from .write_order import first_write
 
@@ -99,8 +99,18 @@ class _Storages:
         if released is not None:
             for owner in map(self.owner, e.ins):
                 self.read[owner] = max(released, self.read.get(owner, -1))
-        if not rules(e).shares(e):
+        if not rules(e).shares(e) and not is_constant(e):
             self.filling.update(out for out in e.results if not out.future)
+
+
+_SMALL = 16 << 10  # bytes of a constant that is kept from step to step
+
+
+def is_constant(e: Eqn) -> bool:
+    """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
+    if e.ins or not isinstance(e.op, torch._ops.OpOverload) or is_random(e.op) or len(e.results) != 1:
+        return False
+    return e.out.numel * e.out.dtype.itemsize <= _SMALL and not e.out.layout
 
 
 def _let_go(graph: Graph) -> dict[Eqn, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -83,12 +84,15 @@ def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
             watcher.shutdown()
 
 
-def mark(record: Record, equations: int = 1) -> None:
-    """Note that an equation has ended, or several that ran as one: these share their time equally."""
+def mark(record: Record, weights: tuple[int, ...] = (1,)) -> None:
+    """Note that equations have ended which ran as one call; they share its time by their weights."""
     now = record.read()
-    before = record.marks[-1] if record.marks else now
-    shares = range(1, equations) if record.device == "cpu" else ()
-    record.marks += [before + (now - before) * k / equations for k in shares] or [now] * (equations - 1)
+    before, total = record.marks[-1] if record.marks else now, sum(weights)
+    for passed in itertools.accumulate(weights[:-1]):
+        if record.device == "cpu":
+            record.marks.append(before + (now - before) * passed / total)
+        else:  # events cannot be interpolated
+            record.marks.append(now if passed else before)
     record.marks.append(now)
 
 
@@ -143,6 +147,6 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
         if eqn is not None and is_start(eqn) and node.op == "call_module":
             out.call_function(watch, (record, env[node], lane(eqn)))
         if eqn is not None and after.meta.get("eqn") is not eqn:
-            out.call_function(mark, (record, len(node.meta["eqns"])))
+            out.call_function(mark, (record, node.meta["weights"]))
     attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
     return fx.GraphModule(attributes, out, "Recorded")

@@ -15,9 +15,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
+from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Primitive, Split, Var, substitute
 from ..ir.layout import cut
-from ..ir.operations import called
+from .call_forms import call_form, list_call
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import start
@@ -29,7 +30,7 @@ class Emission:
 
     out: fx.Graph
     module: torch.nn.Module
-    nodes: Mapping[Var, Any]
+    nodes: dict[Var, Any]
     sizes: Mapping[str, int]  # of the mesh axes
     at: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
@@ -39,6 +40,12 @@ class Emission:
         """A call of `module`, which becomes the submodule `name`, with the values of `members`."""
         self.module.add_module(name, module)
         return self.out.call_module(name, tuple(self.nodes[v] for v in members))
+
+    def constant(self, x: torch.Tensor) -> fx.Node:
+        """A constant of the program, as an attribute of its module."""
+        name = f"constant_{len(list(self.module.buffers()))}"
+        self.module.register_buffer(name, x)
+        return self.out.get_attr(name)
 
 
 Emitter = Callable[[Emission, Eqn, int], list[Any]]  # the nodes of an equation's results; the int is its place
@@ -93,22 +100,28 @@ EMITTERS: Mapping[Primitive, Emitter] = {
 }
 
 
-def operation(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
-    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
+def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
+    """Emit the call of an operation, or of a `function` in its place.
+
+    Returns the node of each result, None for those not bound. A small constant is made once, and is an attribute.
+    """
+    out, env = emission.out, emission.nodes
+    op: Any = function or eqn.op
+    if is_constant(eqn):
+        return [emission.constant(op(*eqn.args, **eqn.kwargs))]
 
     def read(x: Any) -> Any:
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
-            name = f"constant_{len(list(module.buffers()))}"
-            module.register_buffer(name, x)
-            return out.get_attr(name)
+            return emission.constant(x)
         if isinstance(x, (list, tuple)):
             return [read(item) for item in x]
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    call = out.call_function(twin or called(eqn.op), args, kwargs)
-    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
-        return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
+    is_operation = isinstance(op, torch._ops.OpOverload)
+    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
+    if is_operation and not op._schema.returns:  # an update over lists
+        return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
     return _results(out, eqn, call)
 
 
@@ -134,3 +147,18 @@ def updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any
     out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
     written = [s.alias_info is not None for s in twin._schema.arguments]
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
+
+
+def over_lists(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+    """Emit one call of an operation over lists for equal equations, in place of those that have a `twin`.
+
+    Returns the results of each equation.
+    """
+    call = list_call(eqns, in_place=twin is not None)
+    if call is None:
+        raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
+    op, args, kwargs = (substitute(x, env.__getitem__) for x in call)
+    node = out.call_function(op, tuple(args), dict(kwargs))
+    if twin is not None:
+        return [[env[e.args[0]]] for e in eqns]
+    return [[out.call_function(operator.getitem, (node, k))] for k in range(len(eqns))]

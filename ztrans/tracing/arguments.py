@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
+from .captured import Key
 from .trace import Abstract, Program
 
 
@@ -61,31 +63,62 @@ class Arguments(NamedTuple):
     def batch_leaves(self) -> list:
         return pytree.tree_leaves(self.batch)
 
-    def key(self) -> tuple:
-        """The properties of these arguments that a program is specialised on."""
-        leaves, tree = self.leaves()
-        num_state = len(pytree.tree_leaves(self.state))
-        # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
-        described = tuple(
-            (
-                Abstract.of(x, i < num_state),
-                x.placements if isinstance(x, DTensor) else None,
-                i < num_state or isinstance(x, torch.Tensor),
-                isinstance(x, torch.Tensor) and x.requires_grad,
+    def state_key(self) -> StateKey:
+        """The properties of the state that a program is specialised on."""
+        leaves, tree = pytree.tree_flatten(self.state)
+        return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
+
+    def batch_key(self) -> BatchKey:
+        """The properties of the batch that a program is specialised on."""
+        leaves, tree = pytree.tree_flatten(self.batch)
+        return BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+
+
+def _described(x: Any, is_state: bool) -> tuple:
+    # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
+    is_tensor = isinstance(x, torch.Tensor)
+    placements = x.placements if isinstance(x, DTensor) else None
+    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
+
+
+class StateKey(tuple):
+    """The properties of a state, hashed once. The state that a step returns has the same one in every call."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class BatchKey(NamedTuple):
+    """The properties of a batch: its tree, the arguments that were passed by name, and its leaves."""
+
+    tree: pytree.TreeSpec
+    names: tuple[str, ...]
+    leaves: tuple[tuple, ...]
+
+    def any_size(self) -> BatchKey:
+        """This key without the sizes of the batch."""
+        return self._replace(
+            leaves=tuple(
+                (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) else (x, *more)
+                for x, *more in self.leaves
             )
-            for i, x in enumerate(leaves)
         )
-        return tree, self.names, num_state, described
 
 
-def any_size(key: tuple) -> tuple:
-    """A key that starts with that of `Arguments`, without the sizes of the batch."""
-    tree, names, num_state, described, *rest = key
-    sizeless = tuple(
-        (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) and i >= num_state else (x, *more)
-        for i, (x, *more) in enumerate(described)
-    )
-    return tree, names, num_state, sizeless, *rest
+class StepKey(NamedTuple):
+    """What a program of a step is made for: a state, a batch, and what the step reads besides its arguments."""
+
+    state: StateKey
+    batch: BatchKey
+    captured: Key
+
+    def any_size(self) -> StepKey:
+        """This key without the sizes of the batch."""
+        return self._replace(batch=self.batch.any_size())
 
 
 def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
@@ -131,14 +164,23 @@ def flat(
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
-    local = [local_part(x) for x in leaves]
-    # A program reads memory, and a lazily conjugated or negated tensor is not what its memory holds.
-    local[graph.num_state :] = [x.resolve_conj().resolve_neg() for x in local[graph.num_state :]]
+    local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
             raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
     return leaves, local
+
+
+def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
+    """The tensors that this rank holds of a batch whose key is that of a batch which `flat` has accepted."""
+    leaves, static = arguments.batch_leaves(), {i - num_state for i, _ in program.static}
+    return [_read(x) for i, x in enumerate(leaves) if i not in static]
+
+
+def _read(x: Any) -> torch.Tensor:
+    """This rank's part of an argument in memory. A lazily conjugated or negated tensor is not what its memory holds."""
+    return local_part(x).resolve_conj().resolve_neg()
 
 
 def check_laid_out(

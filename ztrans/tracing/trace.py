@@ -7,6 +7,7 @@ to Python values while it runs are undone, or are an error (see `leaks`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,9 +67,13 @@ class Abstract:
                 raise no_argument(leaf)
             return leaf
         if is_state:  # state is stored contiguous, whatever strides the caller's leaf has
-            stride = torch.empty(leaf.shape, device="meta").stride()
-            return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
+            return Abstract(tuple(leaf.shape), leaf.dtype, _contiguous_stride(leaf.shape), _device(leaf))
         return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
+
+
+@functools.cache
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def is_number(leaf: Any) -> bool:

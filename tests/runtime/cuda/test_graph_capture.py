@@ -21,8 +21,8 @@ from ztrans import ops
 from ztrans.compiled import Bound
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.codegen import executable
 from ztrans.runtime.cuda.graph_capture import Capture, check_device, copied_inputs, placed, with_rates
+from ztrans.runtime.executable import executable
 
 
 def step(state, batch):

@@ -33,10 +33,11 @@ from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
-from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
+from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import Arguments, flat
 

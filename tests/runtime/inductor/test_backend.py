@@ -13,8 +13,8 @@ from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, token
 from tests.support.torchrun import torchrun
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
-from ztrans.runtime.codegen import fused
 from ztrans.runtime.inductor import cpu_matmul as products
+from ztrans.runtime.inductor.compiler import fused
 from ztrans.runtime.inductor.fake_layouts import Strided
 
 

@@ -27,7 +27,7 @@ import torch
 from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
-from ..inductor.fusion import is_update
+from ..update_groups import is_fused_update
 from .streams import Cuda
 
 
@@ -41,7 +41,7 @@ class CaptureCuda(Cuda, Protocol):
 
 
 class Program(Protocol):
-    """A step as a function from flat inputs to flat outputs, such as `codegen.Executable`."""
+    """A step as a function from flat inputs to flat outputs, such as `executable.Executable`."""
 
     @property
     def program(self) -> torch.fx.GraphModule: ...
@@ -96,7 +96,7 @@ def with_rates(graph: Graph) -> Graph:
     eqns: list[Eqn] = []
     for e in graph.eqns:
         rate = e.kwargs.get("lr")
-        if is_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
+        if is_fused_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
             if rate not in narrow:
                 narrow[rate] = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
                 cast = {"dtype": torch.float32}

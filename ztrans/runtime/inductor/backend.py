@@ -21,8 +21,10 @@ from ...ir.layout import localize
 from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
 from ...ir.write_order import first_write
-from ..codegen import Executable, Kernel, fused, to_fx
+from ..codegen import Kernel, coordinates, to_fx
+from ..executable import Executable, shown
 from . import cpu_matmul
+from .compiler import fused
 from .fake_layouts import Strided, as_text, infer_layouts, results_of
 from .fusion import Group, fuse
 
@@ -89,13 +91,14 @@ def executable(
 
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
-    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
-    laid_out = _lay_out(*fuse(graph), mesh, at, inputs)
+    laid_out = _lay_out(*fuse(graph), mesh, coordinates(graph, mesh), inputs)
     kernels, compiled = _compile(laid_out)
     calls = _calls(laid_out, alternatives)
-    program = to_fx(laid_out.graph, mesh, True, laid_out.groups, kernels, calls, on_write=on_write)
+    groups = [group.eqns for group in laid_out.groups]
+    program = to_fx(laid_out.graph, mesh, True, groups, kernels, calls, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
-    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, compiled, layouts)
+    of_state = shown(laid_out.graph)
+    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, of_state, compiled, layouts)
 
 
 def _lay_out(
@@ -161,13 +164,13 @@ class _Kernel:
         return fused(compute, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
 
 
-def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable]]:
+def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str, Callable]]:
     """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
     graph, layouts = program.graph, program.layouts
     position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
     varies, maker = _varies(graph), producers(graph.eqns)
     compiled: dict[str, Callable] = {}
-    kernels: dict[Group, Kernel] = {}
+    kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group in program.compiled_groups:
         begin, end = position[group.eqns[0]], position[group.eqns[-1]]
         old_state = _overwritten_state(program, group, end) if begin >= writes_from else {}
@@ -184,7 +187,7 @@ def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable
         if text not in compiled:
             compiled[text] = kernel.compile(layouts)
         call = Fused(compiled[text], kernel.written, [layouts[v] for v in ins])
-        kernels[group] = Kernel(call, ins, group.outs, writes=bool(old_state))
+        kernels[group.eqns] = Kernel(call, ins, group.outs, writes=bool(old_state))
     return kernels, compiled
 
 

@@ -15,8 +15,8 @@ from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var, substitute
 from ...ir.layout import local_shape, localize
 from ...ir.operations import called
-from ..codegen import fake
-from .fusion import is_update
+from ..update_groups import is_fused_update
+from .compiler import fake
 
 
 class Strided(NamedTuple):
@@ -57,7 +57,7 @@ def infer_layouts(
             results = _contiguous(e, shapes, layouts[e.ins[0]].device)
         elif rules(e).strides == "argument":
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
-        elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
+        elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:
             local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)

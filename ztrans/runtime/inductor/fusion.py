@@ -16,6 +16,7 @@ import torch
 from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
+from ..update_groups import is_fused_update
 
 MOST = 64  # equations of a group: compiling a larger one takes longer than its fusion saves
 
@@ -41,7 +42,7 @@ class Group:
     @property
     def updates(self) -> bool:
         """Whether these are the updates of a fused optimizer."""
-        return is_update(self.eqns[0])
+        return is_fused_update(self.eqns[0])
 
 
 def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
@@ -63,11 +64,6 @@ def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Grou
     results = dict.fromkeys(out for e in eqns for out in e.outs if out is not None)
     ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
     return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
-
-
-def is_update(e: Eqn) -> bool:
-    """Whether the equation is an update of a fused optimizer."""
-    return _name(e).startswith("_fused_ada") or _name(e).startswith("_fused_sgd")
 
 
 def _name(e: Eqn) -> str:
@@ -166,9 +162,9 @@ class _Items:
         constants = self.take_deferred(e)
         for each in constants:
             self.append(each, self.new_item(each))
-        call = self.call_for(e, latest) if is_update(e) and not constants else None
+        call = self.call_for(e, latest) if is_fused_update(e) and not constants else None
         self.append(e, call or self.new_item(e))
-        if is_update(e) and call is None:
+        if is_fused_update(e) and call is None:
             self.updates.append(self.items[-1])
         elif e in self.pairs.starts or e in self.pairs.waits:
             self.updates = []

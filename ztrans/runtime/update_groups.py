@@ -1,0 +1,136 @@
+"""Update groups: equal updates of many parameters, next to each other, so that one call computes them all.
+
+An optimizer does the same to every parameter. A program has one equation for each parameter, so that each can be
+updated as soon as its gradient is there. Where several can be updated at one place, a fused optimizer or an operation
+over lists takes one call for all of them:
+
+    p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
+
+Equations are equal if they have the same operation and literals, and read what equal equations have computed. Equal
+equations never depend on each other, and groups of them never do so in a circle, because what an equation reads is a
+part of what it is compared by. Only equations that follow each other in the update are put in another order, so
+forward, backward and all messages stay where they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.collectives import rules
+from ..ir.graph import Eqn, Graph, Primitive, Var, is_random, producers
+
+aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+Group = tuple[Eqn, ...]  # equations that one call computes
+
+
+def group_updates(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
+    """Put equal updates next to each other.
+
+    Returns the program in the new order, and its groups of several equations.
+    """
+    shared = _shared(graph)
+    parts = [part for run in _runs(graph) for part in _regrouped(run, shared)]
+    groups = tuple(tuple(part) for part in parts if len(part) > 1)
+    return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
+
+
+def is_fused_update(e: Eqn) -> bool:
+    """Whether the equation is an update of a fused optimizer."""
+    name = e.op._schema.name if isinstance(e.op, torch._ops.OpOverload) else ""
+    return name.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
+
+
+def has_list_form(e: Eqn) -> bool:
+    """Whether PyTorch has the operation over lists, and it gives the same bits.
+
+    It does so where it works element by element, and not in half precision, in which it rounds numbers first.
+    """
+    if not isinstance(e.op, torch._ops.OpOverload) or torch.Tag.pointwise not in e.op.tags:
+        return False
+    exact = all(v.dtype not in _HALF for v in (*e.ins, *e.results))
+    return exact and hasattr(aten, f"_foreach_{e.op._schema.name.removeprefix('aten::')}")
+
+
+def _runs(graph: Graph) -> Iterator[list[Eqn]]:
+    """The equations of a program, cut into runs of updates that may change places, and single other equations."""
+    run: list[Eqn] = []
+    for e in graph.eqns:
+        if e.region == "update" and not isinstance(e.op, Primitive) and not rules(e).remote and not is_random(e.op):
+            run.append(e)
+            continue
+        yield from ([run] if run else [])
+        yield [e]
+        run = []
+    yield from ([run] if run else [])
+
+
+class _Keys:
+    """What the equations of a run are compared by, as numbers: equal equations have one number."""
+
+    def __init__(self, shared: Collection[Var]) -> None:
+        self.shared = shared  # scalars that equations of several parameters read, such as a learning rate
+        self.numbers: dict[Hashable, int] = {}
+        self.by_value: dict[Var, tuple[int, int]] = {}  # by result: the number of its equation, and its position
+
+    def number(self, e: Eqn) -> int:
+        """The number of an equation, whose arguments have been numbered before."""
+        key = e.op, self._argument(e.args), tuple((k, self._argument(v)) for k, v in sorted(e.kwargs.items()))
+        number = self.numbers.setdefault(key, len(self.numbers))
+        self.by_value.update((v, (number, k)) for k, v in enumerate(e.results))
+        return number
+
+    def _argument(self, x: Any) -> Hashable:
+        if isinstance(x, (list, tuple)):
+            return tuple(map(self._argument, x))
+        if not isinstance(x, Var):
+            return type(x), id(x) if isinstance(x, torch.Tensor) else x
+        return x if x in self.shared else self.by_value.get(x, (x.dtype, not x.shape))
+
+
+def _shared(graph: Graph) -> set[Var]:
+    """The scalars that several equations of one operation read in one place."""
+    reads: Counter[tuple] = Counter()
+    for e in graph.eqns:
+        if e.region == "update":
+            given = [*enumerate(e.args), *e.kwargs.items()]
+            reads.update((e.op, place, v) for place, v in given if isinstance(v, Var) and not v.shape)
+    return {v for (_, _, v), count in reads.items() if count > 1}
+
+
+def _regrouped(run: list[Eqn], shared: Collection[Var]) -> list[list[Eqn]]:
+    """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
+    if len(run) == 1:
+        return [run]
+    keys, parts = _Keys(shared), dict[Hashable, list[Eqn]]()
+    for e in run:
+        number = keys.number(e)
+        parts.setdefault(number if is_fused_update(e) or has_list_form(e) else e, []).append(e)
+    return _ordered(run, list(parts.values())) if len(parts) < len(run) else [[e] for e in run]
+
+
+def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
+    """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
+    place, maker = {e: i for i, e in enumerate(run)}, producers(run)
+    part_of = {e: k for k, part in enumerate(parts) for e in part}
+    needs = [{part_of[maker[v]] for e in part for v in e.ins if v in maker} for part in parts]
+    readers: dict[int, list[int]] = {}
+    for k, needed in enumerate(needs):
+        for other in needed:
+            readers.setdefault(other, []).append(k)
+    ready = [(place[part[-1]], k) for k, part in enumerate(parts) if not needs[k]]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        ordered.append(parts[k])
+        for reader in readers.get(k, ()):
+            needs[reader].discard(k)
+            if not needs[reader]:
+                heapq.heappush(ready, (place[parts[reader][-1]], reader))
+    return ordered
