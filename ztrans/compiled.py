@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
 from .ir.printer import format_seconds, html, program
+from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
@@ -29,7 +30,6 @@ from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
-from .runtime.update_groups import Group, group_updates
 from .tracing.arguments import (
     Arguments,
     BatchKey,

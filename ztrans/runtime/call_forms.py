@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.graph import Eqn, Var
+from ..ir.graph import Var
 from ..ir.operations import called
 
 _HOMES = (torch, functional, torch.Tensor)  # where PyTorch keeps functions that are written in C++
@@ -123,42 +123,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     return type(a) is type(b) and a == b
-
-
-def list_call(eqns: Sequence[Eqn], in_place: bool) -> Call | None:
-    """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
-
-    An argument that is one scalar tensor in all equations is passed once. None where there is no such operation.
-
-    >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (3,))
-    >>> list_call([Eqn(torch.ops.aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
-    (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
-    """
-    first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or not isinstance(first.args[0], Var):
-        return None
-    name = op._schema.name.removeprefix("aten::")
-    packet = getattr(torch.ops.aten, f"_foreach_{name}{'_' * in_place}")
-    columns = [[e.args[k] for e in eqns] for k in range(len(first.args))]
-    args = [columns[0], *(column[0] if _is_shared(column) else column for column in columns[1:])]
-    args += [first.kwargs[k] for k in ("value",) if k in first.kwargs]
-    kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
-    overloads = (getattr(packet, overload) for overload in packet.overloads())
-    overload = next((o for o in overloads if _accepts(o, args, kwargs)), None)
-    return (overload, tuple(args), kwargs) if overload is not None else None
-
-
-def _is_shared(column: Sequence[Any]) -> bool:
-    """Whether an argument of equal equations is the same in all of them: a literal, or one scalar."""
-    first = column[0]
-    return not isinstance(first, Var) or (not first.shape and all(x is first for x in column))
-
-
-def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the arguments have the types of an overload over lists."""
-    arguments = overload._schema.arguments
-    kinds = ["List[Tensor]" if isinstance(x, list) else "Tensor" if isinstance(x, Var) else "number" for x in args]
-    positional = [str(a.type) for a in arguments if not a.kwarg_only]
-    rest = [a for a in arguments if not a.kwarg_only][len(args) :]
-    named = {a.name for a in arguments if a.kwarg_only}
-    return kinds == positional[: len(args)] and kwargs.keys() <= named and all(a.has_default_value() for a in rest)

@@ -7,8 +7,9 @@ holds one copy of its state and few temporaries.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,13 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.layout import local_shape, localize
+from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.user_collectives import by_group
-from .call_forms import list_call
+from ..ir.views import Calls, simpler_calls
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams
 from .emission import EMITTERS, Emission, Emitter, operation, over_lists, updates
-from .update_groups import Group, is_fused_update
-from .views import Views, is_view_call
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,18 @@ def to_fx(
     nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
     donated = donation(graph, {e for group in kernels for e in group}) if donate else Donation({}, {}, {}, {})
-    views = Views(graph, lambda v: local_shape(v, graph.axes, at))
     units = list(_units(graph, groups, kernels, donated))
+    forms = _Forms.of(graph, at, units, kernels, donated, calls, emitters)
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     ends = []  # by unit, how many nodes there are after it
     for unit in units:
         if on_write is not None and unit is first_write:
             out.call_function(on_write)
-        results = _emit(unit, emission, views, kernels, donated.twins, calls, emitters)
-        nodes.update((v, node) for v, node in results if v is not None)
+        nodes.update((v, node) for v, node in _emit(unit, emission, forms) if v is not None)
         ends.append(len(out.nodes))
     emitted = list(out.nodes)
     out.output([substitute(o, nodes.__getitem__) for o in graph.outputs])
-    _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])], _erase_unread_views(out))
+    _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])])
     return fx.GraphModule(emission.module, out, graph.name)
 
 
@@ -127,62 +126,79 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
     return len(written) == len(group) and not written & read and list_call(group, in_place=True) is not None
 
 
-def _emit(
-    unit: _Unit,
-    emission: Emission,
-    views: Views,
-    kernels: Mapping[Group, Kernel],
-    twins: Mapping[Eqn, Any],
-    calls: Mapping[Eqn, Callable],
-    emitters: Mapping[Primitive, Emitter],
-) -> Iterable[tuple[Var | None, Any]]:
+class _Forms(NamedTuple):
+    """What is called for the units of a program.
+
+    Attributes:
+        kernels: by group, the kernel that computes it.
+        twins: by equation, the operation that writes in place, where there is one.
+        functions: by equation, what is called in place of its operation.
+        emitters: by primitive, what emits its calls.
+        local: by equation of an operation, the same with the sizes of this rank.
+        calls: what is called for those that are called as they are or as views allow.
+    """
+
+    kernels: Mapping[Group, Kernel]
+    twins: Mapping[Eqn, Any]
+    functions: Mapping[Eqn, Callable]
+    emitters: Mapping[Primitive, Emitter]
+    local: Mapping[Eqn, Eqn]
+    calls: Calls
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        at: Mapping[str, int],
+        units: Sequence[_Unit],
+        kernels: Mapping[Group, Kernel],
+        donated: Donation,
+        functions: Mapping[Eqn, Callable],
+        emitters: Mapping[Primitive, Emitter],
+    ) -> _Forms:
+        """The forms of a program on the rank at these coordinates."""
+        local = {e: localize(e, graph.axes, at) for e in graph.eqns}
+        together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
+        apart = {local[e] for e in (*donated.twins, *functions, *together)}
+        shape = functools.partial(local_shape, sizes=graph.axes, at=at)
+        on_this_rank = graph.replace(eqns=tuple(local.values()))
+        return _Forms(kernels, donated.twins, functions, emitters, local, simpler_calls(on_this_rank, shape, apart))
+
+
+def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
     """Emit the calls of a unit. Returns its results with their nodes."""
     out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
-    if unit.eqns in kernels:
-        kernel = kernels[unit.eqns]
+    if unit.eqns in forms.kernels:
+        kernel = forms.kernels[unit.eqns]
         call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
         return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
     if len(unit.eqns) > 1:
         update = updates if is_fused_update(eqn) else over_lists
-        results = update(out, unit.eqns, twins.get(eqn), nodes)
+        results = update(out, unit.eqns, forms.twins.get(eqn), nodes)
         return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
     if isinstance(eqn.op, Primitive):
-        return list(zip(eqn.outs, emitters[eqn.op](emission, eqn, unit.place)))
-    local = localize(eqn, emission.sizes, emission.at)
-    if eqn in calls or eqn in twins:
-        return list(zip(eqn.outs, operation(emission, local, calls.get(eqn) or twins.get(eqn))))
-    return _emit_alone(local, emission, views)
+        return list(zip(eqn.outs, forms.emitters[eqn.op](emission, eqn, unit.place)))
+    return _emit_operation(eqn, emission, forms)
 
 
-def _emit_alone(eqn: Eqn, emission: Emission, views: Views) -> Iterable[tuple[Var | None, Any]]:
-    """Emit the calls of an operation, in as few of them as its views allow."""
-    simpler = views.fewer_calls(eqn)
-    if isinstance(simpler, Var):
-        return [(eqn.out, emission.nodes[simpler])]
-    for part in simpler:
-        results = list(zip(part.outs, operation(emission, part)))
-        emission.nodes.update((v, node) for v, node in results if v is not None)
-    return results
+def _emit_operation(eqn: Eqn, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
+    """Emit the calls of an operation. Returns its results with their nodes."""
+    local = forms.local[eqn]
+    if eqn in forms.functions or eqn in forms.twins:
+        return list(zip(eqn.outs, operation(emission, local, forms.functions.get(eqn) or forms.twins.get(eqn))))
+    for part in forms.calls.eqns.get(local, (local,)):
+        emission.nodes.update((v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None)
+    return [(v, emission.nodes[forms.calls.equal[v]]) for v in eqn.results if v in forms.calls.equal]
 
 
-def _erase_unread_views(out: fx.Graph) -> Collection[fx.Node]:
-    """Erase the views that no call reads, because what follows reads the values that they show. Returns the rest."""
-    for node in reversed(out.nodes):
-        if not node.users and is_view_call(node):
-            out.erase_node(node)
-    return set(out.nodes)
-
-
-def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]], present: Collection[fx.Node]) -> None:
+def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
     """Write into the metadata of nodes which equations they run, in which region, and the user's line.
 
-    `emitted` are the nodes of each unit, of which those in `present` are still there. Equations without a node take
-    no time. They are said to run with the next unit that has one; its `weights` say which equations share its time.
+    `emitted` are the nodes of each unit. Equations without a node take no time. They are said to run with the next
+    unit that has one; its `weights` say which equations share its time.
     """
     silent: list[Eqn] = []
     last: list[fx.Node] = []
-    for unit, of_unit in zip(units, emitted):
-        nodes = [node for node in of_unit if node in present]
+    for unit, nodes in zip(units, emitted):
         if not nodes:
             silent += unit.eqns
             continue

@@ -18,7 +18,8 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDU
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Primitive, Split, Var, substitute
 from ..ir.layout import cut
-from .call_forms import call_form, list_call
+from ..ir.update_groups import list_call
+from .call_forms import call_form
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import start

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.ambient import without_autocast
 from ..ir.donation import donation
 from ..ir.graph import Graph, Var
+from ..ir.update_groups import Group
 from .codegen import to_fx
-from .update_groups import Group
 
 
 @dataclass(frozen=True, eq=False)

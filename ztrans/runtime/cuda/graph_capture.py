@@ -27,7 +27,7 @@ import torch
 from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
-from ..update_groups import is_fused_update
+from ...ir.update_groups import is_fused_update
 from .streams import Cuda
 
 

@@ -15,7 +15,7 @@ from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var, substitute
 from ...ir.layout import local_shape, localize
 from ...ir.operations import called
-from ..update_groups import is_fused_update
+from ...ir.update_groups import is_fused_update
 from .compiler import fake
 
 

@@ -16,7 +16,7 @@ import torch
 from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
-from ..update_groups import is_fused_update
+from ...ir.update_groups import is_fused_update
 
 MOST = 64  # equations of a group: compiling a larger one takes longer than its fusion saves
 
