@@ -145,8 +145,10 @@ def test_reductions_that_cast_hold_what_they_return():
 def test_a_program_of_nothing_prints():
     nothing = zt.Graph("f", (), (), (), 0)
     assert str(memory_of(nothing)) == "peak 0 B\nstate 0 B"
-    assert str(cost_of(nothing)) == "compute                 0.00 FLOP\nmemory traffic          0 B"
+    host = "host                    0 calls, 0 kernel launches"
+    assert str(cost_of(nothing)) == f"compute                 0.00 FLOP\nmemory traffic          0 B\n{host}"
     x, y = zt.Var("x", torch.float32, (1024, 1024)), zt.Var("y", torch.float32, (1024, 1024))
     one = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
     assert str(memory_of(one)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
-    assert str(cost_of(one)).splitlines() == ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
+    lines = ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
+    assert str(cost_of(one)).splitlines() == [*lines, "host                    1 calls, 1 kernel launches"]

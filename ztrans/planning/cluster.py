@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds an operation, bytes of memory.
+    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds to launch a kernel, bytes of memory.
 
     "tf32" is the rate of fp32 products that PyTorch runs in TF32: matmuls if torch.get_float32_matmul_precision()
     is "high" or "medium" when the step is planned, which it is not by default, and convolutions if
@@ -26,6 +26,7 @@ class Device:
     bandwidth: float
     launch: float
     memory: float = float("inf")
+    call: float = 1e-6  # seconds of the host for a call that launches nothing, as that of a view
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matmuls in `dtype`; that of f32 for a dtype without a figure.

@@ -21,15 +21,21 @@ from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
+from .launches import launches
 
 
 @dataclass(frozen=True, repr=False)
 class Cost:
-    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step."""
+    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
+
+    `calls` are those that the host makes, and `launches` the kernels that these launch (see `planning.launches`).
+    """
 
     flops: int
     bytes: int
     wire: tuple[tuple[tuple[str, str], int], ...]  # ((axis, role), bytes)
+    calls: int = 0
+    launches: int = 0
 
     @property
     def wire_bytes(self) -> int:
@@ -41,12 +47,13 @@ class Cost:
 
     def __str__(self) -> str:
         lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{format_bytes(self.bytes)}"]
+        lines += [f"{'host':<24}{self.calls:,} calls, {self.launches:,} kernel launches"]
         lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         moved = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
-        return f"Cost({_si(self.flops, 'FLOP')}, {moved})"
+        return f"Cost({_si(self.flops, 'FLOP')}, {moved}, {self.launches:,} launches)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +110,9 @@ def cost(graph: Graph) -> Cost:
         elif not isinstance(e.op, Primitive) and not is_view(e):
             traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
             operations += flops(e, graph)
-    return Cost(operations, traffic, tuple(sorted(wire.items())))
+    by_equation = launches(graph).values()
+    calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
+    return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
 def flops(e: Eqn, graph: Graph) -> int:

@@ -27,15 +27,16 @@ from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
-from .cluster import Cluster
+from .cluster import Cluster, Device
 from .cost import flops, local_bytes, memory
 from .event_simulator import Message, play
+from .launches import launches
 from .timeline import COMPUTE, Event, Timeline
 
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
-    measured, waits = dict(cluster.measured), pair(graph).waits
+    measured, waits, launched = dict(cluster.measured), pair(graph).waits, launches(graph)
 
     def timed(e: Eqn, part: str, estimate: Callable[[Eqn, Graph, Cluster], float]) -> float:
         known = measured.get(signature(e, graph) + part) if measured else None
@@ -46,9 +47,12 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
         if waited is not None:
             # the wait for the first member unpacks the bucket
             return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
+        return timed(e, "", _packing if rules(e).packs else computing)
+
+    def computing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
         if rules(e).shares(e):
-            return 0.0
-        return timed(e, "", _packing if rules(e).packs else _roofline)
+            return cluster.device.call * launched[e].calls
+        return cluster.device.launch * launched[e].kernels + _roofline(e, graph, cluster.device)
 
     return list(map(duration, graph.eqns))
 
@@ -70,10 +74,11 @@ def signature(eqn: Eqn, graph: Graph) -> str:
     return f"{op_name(eqn.op)}({', '.join(parts)})"
 
 
-def _roofline(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    device, size = cluster.device, local_bytes(graph)
+def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
+    """The seconds that a kernel runs: as long as its operations take, or its bytes."""
+    size = local_bytes(graph)
     moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
-    return device.launch + max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
+    return max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
 
 
 def _rated(e: Eqn) -> str:
