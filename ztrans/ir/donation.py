@@ -198,11 +198,13 @@ def onto(op: Any, place: int) -> Callable:
     if target is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
+    tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
-            return form(*args, **kwargs, **{out: args[place]})
-        return op(*args, **kwargs)
+        for k in tensors:
+            if not args[k].is_contiguous():
+                return op(*args, **kwargs)
+        return form(*args, **kwargs, **{out: args[place]})
 
     over.__name__ = f"{op._schema.name.split('::')[1]}_over"
     return over

@@ -144,8 +144,9 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
 
 def updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
     """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
-    out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
+    args, kwargs = [[v for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args))], dict(eqns[0].kwargs)
+    read = env.__getitem__
+    out.call_function(call_form(twin, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
     written = [s.alias_info is not None for s in twin._schema.arguments]
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
 
@@ -158,8 +159,9 @@ def over_lists(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, 
     call = list_call(eqns, in_place=twin is not None)
     if call is None:
         raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
-    op, args, kwargs = (substitute(x, env.__getitem__) for x in call)
-    node = out.call_function(op, tuple(args), dict(kwargs))
+    op, args, kwargs = call
+    read = env.__getitem__
+    node = out.call_function(call_form(op, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
     if twin is not None:
         return [[env[e.args[0]]] for e in eqns]
     return [[out.call_function(operator.getitem, (node, k))] for k in range(len(eqns))]

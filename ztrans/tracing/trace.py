@@ -88,7 +88,12 @@ def _device_of(leaves: Iterable[Abstract]) -> str:
 
 def _device(leaf: torch.Tensor) -> str:
     # A fake cuda tensor aborts the process on a CPU build.
-    return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
+    return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 @no_collection()
