@@ -32,9 +32,9 @@ from .emission import EMITTERS, Emission, Emitter, operation, over_lists, update
 
 @dataclass(frozen=True)
 class Kernel:
-    """A module that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
+    """A function that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
 
-    call: torch.nn.Module
+    call: Callable
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
     writes: bool = False  # whether it writes over the state
@@ -169,7 +169,7 @@ def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var 
     out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
     if unit.eqns in forms.kernels:
         kernel = forms.kernels[unit.eqns]
-        call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
+        call = out.call_function(kernel.call, tuple(nodes[v] for v in kernel.ins))
         return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
     if len(unit.eqns) > 1:
         update = updates if is_fused_update(eqn) else over_lists

@@ -24,7 +24,7 @@ from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, shown
 from . import cpu_matmul
-from .compiler import fused
+from .compiler import bare, fused
 from .fake_layouts import Strided, as_text, infer_layouts, results_of
 from .fusion import Group, fuse
 
@@ -34,34 +34,50 @@ Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
 ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
 
-class Fused(torch.nn.Module):
-    """A call of a kernel.
+class KernelCall:
+    """A call of a kernel, in as little time as Python needs for one.
 
     The kernel writes result k over argument `written[k]`, where that is not None, and returns the other results. It
-    needs arguments with these layouts; others are copied. The state, which it writes, always has them.
+    needs arguments with these `layouts`. Fake tensors do not always predict those, so arguments that have another
+    layout are copied: which ones, the first call tells, for a program has the same layouts in every step.
     """
 
     def __init__(
         self, kernel: Callable[[list], Sequence], written: Sequence[int | None], layouts: Sequence[Strided]
     ) -> None:
-        super().__init__()
+        self.__name__ = "kernel"  # of the function in the code that calls it
         self.kernel, self.written, self.layouts = kernel, written, layouts
+        self._copied: list[int] = []
+        self._run: Callable[[list], Sequence] | None = None
 
-    def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
-        returned = iter(self.kernel([layout.conform(x) for x, layout in zip(args, self.layouts)]))
-        return [next(returned) if k is None else args[k] for k in self.written]
+    def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+        given = [*args]
+        if self._run is None:
+            self._copied = [k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])]
+        for k in self._copied:
+            given[k] = self.layouts[k].conform(args[k])
+        if self._run is None:
+            returned, self._run = self.kernel(given), bare(self.kernel)
+        else:
+            returned = self._run(given)
+        if len(returned) == len(self.written):
+            return returned
+        results = iter(returned)
+        return [next(results) if k is None else args[k] for k in self.written]
 
 
 @dataclass(frozen=True, eq=False)
 class InductorExecutable(Executable):
-    """A compiled program. Inputs with other layouts than `layouts` are copied. `kernels` holds what was compiled, by
+    """A compiled program. A batch with other layouts than `layouts` is copied. `kernels` holds what was compiled, by
     the text of its equations."""
 
     kernels: Mapping[str, Callable]
     layouts: Sequence[Strided]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return super().__call__([layout.conform(x) for x, layout in zip(inputs, self.layouts)])
+        n = self.num_state  # all of which is contiguous, as `layouts` say
+        batch = (layout.conform(x) for x, layout in zip(inputs[n:], self.layouts[n:]))
+        return super().__call__([*inputs[:n], *batch])
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +202,7 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
         text = kernel.text(layouts)
         if text not in compiled:
             compiled[text] = kernel.compile(layouts)
-        call = Fused(compiled[text], kernel.written, [layouts[v] for v in ins])
+        call = KernelCall(compiled[text], kernel.written, [layouts[v] for v in ins])
         kernels[group.eqns] = Kernel(call, ins, group.outs, writes=bool(old_state))
     return kernels, compiled
 

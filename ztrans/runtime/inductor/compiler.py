@@ -62,6 +62,11 @@ def fused(
         return compile_fx_inner(module, fakes, is_backward=True)
 
 
+def bare(kernel: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
+    """What a compiled kernel calls in the end, without what Inductor does around its first call."""
+    return getattr(kernel, "current_callable", None) or kernel
+
+
 def check_compiler() -> None:
     """Raises: ValueError when Inductor finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler

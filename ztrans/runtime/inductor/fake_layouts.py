@@ -34,11 +34,14 @@ class Strided(NamedTuple):
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether a tensor has these strides."""
+        strides = x.stride()
+        return strides == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride))
+
     def conform(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result."""
-        if x.stride() == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, x.stride(), self.stride)):
-            return x
-        return self.empty().copy_(x)
+        return x if self.fits(x) else self.empty().copy_(x)
 
 
 def infer_layouts(
