@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gpu_near
+import gpu_symmetric
 import torch
 import torch.distributed as dist
 from gpu_kernels import MIB, copy_seconds, seconds
@@ -263,7 +263,8 @@ def one_process(folder: str, rank: int, ranks: int) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(wholes, truth)), "all_gather"
     summed = ops.reduce([e[rank] for e in everyone], "sum", torch.float32)
     assert torch.equal(torch.cat(parts).cpu(), summed), "reduce_scatter"
-    assert gpu_near.stepped(zt.make_mesh("cuda", dp=-1), Streams(symmetric=gpu_near.Always())), "a step sends nothing"
+    streams = Streams(symmetric=gpu_symmetric.Always())
+    assert gpu_symmetric.stepped(zt.make_mesh("cuda", dp=-1), streams), "the step sends nothing"
     dist.barrier()
     dist.destroy_process_group()
 
