@@ -122,11 +122,11 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     compiled, real, took = step.compiled(state, *batch), bound.profile, iter([2.0, second])
 
-    def pretended(*args):
-        found = real(*args)
-        return dataclasses.replace(found, timeline=dataclasses.replace(found.timeline, seconds=next(took)))
+    def with_given_seconds(*args):
+        measured = real(*args)
+        return dataclasses.replace(measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took)))
 
-    monkeypatch.setattr(bound, "profile", pretended)
+    monkeypatch.setattr(bound, "profile", with_given_seconds)
     kept, _ = compiled.tune(state, *batch, steps=1)
     verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
     assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")
