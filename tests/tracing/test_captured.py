@@ -218,7 +218,7 @@ def test_a_change_around_a_lifted_loop_is_noticed():
     compiled = run.lower(run.shard(state), x).compile()
     first = run(run.shard(state), x)[1]
     for change, text in (
-        (lambda: sgd.param_groups[0].update(momentum=0.5), "a setting of the module or of an optimizer is another"),
+        (lambda: sgd.param_groups[0].update(momentum=0.5), "a setting of the module or of an optimizer has changed"),
         (model.train, r"model.training was False and is True"),
     ):
         change()

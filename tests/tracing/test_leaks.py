@@ -165,7 +165,7 @@ def test_an_attribute_that_a_step_writes_before_it_reads_it_is_a_warning():
         state, got = run(state, X)
     messages = sorted(str(w.message) for w in warned)
     assert len(messages) == 2 and all("leaves a tensor in" in text and HERE in text for text in messages)
-    assert "model.term while it is traced. After a step there is what was there before" in messages[1]
+    assert "model.term while it is traced. Its program does not do so: after a step, model.term is what" in messages[1]
     assert "features['layer']" in messages[0]
     assert model.term is None and not model.ready and features == {}
     losses = [got, run(state, X)[1]]
