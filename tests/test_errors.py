@@ -47,8 +47,8 @@ def test_an_unsupported_torch_is_refused(version):
     with pytest.raises(RuntimeError) as e:
         check_torch(version)
     assert str(e.value) == (
-        f"ztrans: this is torch {version}, and ztrans stands on private APIs of torch>=2.11,<2.15.\n"
-        f"Install such a torch, pip install 'torch>=2.11,<2.15', or a ztrans that was made for torch {version}."
+        f"ztrans: this is torch {version}, and ztrans uses private APIs of torch>=2.11,<2.15.\n"
+        f"Install such a torch, pip install 'torch>=2.11,<2.15', or a release of ztrans for torch {version}."
     )
 
 
