@@ -1,8 +1,8 @@
-"""Code generation: the program of one rank as Python code that runs.
+"""Code generation: turn the program of one rank into Python code.
 
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
-`donate`, elementwise equations write over values that nothing reads any more, above all over the state; so a step
-holds one copy of its state and few temporaries. `fused` compiles a function with Inductor.
+`donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
+copy of its state, and few temporaries. `fused` compiles a function with Inductor.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -37,7 +37,7 @@ from .inductor.fusion import Group
 
 @dataclass(frozen=True)
 class Kernel:
-    """A module that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
+    """A module that computes a group of equations, from the values of `ins` to those of `outs`."""
 
     call: torch.nn.Module
     ins: tuple[Var, ...]
@@ -56,13 +56,21 @@ def to_fx(
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
 ) -> fx.GraphModule:
-    """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
+    """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
-    Collectives are submodules that start them and calls of `wait`. Equations of a group stand side by
-    side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
-    equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
-    carries the region and the user's line, and the equations of a group. The program calls `on_write` before the
-    first equation that writes over the state. `emitters` has what emits the calls for each primitive.
+    A collective becomes a submodule, which starts it, and calls of `wait`. The metadata of a node has the equations
+    that it runs, their region, and the user's line.
+
+    Args:
+        graph: the program.
+        mesh: the mesh whose process groups carry the collectives. Without it the module can be printed, not run.
+        donate: write over values that nothing reads any more.
+        groups: equations next to each other that become a single call, of a kernel or of a fused optimizer.
+        kernels: the kernels of groups.
+        calls: functions that are called instead of the operations of equations.
+        streams: the streams of the collectives; by default those of the mesh's devices.
+        on_write: a function that the program calls before the first equation that writes over the state.
+        emitters: for each primitive, the function that emits its calls.
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     if mesh is not None:
@@ -99,7 +107,7 @@ class _Unit(NamedTuple):
 def _units(
     graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], twins: Mapping[Eqn, Any]
 ) -> Iterator[_Unit]:
-    """The units of a program, in order. Updates are one call where each of them has an in-place operation."""
+    """The units of a program, in order. The updates of a group are one call if each has an in-place operation."""
     together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in twins for e in g.eqns))}
     inside = {e for g in together.values() for e in g.eqns[1:]}
     for place, eqn in enumerate(graph.eqns):
@@ -116,7 +124,7 @@ def _emit(
     calls: Mapping[Eqn, Callable],
     emitters: Mapping[Primitive, Emitter],
 ) -> Iterable[tuple[Var | None, Any]]:
-    """Emit the calls of a unit. Returns its results with their nodes."""
+    """Emit the calls of a unit, and return its results with their nodes."""
     out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
     if unit.group is not None and unit.group in kernels:
         kernel = kernels[unit.group]
@@ -132,9 +140,9 @@ def _emit(
 
 
 def _describe(out: fx.Graph, before: int, unit: _Unit) -> None:
-    """Write into the metadata of a unit's nodes which equations they run, in which region, and the user's line.
+    """Write the equations, the region and the user's line into the metadata of a unit's nodes.
 
-    They are the nodes that follow the first `before`.
+    These are all nodes behind the first `before`.
     """
     eqn = unit.eqns[0]
     for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
@@ -176,16 +184,16 @@ def executable(graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], Non
 
 
 def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
-    """An FX module that `to_fx` made of `graph`, ready to run."""
+    """The FX module of `graph`, as `to_fx` returns it, ready to run."""
     return Executable(program, graph.num_state, on_write)
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
-    """Put each new state into the storage of the old one, where the program did not do so already."""
+    """Copy each new leaf of the state into the storage of the old one, if the program has not written it there."""
     storages = {s.untyped_storage().data_ptr() for s in state if s.numel()}
 
     def unshared(x: Any) -> Any:
-        """`x`, cloned if it shares the state's storage: it must not change when that is written, now or later."""
+        """`x`, cloned if it shares storage with the state, because it must not change when the state is written."""
         is_shared = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages
         return x.clone() if is_shared else x
 
@@ -200,7 +208,7 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 
 @contextlib.contextmanager
 def fake() -> Iterator[FakeTensorMode]:
-    """Tensors created inside have types and strides, and no elements."""
+    """A context in which new tensors have types and strides, but no elements."""
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
         yield mode
 
@@ -211,8 +219,8 @@ def fused(
     """Compile `function` with Inductor, as one kernel if possible.
 
     The kernel takes a list of tensors with the dtypes, shapes and strides of those that `like` creates. It may write
-    over the arguments whose positions are in `donated`. With `deterministic` no timing decides how it computes, so
-    that all ranks have the same kernel.
+    over the arguments whose positions are in `donated`. With `deterministic`, no choice depends on timings, so all
+    ranks have the same kernel.
     """
     from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
@@ -222,20 +230,18 @@ def fused(
     with fake() as mode:
         fakes = like()
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        # Constant folding would replace x * 1 by x, whose storage the result must not share.
+        # Constant folding would replace x * 1 by x, but a result must not share storage with an argument.
         with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
     result_strides = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(
-        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
-    )
+    output.meta.update(user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides)
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
+        # Inductor's cache key does not say which arguments are donated, so their names do.
         node.target = f"donated_{k}" if k in donated else f"given_{k}"
     module.recompile()
-    # Inductor donates buffers to the backward pass of a compiled model only, so this is compiled as one. Of the
-    # metadata of such a pass it reads these two fields.
+    # Inductor reuses the memory of arguments only in the backward pass of a compiled model, so this is compiled as
+    # such a pass. Inductor reads these two fields of its metadata.
     context = TracingContext(mode)
     metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
     context.fw_metadata = metadata
@@ -244,7 +250,7 @@ def fused(
 
 
 def check_compiler() -> None:
-    """Raises: ValueError when Inductor finds no C++ compiler."""
+    """Raises: ValueError if Inductor finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
