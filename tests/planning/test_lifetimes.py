@@ -201,7 +201,7 @@ def test_no_gradient_stays_live_through_a_pass_without_reductions(stage):
 
 @pytest.mark.parametrize("stage, most", [(0, 7), (1, 7), (2, 2), (3, 2)])
 def test_gradients_of_micro_batches_are_added_as_soon_as_they_are_computed(stage, most):
-    """The sum of a leaf's two gradients is computed and reduced while the second backward pass goes on."""
+    """The sum of a leaf's two gradients is computed and reduced while the second backward pass still runs."""
     lines = read(lower(accumulated, stage, FAST, 2 * ROWS, **ONE))
     products = [i for i, line in enumerate(lines) if line.op == "mm"]
     starts = [i for i, line in enumerate(lines) if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))]

@@ -71,17 +71,17 @@ def refuse_inside(name: str, arguments: Any) -> None:
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise TypeError(
             f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
-            f"Apply torch.func.{kind} inside the step, or to the function that the step was made of."
+            f"Apply torch.func.{kind} inside the step, or to the function of the step."
         )
     if forward_ad._current_level >= 0 and any(map(_has_tangent, pytree.tree_leaves(arguments))):
         raise TypeError(
             f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
-            f"Use torch.func.jvp inside the step, or on the function that the step was made of."
+            f"Use torch.func.jvp inside the step, or on the function of the step."
         )
     if get_proxy_mode() is not None:
         raise TypeError(
             f"{name}: called while another step is traced.\n"
-            f"Call the function that this step was made of, and apply its transforms to the outer step."
+            f"Call the function of this step instead, and apply its transforms to the outer step."
         )
 
 

@@ -174,7 +174,7 @@ def check_laid_out(
             if not isinstance(leaf, DTensor):
                 wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
             elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: lies on another mesh, {leaf.device_mesh}")
+                wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
             elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
                 wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
     if wrong:

@@ -52,7 +52,7 @@ class _Evidence:
         self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
         # The values that forward and backward read: those read by equations that depend on the batch, and, as
-        # `label_regions` goes on, those read by the equations that it has labelled forward or backward.
+        # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
         self.read_early = {v for e in graph.eqns if any(o in self.over for o in e.outs) for v in e.ins}
 
     def is_backward(self, e: Eqn) -> bool:

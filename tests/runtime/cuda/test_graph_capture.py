@@ -163,7 +163,7 @@ def test_state_on_the_cpu_is_refused_if_the_step_changes_it():
     with pytest.raises(ValueError) as refused:
         placed(lowered.graph, [*given, here], "meta")
     message = str(refused.value)
-    assert message.startswith("step: state leaf steps lies on cpu, and a CUDA graph would not see it change.\n")
+    assert message.startswith("step: state leaf steps is on cpu, and a CUDA graph would not see it change.\n")
     assert "capturable=True or fused=True" in message
     placed_ = placed(lowered.graph, [there, there, here], "meta")
     assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"

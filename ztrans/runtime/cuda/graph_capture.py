@@ -78,7 +78,7 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
             copied.append(i)
         elif x.device.type != device:
             raise ValueError(
-                f"{graph.name}: state leaf {v.name} lies on {x.device}, and a CUDA graph would not see it change.\n"
+                f"{graph.name}: state leaf {v.name} is on {x.device}, and a CUDA graph would not see it change.\n"
                 f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
                 f"step counter there with capturable=True or fused=True."
             )
@@ -204,9 +204,9 @@ class Capture:
             if i not in self.buffers and old.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
-                    f"CUDA graph works on what lies there.\n"
-                    f"Pass the state that the step returned. To go on with another, call close() on the compiled step: "
-                    f"it is then captured anew; or copy the other into this one, leaf by leaf."
+                    f"CUDA graph reads and writes that memory.\n"
+                    f"Pass the state that the step returned. To continue with another state, call close() on the "
+                    f"compiled step, which is then captured again, or copy that state into this one, leaf by leaf."
                 )
 
 

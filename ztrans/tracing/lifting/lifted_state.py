@@ -110,8 +110,8 @@ def check_apart(state: State) -> None:
     for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
         if device == next_device and start < end and (name in trained or next_name in trained):
             raise ValueError(
-                f"lift: {name} and {next_name} lie in the same memory, and in a state each would have its own.\n"
-                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
+                f"lift: {name} and {next_name} share memory, and in a state each would have its own.\n"
+                f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
             )
 
 
