@@ -1,4 +1,4 @@
-"""What the kernels compute on a GPU, beside their references on the CPU."""
+"""Compare the results of the kernels on a GPU with those of their references on the CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
-    """The kernels beside their references on the CPU."""
+    """Compare the kernels with their references on the CPU."""
     lines = []
     for check in (moves, casts, adamw, quantised, collectives, late):
         try:
-            found = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
-        except Exception as error:  # the others say how far it reaches
+            outcome = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
+        except Exception as error:  # the other checks still run, and show how far the failure reaches
             traceback.print_exc()
-            found = {"failed": f"{type(error).__name__}: {error}"}
-        lines.append({"check": check.__name__} | found)
+            outcome = {"failed": f"{type(error).__name__}: {error}"}
+        lines.append({"check": check.__name__} | outcome)
         yield lines
 
 
@@ -33,21 +33,21 @@ def bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (count * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
 
 
-def same(found: torch.Tensor, true: torch.Tensor, what: str) -> None:
-    """Raise unless all bits agree, but for what a NaN holds."""
-    a, b = found.cpu(), true.cpu()
+def same(result: torch.Tensor, true: torch.Tensor, name: str) -> None:
+    """Raise an error unless all bits agree, except for the bits of NaNs."""
+    a, b = result.cpu(), true.cpu()
     if a.is_floating_point():
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
-            raise AssertionError(f"{what}: NaN in other places")
+            raise AssertionError(f"{name}: NaN in other places")
         a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
     wrong = int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
     if wrong:
-        raise AssertionError(f"{what}: {wrong} bytes differ from the reference")
+        raise AssertionError(f"{name}: {wrong} bytes differ from the reference")
 
 
 def moves(device: torch.device) -> str:
-    """unpack, and cast_pack without a cast: any bits arrive as they were."""
+    """unpack, and cast_pack without a cast, keep all bits."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
         parts = [bits(n, dtype, seed) for seed, n in enumerate(NUMELS)]
         for ranks in (1, 3):
@@ -109,7 +109,7 @@ def quantised(device: torch.device) -> str:
 
 
 def collectives(device: torch.device) -> str:
-    """all_gather and reduce_scatter of 2, 3, 4 and 8 ranks, rank after rank, without their barriers."""
+    """all_gather and reduce_scatter of 2, 3, 4 and 8 ranks, which run one after the other, without their barriers."""
     from ztrans.ops.all_gather import launch as gather
     from ztrans.ops.reduce_scatter import launch as scatter
 
@@ -142,7 +142,7 @@ def collectives(device: torch.device) -> str:
 
 
 def late(device: torch.device) -> str:
-    """A barrier to which a rank does not come ends, and is an error on the host."""
+    """A barrier that a rank does not reach ends, and is an error on the host."""
     memory, _ = symmetric.in_one_process(2, 0, device)
     try:
         ops.barrier(memory, spins=1000)
@@ -153,4 +153,4 @@ def late(device: torch.device) -> str:
         if "waited in vain" in str(error):
             return "ends and raises"
         raise
-    raise AssertionError("a barrier went through without the other rank")
+    raise AssertionError("a barrier ended without an error although a rank did not reach it")

@@ -214,7 +214,8 @@ def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
             peer = AGAINST[ranks].get(subject)
             share = f"{middle[subject] / middle[peer]:.2f} of {peer}" if peer else ""
             loss = measured["losses"][subject]
-            yield f"| {name} | {subject} | {1e3 * middle[subject]:.3f} | {1e3 * min(each):.3f} | {share} | {loss:.4f} |"
+            milliseconds = f"{1e3 * middle[subject]:.3f} | {1e3 * min(each):.3f}"
+            yield f"| {name} | {subject} | {milliseconds} | {share} | {loss:.4f} |"
 
 
 def report(results: dict[str, Any]) -> str:

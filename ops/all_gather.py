@@ -1,10 +1,10 @@
-"""all_gather(memory, outs, sizes): read the parts of every rank out of its memory, straight into the whole values.
+"""all_gather(memory, outs, sizes): read the parts of every rank from its memory, directly into the whole values.
 
     memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
             `sizes` elements each: what cast_pack or adamw_pack wrote
-    outs    the whole values, contiguous, of one dtype, on the memory's device; may be parameters, written in place.
-            Elements r * size .. (r + 1) * size come from rank r; elements beyond the end of a value are padding
-    channels  blocks of the grid, 1 to 128, each of which reads its share from every rank
+    outs    the whole values, contiguous, of one dtype, on the memory's device. They may be parameters, which are
+            written in place. Elements r * size .. (r + 1) * size come from rank r; those beyond the end are padding
+    channels  the number of blocks of the grid, 1 to 128. Each block reads its share from every rank
 
 There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
 rank overwrites its parts too early. Errors: values larger than what is gathered, mixed dtypes, a buffer that is too
@@ -36,7 +36,7 @@ _lib.define(
     " int rank, int offset, int channels, int spins) -> ()"
 )
 
-_BYTES = 1 << 14  # of a block
+_BYTES = 1 << 14  # bytes that a block copies at a time
 
 
 def all_gather(
@@ -48,7 +48,7 @@ def all_gather(
     channels: int = 32,
     spins: int = SPINS,
 ) -> None:
-    """Gather into `outs`, as the head of this file says.
+    """Gather into `outs`. The docstring of this file describes the arguments.
 
     >>> from .symmetric import in_one_process
     >>> (memory,) = in_one_process(1, 8)
@@ -65,7 +65,7 @@ def all_gather(
 
 
 def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) -> None:
-    """The meaning of all_gather, and its implementation for processes that share memory."""
+    """all_gather in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     dtype, total = outs[0].dtype, sum(sizes)
     parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers + offset, total * dtype.itemsize)]
@@ -78,7 +78,7 @@ def _gather(
     buffers, pads, error, rows, count, bases, values, first, offset, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One launch may stand for several ranks, along the second axis of the grid.
+    # One launch may run several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
@@ -109,7 +109,7 @@ def _gather(
 
 
 def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, together: int = 1, sync=True) -> None:
-    """all_gather by the kernel; `together` ranks in one launch, their `outs` one after another."""
+    """all_gather by the kernel. A launch may run `together` ranks; `outs` then has the values of one after another."""
     check(error, rank)
     world, values = len(buffers), len(outs) // together
     item = outs[0].itemsize
@@ -124,7 +124,8 @@ def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, 
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
-    # value, start in its part, where its part lies in a buffer, size of a part, elements of the value
+    # A row: the value, the start in its part, the offset of the part in a buffer, the size of a part, the elements of
+    # the value.
     pieces = [(k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))]
     return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
 

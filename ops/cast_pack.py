@@ -1,16 +1,16 @@
 """cast_pack(parts, sizes, dtype, ranks): copy many tensors to one send buffer and cast them, in one launch.
 
-    parts   tensors of one device; any shapes and dtypes, contiguous or not
-    sizes   elements that each part has in a row of the buffer: at least numel / ranks
-    dtype   of the buffer; float to float is rounded to nearest even, as `copy_` does
-    ranks   rows of the buffer: 1 to send this rank's parts, W to send row r to rank r
+    parts   tensors on one device; any shapes and dtypes, contiguous or not
+    sizes   elements of each part in a row of the buffer: at least numel / ranks
+    dtype   the buffer's dtype; float to float is rounded to nearest even, as `copy_` does
+    ranks   rows of the buffer: 1 to send this rank's parts to all, W to send row r to rank r
     ->      dtype[ranks * sum(sizes)]: row r holds elements r * size .. (r + 1) * size of every part,
             zero where a part has no more
 
-Errors: a size that is too small, several devices, and for `out` another dtype, device, length or stride. Bytes moved
-at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes an element. Parts of one dtype
-take one launch. Torch copies parts that are not contiguous, and those of a dtype that Triton and torch cast
-differently.
+Errors: a size that is too small, several devices, and an `out` of another dtype, device, length or stride. Bytes moved
+at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes per element. There is one launch
+for each dtype among the parts. Torch copies parts that are not contiguous, and parts of a dtype that Triton and torch
+cast differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cast_pack(
     ranks: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One send buffer for `parts`, as the head of this file says; into `out`, if given.
+    """Pack `parts` into a send buffer: `out` if given, else a new one. The docstring of this file has the details.
 
     >>> cast_pack([torch.ones(3), torch.full((2,), 2.0)], [2, 1], torch.bfloat16, ranks=2)
     tensor([1., 1., 2., 1., 0., 2.], dtype=torch.bfloat16)
@@ -52,7 +52,7 @@ def cast_pack(
 
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    """The meaning of cast_pack, part by part and row by row."""
+    """cast_pack in plain torch, part by part and row by row."""
     line, table, offset = out.view(-1), out.view(ranks, sum(sizes)), 0
     for part, size in zip(parts, sizes, strict=True):
         if ranks == 1 and part.numel() == size:  # one pass copies any strides

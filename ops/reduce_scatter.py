@@ -2,16 +2,16 @@
 
     memory  symmetric; from byte `offset` on, each rank's buffer holds dtype[ranks, sum(sizes)]: row r
             is for rank r and holds its parts one after another. cast_pack(..., ranks=W) writes it
-    dtype   of the terms: float32, bfloat16 or float16
-    outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; up to `sizes` elements each
-    op      sum, or mean, which divides by the ranks at the end
-    ->      float32[channels], whose sum is the sum of squares of all that was written, so that a norm needs no pass of
-            its own. For the same number of channels the order of the sum, and so its bits, are always the same
+    dtype   the dtype of the terms: float32, bfloat16 or float16
+    outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; at most `sizes` elements each
+    op      sum, or mean, which divides by the number of ranks at the end
+    ->      float32[channels], whose sum is the sum of squares of all results, so that a norm needs no pass of its own.
+            For a given number of channels the order of this sum, and so its bits, are always the same
 
-Terms are summed in float32 in rank order, whatever their dtype, and rounded once: the result depends on neither the
-network nor its timing. There are two barriers, as in all_gather. Errors: mixed dtypes or other ones, parts larger than
+Terms are summed in float32 in rank order, whatever their dtype, and rounded once. So the result depends on neither the
+network nor its timing. There are two barriers, as in all_gather. Errors: mixed or unknown dtypes, parts larger than
 their sizes, a buffer that is too small. Bytes moved at least: over the wire the rows of the other ranks for this one;
-in memory those, this rank's own row and one write of the parts.
+in memory those rows, this rank's own row, and one write of the parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def reduce_scatter(
     channels: int = 32,
     spins: int = SPINS,
 ) -> torch.Tensor:
-    """Reduce into `outs`, as the head of this file says.
+    """Reduce into `outs`. The docstring of this file describes the arguments.
 
     >>> from .symmetric import in_one_process
     >>> (memory,) = in_one_process(1, 8)
@@ -69,7 +69,7 @@ def reduce_scatter(
 
 
 def reference(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins) -> torch.Tensor:
-    """The meaning of reduce_scatter, and its implementation for processes that share memory."""
+    """reduce_scatter in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     squares, total = torch.zeros(channels), sum(sizes)
     whole = at_addresses(buffers + offset, len(buffers) * total * dtype.itemsize)
@@ -85,7 +85,7 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channe
 
 @kernel
 def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    if MEAN and WORLD & (WORLD - 1) == 0:  # exact, as a division is
+    if MEAN and WORLD & (WORLD - 1) == 0:  # the reciprocal of a power of two is exact
         total *= 1.0 / WORLD
     elif MEAN:
         total = tl.div_rn(total, WORLD * 1.0)
@@ -94,11 +94,11 @@ def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
 
 @kernel
 def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    # In rank order, from the first term on: the sum of zeros keeps their sign.
+    # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
     total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(tl.float32)
     p = 1
-    while p < WORLD:  # not unrolled: it is the way of a few blocks only
+    while p < WORLD:  # not unrolled, as only a few blocks take this path
         term = tl.load((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
         total += term.to(tl.float32)
         p += 1
@@ -120,7 +120,7 @@ def _scatter(
     TERM: tl.constexpr, OUT: tl.constexpr, MEAN: tl.constexpr,
     WORLD: tl.constexpr, SYNC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One launch may stand for several ranks, along the second axis of the grid.
+    # One launch may run several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
@@ -133,7 +133,7 @@ def _scatter(
         start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
         at = offset + (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
         dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (OUT.primitive_bitwidth // 8)
-        if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers themselves lie on more than 16 bytes
+        if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
             x = _sum_whole(buffers, at, i, TERM, OUT, WORLD, MEAN)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
             norm += x.to(tl.float32) * x.to(tl.float32)
@@ -150,7 +150,7 @@ def _scatter(
 def launch(
     buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins, *, together: int = 1, sync=True
 ) -> torch.Tensor:
-    """reduce_scatter by the kernel; `together` ranks in one launch, their `outs` one after another."""
+    """reduce_scatter by the kernel. A launch may run `together` ranks, with their `outs` one after another."""
     check(error, rank)
     world, values, device = len(buffers), len(outs) // together, buffers.device
     squares = torch.empty(together * channels, dtype=torch.float32, device=device)
@@ -161,14 +161,14 @@ def launch(
             rank, offset, sum(sizes), spins,
             TERM=element(dtype), OUT=element(outs[0].dtype), MEAN=op == "mean",
             WORLD=world, SYNC=sync and world > 1, BLOCK=_BLOCK, launch_cooperative_grid=together > 1,
-            num_warps=8, maxnreg=128,  # else ptxas spills, to fit blocks on an SM that has only one
+            num_warps=8, maxnreg=128,  # otherwise ptxas spills registers, to fit more blocks on an SM than it gets
         )  # fmt: skip
     return squares
 
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device) -> torch.Tensor:
-    # value, start in it, where it lies in a row of the buffer, elements from there on; a list for each rank
+    # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
     values, pieces = len(sizes), []
     for k, numel in enumerate(numels):
         pieces.append((k % values, 0, sum(sizes[: k % values]), numel))

@@ -1,12 +1,12 @@
-"""symmetric memory: a buffer on every rank of a group that all the others can read, and signals next to it.
+"""symmetric memory: a buffer on every rank of a group, which all other ranks can read, and signals next to it.
 
     memory = rendezvous(nbytes, group)              ranks of one node, each with its GPU: torch's symmetric memory
     memory = over_files(folder, rank, ranks, nbytes)      processes of one machine, on the CPU: shared files
-    memories = in_one_process(ranks, nbytes, device)      all ranks here: to test and to measure on one device
+    memories = in_one_process(ranks, nbytes, device)      all ranks in this process, for tests and benchmarks
 
 `mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every
 rank's buffer and signals, as this rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
-to a power of two. They are zero between collectives; `barrier` says how they are used. `error`, int32[1], is zero until
+to a power of two. They are zero between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until
 a barrier has waited in vain. The host reads it without synchronising.
 
 One memory serves one stream of collectives; collectives that run at the same time need a memory each. `rendezvous`
@@ -69,7 +69,7 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
 
 
 def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
-    """The memory of one of `ranks` processes of a machine, in files of `folder`: a new one, in /dev/shm at best."""
+    """The memory of one of `ranks` processes of a machine, in files of `folder`, a new folder (best in /dev/shm)."""
     files = [str(Path(folder) / f"{r}.symmetric") for r in range(ranks)]
     room = _room(nbytes, ranks)
     # The files get their length before torch maps them. When torch lengthens a file it writes a zero at its start,

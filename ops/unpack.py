@@ -1,8 +1,8 @@
 """unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer, from rank-major to value-major order.
 
-    buffer  any dtype[ranks * sum(sizes)], contiguous: row r is what rank r sent
-    sizes   elements of a value's part in a row, padding included
-    shapes  the whole shapes, of ranks * size elements or fewer; the rest is padding and is dropped
+    buffer  any dtype[ranks * sum(sizes)], contiguous: row r holds the elements that rank r sent
+    sizes   elements of each value's part in a row, padding included
+    shapes  the shapes of the whole values, with at most ranks * size elements; other elements are padding
     ->      one contiguous tensor for each value; a value that is contiguous in the buffer is a view of it
 
 Errors: a shape with more elements than the buffer has for it, a buffer of another length. Bytes moved at least: one
@@ -28,7 +28,7 @@ _lib.define("unpack.out(Tensor buffer, int[] sizes, int ranks, *, Tensor(a!)[] o
 def unpack(
     buffer: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int
 ) -> list[torch.Tensor]:
-    """The whole values of `buffer`, as the head of this file says.
+    """The whole values of `buffer`. The docstring of this file describes the arguments.
 
     >>> unpack(torch.arange(6.0), [1, 2], [(2,), (3,)], 2)
     [tensor([0., 3.]), tensor([1., 2., 4.])]
@@ -44,7 +44,7 @@ def unpack(
 
 
 def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
-    """The meaning of unpack, value by value and rank by rank."""
+    """unpack in plain torch, value by value and rank by rank."""
     table, offset = buffer.view(ranks, sum(sizes)), 0
     for value, size in zip(out, sizes, strict=True):
         flat = value.view(-1)

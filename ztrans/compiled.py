@@ -1,4 +1,4 @@
-"""Compiled: the program of one rank bound to its devices, to be run, profiled and tuned."""
+"""Compiled: the program of one rank, bound to its device. It can be run, profiled and tuned."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ class Bound(NamedTuple):
     """A program as it runs on this rank."""
 
     lowered: Lowered
-    run: Any  # a function from flat inputs to flat outputs, with the FX `program` that it runs
-    messages: int = 0  # a hash of those that it sends
+    run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
+    messages: int = 0  # a hash of the messages that it sends
 
 
 @dataclass(frozen=True, repr=False)
 class Compiled:
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares the programs of all ranks, and takes rank 0's plan where plans differ. This is left out
-    for a program that follows a plan which the ranks have `agreed` on for another batch size: it sends the same
+    The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
+    `agreed` skips this: it follows a plan that the ranks have agreed on for another batch size, so it sends the same
     messages.
 
-    Raises: TypeError when called with other arguments than it was compiled for, when a value that the step reads
-    besides its arguments has changed since it was traced, and inside of torch.func's transforms.
+    Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
+        its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
     """
 
     lowered: Lowered
@@ -93,7 +93,7 @@ class Compiled:
 
     @property
     def graph(self) -> Graph:
-        """The program that runs; before the first call the lowered one."""
+        """The program that runs; before the first call, the lowered program."""
         return (self._bound[0].lowered if self._bound else self.lowered).graph
 
     def as_text(self, *, full: bool = False) -> str:
@@ -116,10 +116,10 @@ class Compiled:
         return self.run(Given.of(self._arguments(args, kwargs), self._last), self._last)
 
     def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
-        """Run the program for arguments that fit it, and for captured values that are known to be those of the trace.
+        """Run the program without checking the captured values.
 
-        A `Step` calls this: to choose a program, it has compared the captured values. `last` holds the state that was
-        returned last, and then the one that this run returns.
+        A `Step` calls this: it has compared the captured values when it chose the program. `last` holds the state
+        that was returned last, and after this run the state that it returns.
         """
         key, n = (given.state_key, given.batch_key), self.graph.num_state
         known = given.state is not None and key in self._accepted
@@ -129,7 +129,7 @@ class Compiled:
         if known:
             return given.arguments.state, pytree.tree_unflatten(outputs[n:], self._accepted[key])
         for i, old in enumerate(leaves[:n]):
-            # the tensors that the caller passed, whose storages now hold the new state
+            # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
         self._accepted[key] = pytree.tree_structure(output)
@@ -138,11 +138,11 @@ class Compiled:
 
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
-        """Run `steps` real steps on these arguments and record when each operation and message ran.
+        """Run `steps` steps on these arguments, and record when each operation and message ran.
 
-        The state is donated and advances. All ranks must call it. Afterwards all have the same times of operations
-        and links; the timeline, in the lanes of `Lowered.timeline`, is this rank's own. A step with `cuda_graph` is
-        recorded without its graph. See `profile.Profile`.
+        The state is donated and advances. All ranks must call it. The times of operations and links in the result are
+        the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
+        `cuda_graph` is recorded without its graph. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
         leaves, local = self._flat(self._arguments(args, kwargs))
@@ -157,18 +157,20 @@ class Compiled:
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one.
 
-        Call it before the process group is destroyed, or to go on with another state: the next call runs without a
-        graph, and the one after it captures a new one.
+        Call it before the process group is destroyed, or to continue with another state. The next call then runs
+        without a graph, and the one after it captures a new graph.
         """
         for bound in self._bound:
             if isinstance(bound.run, Capture):
                 bound.run.close()
 
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
-        """Record `steps` steps, plan anew from them, record as many steps of the new plan, and keep the faster plan.
+        """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
-        Returns the program with that plan, and the first recording. The plan's notes give the seconds of a step on
-        the slowest rank. The state is donated and advances. All ranks must call it.
+        The notes of the plan give the seconds of a step on the slowest rank. The state is donated and advances. All
+        ranks must call it.
+
+        Returns: The program with the faster plan, and the first recording.
         """
         before = self.profile(*args, steps=steps, **kwargs)
         replanned = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
@@ -183,17 +185,17 @@ class Compiled:
 
     @property
     def _mesh(self) -> DeviceMesh | None:
-        """The mesh of devices that the program runs on; None for a program of one process."""
+        """The mesh of devices that the program runs on, or None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @contextlib.contextmanager
     def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Any]:
-        """The function that runs the program, once all ranks have met for this step."""
+        """Meet the other ranks for this step, then yield the function that runs the program."""
         name, mesh = self.lowered.graph.name, self._mesh
         state = leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
         with alone(self._runner if mesh is None else process_groups(mesh).runner, name):
-            bound = self._bind(local)
+            bound = self._bound[0] if self._bound else self._bind(local)
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))
                 meet(mesh, call, lambda: messages(bound.lowered.graph))
@@ -205,8 +207,8 @@ class Compiled:
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
 
-        The ranks have agreed on that order, so this rank alone may have such a batch. A program with other
-        collectives cannot follow it: it is planned, and agreed on, as a new one.
+        The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
+        collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
         known = self._bound[0].lowered if self._bound else self.lowered
         try:
@@ -220,7 +222,7 @@ class Compiled:
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
         leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
-        check_donation(lowered.graph, local)  # at every call: the caller may have set one leaf to another
+        check_donation(lowered.graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
@@ -231,6 +233,7 @@ class Compiled:
             return self._flat(given.arguments)
         return given.state.leaves, [*given.state.local, *batch]
 
+    @without_autocast()
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         run: Any
         if not self._bound:
@@ -259,9 +262,10 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
 
 
 def _agreed(lowered: Lowered) -> Lowered:
-    """The program in the order of the first rank's plan, which may be for other measured times than this rank's.
+    """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
 
-    Raises: RuntimeError on every rank where ranks lowered different programs, or where that plan does not fit one.
+    Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
+        program of a rank.
     """
     mesh, name = lowered.mesh, lowered.graph.name
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:

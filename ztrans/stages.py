@@ -1,7 +1,7 @@
 """Traced and Lowered: the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as written. `Lowered` is the program of one rank, with all transforms applied and its order
-planned. Each prints as its program.
+`Traced` is the program as the user wrote it. `Lowered` is the program of one rank, with all transforms applied and its
+order planned. Printing a stage prints its program.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class Traced:
     @no_collection()
     @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """The program of one rank: transforms applied, collectives placed, buckets and order planned.
+        """Apply all transforms and plan buckets and order, which gives the program of one rank.
 
         Args:
             cluster: the devices and links to plan for; by default H100s on InfiniBand, or CPUs on gigabit Ethernet.
                 `Step.tune` plans for measured ones.
-            plan: a plan that was made before, which is applied as it is.
+            plan: an existing plan, which is used instead of a new one.
 
-        Raises: ValueError when the plan is for another program, or a memory budget cannot be met. ProgramError when a
-        transform returns a program that is not well formed.
+        Raises:
+            ValueError: the plan is for another program, or the program does not fit a memory budget.
+            ProgramError: a transform returned a program that is not well formed.
         """
         mesh, history = self._transformed()
         hinted = history[-1][1]
@@ -80,22 +81,22 @@ class Traced:
         return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
 
     @no_collection()
-    def follow(self, other: Lowered) -> Lowered:
-        """The program of one rank, in the order of `other`: a program of the same step for other batch sizes.
+    def follow(self, leader: Lowered) -> Lowered:
+        """The program of one rank, in the order of `leader`: a program of the same step for other batch sizes.
 
-        Raises: ValueError when the two programs do not have the same collectives.
+        Raises: ValueError if the two programs do not have the same collectives.
         """
         mesh, history = self._transformed()
-        hinted, plan = history[-1][1], other.plan
+        hinted, plan = history[-1][1], leader.plan
         if plan.program != fingerprint(hinted):
-            plan = transfer(plan, landmarks(other.hinted, plan), hinted)
+            plan = transfer(plan, landmarks(leader.hinted, plan), hinted)
         graph = plans.ordered(hinted, plan)
         history = (*history[:-1], ("lower", graph))
-        plan = _described(plans.weighed(plan, memory(graph).peak, hinted.budget, other.cluster.device), graph)
-        return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
+        plan = _described(plans.weighed(plan, memory(graph).peak, hinted.budget, leader.cluster.device), graph)
+        return Lowered(graph, history, self.program, mesh, plan, leader.cluster, hinted)
 
     def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
-        """The mesh, and the program after each transform, the last one without marks and without unused equations."""
+        """The mesh, and the program after each transform; the last program has no marks and no unused equations."""
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -150,13 +151,13 @@ class Lowered:
         return cost(self.graph)
 
     def memory_analysis(self) -> Memory:
-        """Live bytes over the program, its peak, and the values and lines that hold it."""
+        """The bytes that are live at each equation, their peak, and the values that are live at the peak."""
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """A simulation of the step on a cluster (default: that of its plan), to print or to save as a picture.
+        """Simulate the step on a cluster, by default that of its plan; the result prints, and saves as a picture.
 
-        It has the lower bound on the time of the step in any order of the same collectives within the same memory.
+        It includes a lower bound: in no order of the same collectives, within the same memory, is the step faster.
         """
         cluster = cluster or self.cluster
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
@@ -166,11 +167,11 @@ class Lowered:
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:
-        """Plan anew from measured times; `plan.notes` say how much faster the step should become.
+        """Plan again, from measured times; `plan.notes` say how much faster the step should become.
 
-        Every rank may pass its own profile. When the program first runs, all ranks take rank 0's plan.
+        Each rank may pass its own profile. When the program first runs, all ranks use rank 0's plan.
 
-        Source: DeepSpeed DeepCompile, 2025, which also plans anew after some recorded steps.
+        Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         plan, graph = make(self.hinted, cluster)
@@ -181,11 +182,11 @@ class Lowered:
         return dataclasses.replace(self, cluster=cluster).planned(plan)
 
     def planned(self, plan: Plan) -> Lowered:
-        """This program in the order of another plan."""
+        """This program in the order of the given plan."""
         return self._ordered(plan, plans.apply(self.hinted, plan))
 
     def following(self, plan: Plan) -> Lowered:
-        """This program in the order of another rank's plan, even where that takes more memory than the budget."""
+        """This program in the order of another rank's plan, even if that needs more memory than the budget."""
         return self._ordered(plan, plans.ordered(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
@@ -194,13 +195,18 @@ class Lowered:
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """Run one step of all ranks in this process, equation by equation, from the full state.
+        """Run one step of all ranks in this process, equation by equation.
 
-        `batches` holds each rank's batch arguments: a tuple of them, or a dict of them by name. Returns the full new
-        state and each rank's output; nothing is updated in place. No process group is needed, so it runs under an
-        AbstractMesh.
+        It needs no process group, so it also runs under an AbstractMesh. Nothing is updated in place.
 
-        Raises: TypeError for arguments, or values that the step captured, other than those it was traced for.
+        Args:
+            state: the full state.
+            batches: the batch arguments of each rank, as a tuple, or as a dict by name.
+
+        Returns: The full new state, and the output of each rank.
+
+        Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
+            traced for.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
@@ -219,15 +225,15 @@ class Lowered:
         return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
-        """A callable program on this rank's devices.
+        """Bind the program to this rank's device, so that it can be called.
 
         Args:
             backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
                 collectives and matrix products, when the program first runs.
-            cuda_graph: whether the second call captures the whole step as a CUDA graph, which that call and all
-                later ones replay; see `Compiled.close`.
+            cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
+                it. See `Compiled.close`.
 
-        Raises: ValueError for another backend, for "inductor" without a compiler, or for a graph without a GPU.
+        Raises: ValueError if there is no such backend, no compiler for "inductor", or no GPU for a CUDA graph.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
@@ -241,5 +247,5 @@ class Lowered:
 
 
 def _described(plan: Plan, graph: Graph) -> Plan:
-    """The plan of a program, with what the program sends: its text begins with that."""
+    """The plan with what the program sends, which the text of the plan begins with."""
     return dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))

@@ -1,4 +1,4 @@
-"""Every operation as torch sees it: checked, traced as one node for a GPU that is not there, and exact about its inputs."""
+"""Every operation passes torch's checks, is traced as one node for a GPU that is not there, and refuses wrong inputs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_opcheck(sample):
 
 
 def test_a_mean_on_a_gpu_divides():
-    """By a number on the host it would be multiplied by the reciprocal, which rounds twice."""
+    """If the divisor were a number on the host, PyTorch would multiply by its reciprocal, which rounds twice."""
     with FakeTensorMode():
         term = torch.empty(4, device="cuda")
         graph = make_fx(lambda x: ops.reduce([x, x, x], "mean", torch.float32))(term).graph
@@ -148,7 +148,7 @@ def test_symmetric_memory_needs_gpus():
 
 
 def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
-    """torch writes a zero at the start of a file that it makes longer, so none may be left for it to make longer."""
+    """When torch extends a file, it writes a zero at the start, so each file must have its full size before."""
     true, seen = torch.from_file, []
 
     def late(file, **options):
@@ -162,7 +162,7 @@ def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
 
 
 def test_processes_over_shared_memory():
-    """The CPU path of barrier, all_gather and reduce_scatter."""
+    """On the CPU, barrier, all_gather and reduce_scatter work between processes."""
     run_ranks(2, TRITON_INTERPRET="0")
 
 

@@ -1,4 +1,4 @@
-"""The planner's memory is the memory analysis': of the schedule that it chose, and of schedules that it did not."""
+"""The planner predicts the peak memory of a program to the byte, as the memory analysis computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ztrans.planning.program_order import skeleton
 from ztrans.planning.solver.evaluation import evaluate
 
 SLOW, FAST = (zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11)))
-# Packed leaves and large ones, casts, padding, updates in place, a global norm, several gradients of one leaf.
+# They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
 
@@ -29,7 +29,7 @@ def lower(name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Clu
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_planners_peak_is_that_of_the_memory_analysis(name, ranks, stage):
-    """The names of a plan are resolved anew, so the problem of the program alone has to say what the analysis says."""
+    """The schedule is resolved from the names of the plan, so nothing that the planner has computed is reused."""
     cluster = SLOW if ranks == 2 else FAST
     peak = None
     for share in (None, 1.02, 1.5):

@@ -1,6 +1,6 @@
-"""cost: what a program costs, in operations, bytes, wire bytes by axis and role, and live memory.
+"""cost: count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
 
-The figures follow from the program alone, for rank 0, whose shards are the largest. Nothing is run.
+The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Cost:
         return sum(n for _, n in self.wire)
 
     def over(self, axis: str | None = None, role: str | None = None) -> int:
-        """Wire bytes of one axis, one role, or both."""
+        """The wire bytes of one axis, of one role, or of both together."""
         return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
 
     def __str__(self) -> str:
@@ -60,11 +60,11 @@ class Cost:
 class Memory:
     """The bytes that are live while each equation runs, and the values that are live at the peak."""
 
-    live: tuple[int, ...]  # live[i]: while equation i runs
-    peak: int
-    at: Eqn | None
-    holders: tuple[tuple[Var, int, str], ...]  # at the peak, largest first: value, bytes, the user's line
-    state: int
+    live: tuple[int, ...]  # the bytes that are live while each equation runs
+    peak: int  # the greatest of these
+    at: Eqn | None  # the equation at the peak
+    holders: tuple[tuple[Var, int, str], ...]  # (value, bytes, user's line) at the peak, largest first
+    state: int  # the bytes of the state
 
     def __str__(self) -> str:
         name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
@@ -87,7 +87,7 @@ def _si(n: float, unit: str) -> str:
 
 
 def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
-    """A function that gives the bytes of a value on one rank of every axis, by default the first."""
+    """A function from a value to its bytes on the rank with the same index on every axis, by default rank 0."""
     at = {axis: rank for axis in graph.axes}
 
     def size(v: Var) -> int:
@@ -127,25 +127,25 @@ def flops(e: Eqn, graph: Graph) -> int:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
 
     given = [meta(a) if isinstance(a, Var) else a for a in e.args]
-    # A gradient that nothing asks for is None. Its shape is that of the argument that it belongs to.
+    # A gradient that is not needed is None. It would have the shape of the argument that it is for.
     outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
 class Held(NamedTuple):
-    """Bytes that are live from one equation to another, both included, and the line or the buffer they belong to."""
+    """A storage or a buffer, and the equations during which it is live."""
 
-    first: int
-    last: int
+    first: int  # the index of the first of these equations
+    last: int  # the index of the last, included
     value: Var
     bytes: int
-    line: str
+    line: str  # the user's line, or what the buffer is for
 
 
 def held(graph: Graph, given: Donation) -> list[Held]:
-    """Every storage and buffer of a program, from the equation that makes it to the last one that needs it.
+    """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
-    Inputs are live throughout, because they belong to the caller; outputs of the state take their place.
+    Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
     """
     size, n = local_bytes(graph), len(graph.eqns)
     starts = pair(graph).starts
@@ -162,10 +162,10 @@ def held(graph: Graph, given: Donation) -> list[Held]:
 
 
 def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
-    """The buffers of a collective that starts at one equation and is first waited for at another.
+    """The buffers of a collective that starts at equation `at` and is first waited for at equation `wait`.
 
-    It sends what it packs, and what a reduction casts or pads, from a buffer that lives until the wait. The buffer
-    from which a gather unpacks values is there at the start and at the wait.
+    The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
+    gather that must unpack its members is counted at the start and at the wait.
     """
     sent = sent_bytes(start, graph.axes)
     if not sent:

@@ -1,6 +1,6 @@
 """eager_updates: the equations of the update that leave their places.
 
-They run as soon as the reductions that they need have been waited for.
+Each of them runs as soon as the reductions that it needs have been waited for.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from ..ir.graph import Eqn, Var
 from .program_order import Skeleton
 from .solver.problem import Gather, Update
 
-_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
+_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
 
 
 @dataclass(frozen=True)
 class Group:
-    """Equations of the update, in order, that need the same reductions and may run from the same place on."""
+    """Equations of the update that need the same reductions and may run from the same place on."""
 
-    after: tuple[int, ...]
-    release: int
-    eqns: tuple[Eqn, ...]
+    after: tuple[int, ...]  # the indices of these reductions
+    release: int  # the first place at which they may run
+    eqns: tuple[Eqn, ...]  # in program order
 
     def update(self, cost: Mapping[Eqn, float]) -> Update:
-        """The group as an `Update` of the problem."""
+        """The group as an `Update` of a scheduling problem."""
         return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
 
 
 def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
     """The equations of the update that leave their places, in groups.
 
-    An equation may need a value that an operation at a fixed place makes after the last reduction was waited for, as
-    the scale of a global norm. No reduction comes with that value, so the equation stays.
+    An equation may need a value that an operation at a fixed place computes after the last reduction was waited for,
+    such as the scale of a global norm. No reduction is waited for after that, so the equation stays at its place.
     """
     movable, free = s.floating
     release = _releases(s, gathers, {*movable, *free.values()})
@@ -59,9 +59,9 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
 
 
 def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
-    """The equations that depend on state alone, by the group that needs them.
+    """The equations that depend on the state only, by the group that needs them.
 
-    One that several groups need is in a group without reductions; one that no group needs stays at its place.
+    An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
     asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
     for key, eqns in groups_by_key.items():
@@ -78,7 +78,8 @@ def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
 
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
-    """By value: the place from which it exists. By leaf of the state: the place after its last fixed reader."""
+    """For each value, the first place at which it exists; for each leaf of the state, the place after its last reader
+    at a fixed place."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     release: dict[Var, int] = {}
     for k, e in enumerate(s.ops):
@@ -87,13 +88,13 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
             release.update((out, k + 1) for out in e.outs if out is not None)
     for p, g in zip(s.gathers, gathers):
         release[p.value] = g.use + 1
-        if g.again is None:  # a plan may drop the others
+        if g.again is None:  # a plan may drop any regather
             release.update((root[v], max(release.get(root[v], 0), g.use + 1)) for v in p.start.ins if root[v] in state)
     return release
 
 
 def deadline(s: Skeleton, floating: Set[Eqn], born: int, need: int) -> int:
-    """The place at which a reduction must have been waited for, before the equations that leave their places."""
+    """The last place at which a reduction can be waited for: before `need`, and before the floating equations there."""
     while need > born + 1 and s.ops[need - 1] in floating:
         need -= 1
     return need

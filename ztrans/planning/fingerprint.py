@@ -1,8 +1,8 @@
 """fingerprint: a hash of what a program does, the same for every size of its batch.
 
-A plan names the collectives of a program and the equations between which they run. These names are those of the
-step, so a plan also holds where the batch is larger or smaller. Values that depend on the batch therefore count
-with their names, dtypes and numbers of dims alone; all others with their shapes and constants too.
+A plan names the collectives of a program and the equations between which they run. These names do not depend on the
+size of the batch, so a plan also fits a larger or smaller batch. The hash therefore covers the names, dtypes and
+numbers of dims of values that depend on the batch, and for all other values also their shapes and constants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may hav
 
 
 def fingerprint(graph: Graph) -> str:
-    """16 hexadecimal digits. Lines of the user's program do not count: a comment moves them."""
+    """A hash of 16 hexadecimal digits. It does not depend on the user's line numbers, which any comment changes."""
     digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)
     for v in graph.inputs:
         digest.update(_show(v, sized).encode())
@@ -36,9 +36,9 @@ def fingerprint(graph: Graph) -> str:
 
 
 def update_fingerprint(graph: Graph) -> str:
-    """A hash of the update alone, whose constants must be the same on every rank for the state to stay the same.
+    """A hash of the update and its constants, which must be equal on all ranks, or their states would diverge.
 
-    Values are numbered in order, since a batch of another size may give them other names.
+    Values are numbered in order, because a batch of another size may give them other names.
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
@@ -51,7 +51,7 @@ def update_fingerprint(graph: Graph) -> str:
 
 
 def _batch_sized(graph: Graph) -> set[Var]:
-    """The values whose shapes, or whose constants, may depend on the size of the batch."""
+    """The values whose shapes or constants may depend on the size of the batch."""
     sized = set(graph.batch)
     for e in graph.eqns:
         depends = is_random(e.op) or any(v in sized for v in e.ins)
@@ -63,7 +63,7 @@ def _batch_sized(graph: Graph) -> set[Var]:
 
 
 def _literals(tree: Any, read: Any) -> Any:
-    """The arguments of an equation, values by number and tensors by shape."""
+    """The arguments of an equation, with values as numbers and tensors as shapes."""
     if isinstance(tree, torch.Tensor):
         return tuple(tree.shape)
     if isinstance(tree, (list, tuple)):
@@ -85,6 +85,6 @@ def _outline(e: Eqn) -> str:
 
 
 def _constants(e: Eqn) -> bytes:
-    """The contents of the tensors that the step wrote out, as torch.tensor(...)."""
+    """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
     tensors = [x for x in pytree.tree_leaves((e.args, dict(e.kwargs))) if isinstance(x, torch.Tensor)]
     return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -1,7 +1,8 @@
 """formulate: build the scheduling `Problem` of a program for a given cluster.
 
-Durations come from the cluster, and lifetimes from the program. The peak of a schedule is that of the memory analysis
-of the program that it makes (`Problem.peak_of`); the bytes by operation steer the search for one.
+Durations come from the cluster, and lifetimes from the program. The memory analysis of the program in the order of a
+schedule gives the exact peak of that schedule (`Problem.peak_of`). The bytes that are live at each operation are an
+estimate, which guides the search.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
 
     Args:
         s: the program without its planned collectives.
-        cluster: gives the seconds of operations and messages.
-        budget: bytes that may be live on a rank.
-        update: when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
+        cluster: the speeds, from which the durations of operations and messages follow.
+        budget: the greatest number of bytes that may be live on a rank.
+        update: when updates run, "eager" or "last"; by default as `overlap_grads` says.
 
     Raises:
         ValueError: the cluster has no link for one of the axes.
@@ -67,12 +68,12 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
 
 
 def _peak(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> int:
-    """The peak, by the memory analysis, of the program that a schedule makes."""
+    """The peak of the program in the order of a schedule, by the memory analysis."""
     return memory(realise(s, schedule, update, problem.keepers(schedule.dropped))).peak
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
-    """The problem without seconds and bytes of operations, which is enough to validate a schedule."""
+    """The problem without the seconds and bytes of operations, which suffices to validate a schedule."""
     return _framed(s, update)[0]
 
 
@@ -123,7 +124,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
-    """The place at which the pass of an operation begins, forward or backward."""
+    """The place at which the forward or backward that contains operation `use` begins."""
     while use and s.ops[use - 1].region in (region, "update"):
         use -= 1
     return use
@@ -136,7 +137,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     for i, p in enumerate(s.reductions):
         start, held, cap = p.start, s.held[i], p.order.bucket
         key = (*bucket_key(start), p.then is not None)
-        if cap is not None:  # the user's own size of a bucket: fill buckets in order of birth
+        if cap is not None:  # the user has set the size of a bucket: fill buckets in order of birth
             group, filled = open_buckets.get(key, (0, 0))
             if filled and filled + held > cap:
                 group, filled = group + 1, 0
@@ -149,12 +150,12 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 
 
 def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
-    """A reduction with the bytes that it holds while it is under way, and after that."""
+    """A reduction with the bytes that it holds while it is under way, and afterwards."""
     start, members = p.start, range(len(p.start.outs))
     in_place = all(sends_as_it_lies(start, k, graph.axes) for k in members)
     received = sum(received_bytes(start, k, graph.axes) for k in members)
     flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
-    # Updates after the wait use the room of the bytes that were under way; only what exceeds it is further bytes.
+    # Updates after the wait reuse the memory of the bytes that were under way; `more` is what they need beyond that.
     after = value.updating + (0 if value.until else value.bytes)
     more = max(
         after - flight - (reduction.held if in_place else 0), 0 if value.until or value.received else value.bytes
@@ -172,7 +173,7 @@ def _is_small(start: Eqn, graph: Graph) -> bool:
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
-    """The collectives that no schedule places, with the places at which they are issued and waited for."""
+    """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
     return tuple(
         message._replace(issue=s.before[message.issue], need=s.before[message.need])
@@ -203,6 +204,6 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:
-    """The limit of bytes in flight; one message is always allowed."""
+    """The limit of bytes in flight, which always allows the largest message."""
     limits = [a for a in asked if a is not None]
     return max(min(limits), max(sizes)) if limits else None

@@ -23,19 +23,19 @@ SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the u
 
 
 class Order(NamedTuple):
-    """A schedule, when its updates run, the program that it makes, and the peak of that program in bytes."""
+    """A schedule, and the program in its order."""
 
     schedule: Schedule
-    update: str
+    update: str  # when updates run
     graph: Graph
-    peak: int
+    peak: int  # of the program, in bytes
 
 
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """Make the plan of a program with hints, and the program in the order of that plan.
 
-    The program is verified. If no order fits the budget that `prefetch` was given, or if the order is not valid, the
-    program keeps the order in which it was written, and the plan's notes say why.
+    The program is verified. If no order fits the budget of `prefetch`, or no valid order is found, the program keeps
+    the order in which it was written, and the notes of the plan say why.
 
     Raises:
         ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
@@ -68,7 +68,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
 
 
 def _orders(s: Skeleton, cluster: Cluster, budget: int) -> tuple[list[Order], list[str]]:
-    """The order with updates as asked and, if that does not fit, the one with updates at the end; and notes."""
+    """The order with updates as the user asked; if that does not fit, also the one with updates last; and notes."""
     orders: list[Order] = []
     try:
         for update in dict.fromkeys((s.asked_update, "last")):
@@ -76,7 +76,7 @@ def _orders(s: Skeleton, cluster: Cluster, budget: int) -> tuple[list[Order], li
             if orders[-1].peak <= budget:
                 break
     except (ProgramError, ScheduleError) as error:
-        return orders, [f"an order was given up for the last valid one: {error}"]
+        return orders, [f"an order was not valid, so the last valid one is used: {error}"]
     return orders, []
 
 
@@ -84,7 +84,7 @@ def _order(s: Skeleton, cluster: Cluster, budget: int, update: str) -> Order:
     """Solve the scheduling problem of a program, and write the program in the order of the solution.
 
     Raises:
-        ScheduleError: the schedule is not one of the problem.
+        ScheduleError: the schedule breaks a rule of the problem.
         ProgramError: the program is not well formed.
     """
     problem = formulate(s, cluster, budget, update)

@@ -1,7 +1,7 @@
-"""plan_names: the names in a plan, and the schedule of a program that they stand for.
+"""plan_names: translate between a schedule, which has indices of a program, and the names in a plan.
 
-A plan identifies gathers and reductions by their futures, and a place by the first result of the operation that comes
-next. A name that the program does not have, or that is in a wrong place, is an error that says which.
+A plan identifies a gather or a reduction by its future, and a place by the first result of the operation behind it. If
+the program does not have a name, or the name is at a wrong place, an error says which.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
 
 
 def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members) -> Schedule:
-    """Find the schedule of a program that names stand for.
+    """Translate names to a schedule of a program.
 
     Raises:
         ScheduleError: a name or a place is wrong.
@@ -53,7 +53,7 @@ def _index(planned: Sequence[Planned]) -> dict[str, int]:
 
 
 def _check_once(kind: str, known: Mapping[str, int], names: Iterable[str]) -> None:
-    """Verify that every name is known and occurs once, and that none is missing."""
+    """Verify that every name is known, that none occurs twice, and that none is missing."""
     seen: set[str] = set()
     for each in names:
         if each not in known:

@@ -1,8 +1,8 @@
 """plan_transfer: use a plan for another program of the same step whose equations differ a little.
 
-A batch of another size, as one of a single sample, may need another copy or view, so its equations have other names.
-Its collectives and its matrix products are the same, and in the same order. A place is therefore identified by how
-many of them come before it.
+A batch of another size, such as a single sample, may need another copy or view, so equations have other names. The
+collectives and matrix products are the same, in the same order. So a place is identified by how many of them come
+before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .plan_names import Members
 from .program_order import Skeleton, place_name, skeleton
 from .solver.problem import Problem
 
-# How many come before a place: matrix products, births of gradients, collectives that no plan places.
+# The numbers of matrix products, of births of gradients, and of collectives that no plan places, before a place.
 Landmark = tuple[int, int, int]
 
 
@@ -47,12 +47,12 @@ def _passed(s: Skeleton) -> list[Landmark]:
 def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     """Make a plan for another program of the same step.
 
-    A gather starts at the first place with as much done before it, but not after its first use.
+    A gather starts at the first place with at least the same landmark, but not after its first use.
 
     Args:
         plan: the plan of the first program.
         marks: the `landmarks` of the first program.
-        graph: the other program.
+        graph: the second program.
 
     Raises:
         ValueError: the programs do not have the same collectives.
@@ -96,7 +96,7 @@ class _Target:
         return _Target(s, frame(s, update), _passed(s), gathers, reductions)
 
     def check_collectives(self, plan: Plan) -> None:
-        """Raises: ValueError when the plan is for other collectives."""
+        """Raises: ValueError if the plan is for other collectives."""
         gathers = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
         reductions = {m for members, _ in plan.reductions for m in members}
         names = sorted((gathers ^ set(self.gathers)) | (reductions ^ set(self.reductions)))
@@ -104,21 +104,18 @@ class _Target:
             raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")
 
     def started(self, members: Members, mark: Landmark | None) -> str:
-        """The place at which a bucket of gathers starts, given the landmark at which it started."""
+        """The place at which a bucket of gathers starts, given the landmark of its start in the first program."""
         bucket = [self.problem.gathers[self.gathers[m]] for m in members]
         return self._place(mark, max(g.release for g in bucket), min(g.use for g in bucket))
 
     def waited(self, members: Members, mark: Landmark | None) -> str:
-        """The place at which a bucket of reductions is waited for, given the landmark at which it was."""
+        """The place at which a bucket of reductions is waited for, given the landmark of that in the first program."""
         bucket = [self.problem.reductions[self.reductions[m]] for m in members]
         needs = (len(self.skeleton.ops) if r.need is None else r.need for r in bucket)
         return self._place(mark, max(r.born + 1 for r in bucket), min(needs))
 
     def _place(self, mark: Landmark | None, earliest: int, latest: int) -> str:
-        """The first place with at least as much before it as a landmark has, within limits.
-
-        Without a landmark it is the end of the program.
-        """
+        """The first place, within limits, whose landmark is at least `mark`; without a mark, the end of the program."""
         end = len(self.skeleton.ops)
         reached = (k for k, passed in enumerate(self.passed) if mark is not None and all(map(ge, passed, mark)))
         return place_name(self.skeleton, min(max(next(reached, end), earliest), latest))

@@ -1,7 +1,8 @@
 """realise: write a program in the order that a schedule gives it.
 
-The planned collectives come back as buckets. With eager updates, the update of a gradient may follow its reduction
-at once. The order is the same on every rank, because it depends on the program and the schedule alone.
+The planned collectives return to the program as buckets. With eager updates, the update of a parameter may follow the
+reduction of its gradient at once. The order depends on the program and the schedule only, so it is the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
         kept: for each dropped gather, by index, the gather whose value is read instead (`Problem.keepers`).
 
     Returns:
-        The program. It holds no hints, and is not verified.
+        The program, which has no hints and is not verified.
     """
     replaced = {s.gathers[i].value: s.gathers[keeper].value for i, keeper in kept.items()}
     emit = _Emission(s, replaced, update == "eager")
     gather_starts, uses = _by_place(schedule.gathers, "start"), _waits_by_use(s, schedule)
     reduction_starts, reduction_waits = (_by_place(schedule.reductions, which) for which in ("start", "wait"))
-    # Eager updates run beside the gathers that start at their place. With a limit on gathers under way they run first.
+    # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
+    # after the updates.
     limited = any(p.order.in_flight is not None for p in s.gathers)
     for k in range(len(s.ops) + 1):
         waits = deque(reduction_waits.get(k, ()))
@@ -65,7 +67,7 @@ def _by_place(buckets: Iterable[Bucket], which: Literal["start", "wait"]) -> dic
 
 
 def _waits_by_use(s: Skeleton, schedule: Schedule) -> dict[int, list[Eqn]]:
-    """By place: the waits for the gathers whose value the next operation is the first to read."""
+    """For each place, the waits for the gathers whose value the next operation is the first to read."""
     waits: dict[int, list[Eqn]] = {}
     for bucket in schedule.gathers:
         for i in bucket.members:
@@ -74,18 +76,18 @@ def _waits_by_use(s: Skeleton, schedule: Schedule) -> dict[int, list[Eqn]]:
 
 
 class _Emission:
-    """The equations that have been written so far, and the reductions that are under way after them."""
+    """The equations that have been written so far, and the reductions that are under way behind them."""
 
     def __init__(self, s: Skeleton, replaced: Mapping[Var, Var], eager: bool) -> None:
         self.s = s
         self.eqns: list[Eqn] = []
         self.written: set[Eqn] = set()
         self.updates = _ReadyUpdates(s, replaced, eager)
-        self.under_way = 0  # bytes of gradients
-        self.second_buckets: list[list[Planned]] = []  # those whose second reduction is under way
+        self.under_way = 0  # the bytes of gradients whose reduction is under way
+        self.second_buckets: list[list[Planned]] = []  # the buckets whose second reduction is under way
 
     def __call__(self, e: Eqn) -> None:
-        """Write an equation, unless it has been written."""
+        """Write an equation, unless it has been written already."""
         if e not in self.written:
             self.written.add(e)
             self.eqns.append(e)
@@ -97,7 +99,7 @@ class _Emission:
             self(e)
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket of gradients may start while others are under way."""
+        """Whether a bucket of gradients may start while those under way still are."""
         most, more = self.s.in_flight, sum(self.s.held[i] for i in bucket.members)
         return most is None or self.under_way + more <= most
 
@@ -107,7 +109,7 @@ class _Emission:
         self.under_way += sum(self.s.held[i] for i in bucket.members)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for a bucket of reductions, start its second reduction if it has one, and run the updates that can."""
+        """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
         members = [self.s.reductions[i] for i in bucket.members]
         self.ready_updates()
         self.all(p.wait for p in members)
@@ -120,7 +122,7 @@ class _Emission:
         self.ready_updates()
 
     def second(self, place: int) -> None:
-        """Wait for the second reductions that an operation needs from this place on."""
+        """Wait for the second reductions that are needed at this place."""
         while self.second_buckets and place >= min(self.s.needed[p] for p in self.second_buckets[0]):
             self._wait_second()
             self.ready_updates()
@@ -138,8 +140,9 @@ class _Emission:
 class _ReadyUpdates:
     """A queue of the equations of an eager update: each is ready when everything that it depends on has been written.
 
-    An equation depends on the values that it reads. Since it may be done in place, it also depends on every other
-    reader of the state that it reads, views included. A gather reads its shard until it has been waited for.
+    An equation depends on the values that it reads. If it reads a leaf of the state, it may overwrite the leaf, so it
+    also depends on every other reader of that leaf or of a view of it. A gather reads its shard until it has been
+    waited for.
     """
 
     def __init__(self, s: Skeleton, replaced: Mapping[Var, Var], eager: bool) -> None:
@@ -149,8 +152,8 @@ class _ReadyUpdates:
         self.reads = _state_reads(s, replaced, {*movable, *self.free.values()})
         self.readers = Counter(leaf for leaves in self.reads.values() for leaf in leaves)
         self.ready: list[tuple[int, Eqn]] = []  # a heap: the equation with the lowest place runs first
-        self.missing: dict[Eqn, int] = {}  # how many dependencies of an equation have not been met
-        self.dependents: dict[Var, list[Eqn]] = {}  # by value that is to be bound, or leaf that is to be read
+        self.missing: dict[Eqn, int] = {}  # for each equation, the number of dependencies that have not been met
+        self.dependents: dict[Var, list[Eqn]] = {}  # the equations that wait for a value, or for the readers of a leaf
         for e in movable:
             values = {v for v in e.ins if v not in self.bound and v not in self.free}
             leaves = {leaf for leaf in s.waits[e] if self.readers[leaf]}
@@ -180,13 +183,13 @@ class _ReadyUpdates:
         return heapq.heappop(self.ready)[1] if self.ready else None
 
     def prerequisites(self, e: Eqn) -> list[Eqn]:
-        """The equations that depend on state alone and that `e` needs; each runs when an update first needs it."""
+        """The equations that `e` needs and that depend on the state only; each runs when an update first needs it."""
         makers = dict.fromkeys(self.free[v] for v in e.ins if v not in self.bound and v in self.free)
         return [x for maker in makers for x in (*self.prerequisites(maker), maker)]
 
 
 def _state_reads(s: Skeleton, replaced: Mapping[Var, Var], floating: set[Eqn]) -> dict[Eqn, set[Var]]:
-    """By equation that an update must follow: the leaves of the state that it reads."""
+    """For each equation that updates must follow, the leaves of the state that it reads."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     leaves = lambda values: {root[v] for v in values} & state
     gathers = {p.wait: leaves(p.start.ins) for p in s.gathers if p.value not in replaced}

@@ -1,9 +1,9 @@
-"""residency: the bytes that the operations of a program have live, apart from its planned collectives.
+"""residency: count the bytes that are live at each operation of a program, apart from its planned collectives.
 
-A `Problem` counts what gathers and reductions hold, from the places that a schedule gives them. Everything else is
-counted here: the bytes live at each operation and at each place, those of reduced values, and those of temporaries in
-eager updates. What eager updates take depends on the whole order, so these figures steer the search, and the memory
-analysis decides (`Problem.peak_of`).
+A `Problem` counts the bytes of gathers and reductions, which depend on the places that a schedule gives them. This
+module counts all other bytes: those live at each operation and at each place, those of reduced values, and those of
+temporaries in eager updates. The bytes of eager updates depend on the whole order, so these figures are an estimate,
+which guides the search. The memory analysis decides (`Problem.peak_of`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Value(NamedTuple):
     """A reduced value, and the updates that follow it."""
 
     bytes: int
-    received: bool  # whether it lies in the buffer in which it was received
-    until: int  # the place up to which an operation at a fixed place needs it, or 0
-    updating: int  # the most bytes that the updates which follow it hold while they run
+    received: bool  # whether it stays in the buffer in which it was received
+    until: int  # the place behind the last operation at a fixed place that needs it, or 0
+    updating: int  # the most bytes that are live in the updates that follow it
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
 
     Args:
         s: the program without its planned collectives.
-        last: by gather, the last operation that reads its value.
+        last: for each gather, the last operation that reads its value.
         groups: the equations of the update that leave their places.
     """
     graph, given, groups = s.graph, donation(s.graph), tuple(groups)
@@ -71,7 +71,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
 
 
 def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
-    """For every storage that a floating operation needs: the place after its last reader at a fixed place."""
+    """For every storage that a floating operation needs, the place behind its last reader at a fixed place."""
     storages = lambda e: {given.owner[v] for v in (*e.ins, *filter(None, e.outs))}
     needed = {v for e in floating for v in storages(e)}
     ends = dict.fromkeys(needed, 0)
@@ -82,7 +82,7 @@ def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, i
 
 
 def _met(s: Skeleton, groups: Iterable[Group], given: Donation) -> dict[Var, int]:
-    """For a reduced value that an update reads with a value that is born later: the place after that birth."""
+    """For each reduced value that an update reads together with one that is born later, the place behind that birth."""
     ends: dict[Var, int] = {}
     born = {p.value: k + 1 for p, k in zip(s.reductions, s.born)}
     for group in groups:
@@ -93,7 +93,7 @@ def _met(s: Skeleton, groups: Iterable[Group], given: Donation) -> dict[Var, int
 
 
 def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tuple[int, int]]:
-    """The storages that a problem counts for its gathers and reductions, and the operations between which it does."""
+    """The storages that a `Problem` counts for its gathers and reductions, with the operations during which it does."""
     n, at = len(s.ops), {e: i for i, e in enumerate(s.graph.eqns)}
     counted: dict[Var, tuple[int, int]] = {}
     for p, k in zip(s.gathers, last):
@@ -118,11 +118,11 @@ def _values(s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Se
 
 
 def _updating(s: Skeleton, groups: Iterable[Group], given: Donation) -> list[int]:
-    """By reduction: the most bytes of temporaries that the updates which follow it have live."""
+    """For each reduction, the most bytes of temporaries that are live in the updates that follow it."""
     size, at = local_bytes(s.graph), {e: i for i, e in enumerate(s.graph.eqns)}
     most_bytes = [0] * len(s.reductions)
     for group in groups:
-        ends: dict[int, int] = {}  # by equation, the bytes that die with it
+        ends: dict[int, int] = {}  # for each equation, the bytes that are freed after it
         total = most = 0
         for e in group.eqns:
             for out in e.outs:

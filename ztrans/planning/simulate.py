@@ -1,8 +1,8 @@
-"""simulate: how long the program of one rank takes on a cluster, and which communication compute waits for.
+"""simulate: predict how long the program of one rank takes on a cluster, and which communication compute waits for.
 
-Every equation is an operation of the compute queue. Its duration is measured, or that of the roofline. Every started
-collective is a message of its lane. An axis has one lane for gathers and one for reductions, and the step's own
-collectives have another. `event_simulator` plays them.
+Every equation is an operation of the compute queue. Its duration was measured, or follows from the roofline. Every
+started collective is a message of a lane. Each axis has a lane for gathers, one for reductions, and one for the step's
+own collectives. `event_simulator` then computes when everything happens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     def duration(e: Eqn) -> float:
         waited = waits.get(e)
         if waited is not None:
-            # the wait for the first member unpacks the bucket
+            # The wait for the first member unpacks the whole bucket.
             return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
         return timed(e, "", _packing if rules(e).packs else computing)
 
@@ -58,7 +58,7 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
-    """A text of everything that the duration of an operation depends on: its name, local types and literals."""
+    """Everything that the duration of an operation depends on, as text: its name, local types and literals."""
     at = dict.fromkeys(graph.axes, 0)
 
     def show(x: Any) -> str:
@@ -82,7 +82,7 @@ def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
 
 
 def _rated(e: Eqn) -> str:
-    """The name of an operation's rate: the dtype of its result, or "tf32" where PyTorch runs fp32 products in TF32."""
+    """The name of an operation's rate: the dtype of its result, or "tf32" if PyTorch runs this product in TF32."""
     dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
@@ -95,7 +95,7 @@ def _rated(e: Eqn) -> str:
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute to start a collective: to copy into its send buffer, and to send."""
+    """The seconds of compute that it takes to copy into the send buffer of a collective, and to send."""
     link = cluster.link(e.kwargs["axis"])
     host = link.call + link.host * wire_bytes(e, graph.axes)
     size = local_bytes(graph)
@@ -105,9 +105,10 @@ def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute to make values of received bytes, as measured for their kind, else those of copies.
+    """The seconds of compute that it takes to turn received bytes into values.
 
-    The members of a packed gather are copied out of its buffer; the terms of a reduce_scatter are added up.
+    They were measured for this kind of collective, or follow from the bytes that are copied: the members of a packed
+    gather are copied out of its buffer, and the terms of a reduce_scatter are added up.
     """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
@@ -117,25 +118,22 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 
 def _packed_members(e: Eqn, graph: Graph) -> int:
-    """A gather copies the members that cross together out of the buffer in which they were received."""
+    """The bytes that a gather reads and writes to copy packed members out of their receive buffer."""
     packed = [out for k, out in enumerate(e.results) if not is_alone(e, k, graph.axes)]
     return 2 * sum(map(local_bytes(graph), packed))
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
-    """A reduce_scatter reads the terms of every rank and writes their sum."""
+    """The bytes that a reduce_scatter reads, the terms of every rank, and writes, their sum."""
     size = local_bytes(graph)
     return sum(map(size, e.ins)) + sum(map(size, e.results))
 
 
 class Copies(NamedTuple):
-    """The bytes that are copied to make the values of a collective once its messages have arrived.
+    """The bytes that are copied to turn the received bytes of a collective into values."""
 
-    `exact` counts them; `times` is how often the planner takes each received byte to be copied.
-    """
-
-    exact: Callable[[Eqn, Graph], int]
-    times: int
+    exact: Callable[[Eqn, Graph], int]  # counts them
+    times: int  # the planner's estimate of how often a received byte is copied
 
 
 NO_COPIES = Copies(lambda e, graph: 0, 0)
@@ -147,12 +145,12 @@ COPIES: Mapping[Any, Copies] = {
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
-    """Every started collective as a message, with the bytes that it moves; equation i is operation i."""
+    """Every started collective as a message, with the bytes that it moves. Its operations are all equations."""
     sent = []
     for e, started in pair(graph, own=True).starts.items():
         axis = rules(e).axis(e)
         if axis not in graph.axes:
-            continue  # a group that is none of the mesh's axes: nothing is known of it
+            continue  # over a group that is no axis of the mesh, so its link is unknown
         link, ranks = cluster.link(axis), graph.axes[axis]
         kind, moved = _moved(e, graph, ranks)
         latency, moving = link.seconds(kind, moved, ranks)
@@ -162,7 +160,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
 
 
 def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
-    """The kind of a collective, which may be one of the step's own, and the bytes that a rank receives."""
+    """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
         return e.op.name, wire_bytes(e, graph.axes)
     size, name = local_bytes(graph), op_name(e.op)

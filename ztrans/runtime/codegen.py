@@ -1,8 +1,8 @@
-"""Code generation: the program of one rank as Python code that runs.
+"""Code generation: turn the program of one rank into Python code.
 
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
-`donate`, elementwise equations write over values that nothing reads any more, above all over the state; so a step
-holds one copy of its state and few temporaries.
+`donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
+copy of its state, and few temporaries.
 """
 
 from __future__ import annotations
@@ -51,13 +51,22 @@ def to_fx(
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
 ) -> fx.GraphModule:
-    """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
+    """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
-    Collectives are submodules that start them and calls of `wait`. The equations of a group stand side by side and
-    are one call: of its kernel, of an optimizer, or of an operation over lists. `calls` says what is called instead
-    of an equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
-    carries the region, the user's line, and the equations of a node. The program calls `on_write` before the first
-    equation that writes over the state. `emitters` has what emits the calls for each primitive.
+    A collective becomes a submodule, which starts it, and calls of `wait`. The metadata of a node has the equations
+    that it runs, their region, and the user's line.
+
+    Args:
+        graph: the program.
+        mesh: the mesh whose process groups carry the collectives. Without it the module can be printed, not run.
+        donate: write over values that nothing reads any more.
+        groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
+            operation over lists.
+        kernels: the kernels of groups.
+        calls: functions that are called instead of the operations of equations.
+        streams: the streams of the collectives; by default those of the mesh's devices.
+        on_write: a function that the program calls before the first equation that writes over the state.
+        emitters: for each primitive, the function that emits its calls.
     """
     at = coordinates(graph, mesh)
     if mesh is not None:

@@ -1,6 +1,6 @@
-"""Emission: the calls that an FX program makes for each equation: of a primitive, an operation, or updates.
+"""Emission: emit the calls of an equation into an FX program.
 
-A new collective has a row in `EMITTERS`, or in a table of its own that is passed to `codegen.to_fx`.
+To add a collective, add its emitter to `EMITTERS`, or pass a table with it to `codegen.to_fx`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .cuda.symmetric_start import start
 
 @dataclass(frozen=True)
 class Emission:
-    """The FX program of one rank as it is written down: its code, its submodules, and the node of each value."""
+    """The FX program of one rank while it is written: its code, its submodules, and the node of each value."""
 
     out: fx.Graph
     module: torch.nn.Module
@@ -38,7 +38,7 @@ class Emission:
     streams: Streams | None
 
     def call(self, name: str, module: torch.nn.Module, *members: Var) -> fx.Node:
-        """A call of `module`, which becomes the submodule `name`, with the values of `members`."""
+        """Add `module` as the submodule `name`, and emit a call of it with the values of `members`."""
         self.module.add_module(name, module)
         return self.out.call_module(name, tuple(self.nodes[v] for v in members))
 
@@ -49,7 +49,8 @@ class Emission:
         return self.out.get_attr(name)
 
 
-Emitter = Callable[[Emission, Eqn, int], list[Any]]  # the nodes of an equation's results; the int is its place
+# A function of the program, an equation and its index; it emits calls and returns the nodes of the results.
+Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 
 class _Cut(torch.nn.Module):
@@ -64,7 +65,7 @@ class _Cut(torch.nn.Module):
 
 
 def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A submodule that starts the collective, and a future of each member."""
+    """Emit a submodule that starts the collective, and a future for each member."""
     axis = eqn.kwargs["axis"]
     messages = channel(emission.mesh, axis, rules(eqn).lane == "gather") if emission.mesh is not None else None
     module = start(eqn, emission.sizes, emission.at, messages, emission.streams)
@@ -73,19 +74,19 @@ def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
 
 
 def waited(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A call of `collectives.wait`, which gives the value of a future."""
+    """Emit a call of `collectives.wait`, which returns the value of a future."""
     return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
 
 def sharded(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A submodule that shows this rank's part of a whole value."""
+    """Emit a submodule that returns this rank's part of a whole value, as a view."""
     axis = eqn.kwargs["axis"]
     part = _Cut(Split(axis, eqn.args[1]), emission.sizes[axis], emission.at[axis])
     return [emission.call(f"shard_{place}", part, eqn.args[0])]
 
 
 def unchanged(emission: Emission, eqn: Eqn, place: int) -> list[Any]:
-    """No call: a mark that no transform has used is its first argument."""
+    """Emit no call: a mark that no transform has replaced is its first argument."""
     return [emission.nodes[eqn.args[0]]]
 
 
@@ -132,7 +133,7 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
     schema = op._schema
     item = lambda node, k: out.call_function(operator.getitem, (node, k))
     is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
-    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
+    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, or none: an SGD may have no momenta
         given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
         filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
         lists = [item(call, k) for k in filled]

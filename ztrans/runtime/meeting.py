@@ -1,8 +1,8 @@
-"""Meeting: the ranks of a mesh compare what they are about to do, before any of them sends a message of it.
+"""Meeting: the ranks of a mesh compare their next calls, before any of them sends a message for its call.
 
-The messages of a step carry no names. If ranks called different things, one would take another's bytes for its own,
-or wait for ever. So each call that communicates begins with a meeting: every rank sends a short record of its call
-to every other. If the records differ, all ranks raise the same error, and nothing else has been sent.
+The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
+or wait forever. So each call that communicates begins with a meeting: every rank sends a short record of its call to
+every other rank. If the records differ, all ranks raise the same error, and nothing else has been sent.
 
 A rank that fails or ends leaves a note in the store of the process group. The others read the note when they lose
 their connection to that rank, and can say why.
@@ -32,17 +32,17 @@ _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 
 
 class Call(NamedTuple):
-    """What a rank is about to do: a name, a hash of the messages that it will send, the steps of its state so far."""
+    """The record of a call."""
 
     name: str
-    messages: int = 0
-    steps: int = 0
+    messages: int = 0  # a hash of the messages that it will send
+    steps: int = 0  # the number of steps that its state has taken
 
 
 def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = tuple) -> None:
-    """Wait for all ranks of a mesh, and compare their calls. `messages` describes those of `call`, one a line.
+    """Wait for all ranks of a mesh, and compare their calls. `messages` returns a line for each message of `call`.
 
-    Raises: RuntimeError on every rank when the calls differ; LostRank when a rank has ended or does not come.
+    Raises: RuntimeError on every rank if the calls differ; LostRank if a rank has ended or does not answer.
     """
     groups = process_groups(mesh)
     if groups.is_alone:
@@ -64,7 +64,7 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
     """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All of its ranks must call it together.
 
-    Raises: LostRank when a rank has ended or does not come.
+    Raises: LostRank if a rank has ended or does not answer.
     """
     groups = process_groups(mesh)
     values = [value] * len(groups.ranks)
@@ -81,9 +81,9 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
 
 def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
-    """The error of a rank that has lost its connection to others, with what their notes say.
+    """The error of a rank that has lost its connection to others, with the text of their notes.
 
-    It closes this rank's channels too, so that nobody waits for it.
+    This also closes the channels of this rank, so that no other rank waits for it.
     """
     groups = process_groups(mesh)
     leave(mesh, f"lost other ranks in {name}", is_cause=False)
@@ -118,7 +118,7 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
 
 
 def _ranks_channel(groups: ProcessGroups) -> Channel:
-    """The channel in which ranks tell each other what they call. When its group ends, this rank leaves a note."""
+    """The channel of the meetings. When its group ends, this rank leaves a note."""
     channel = groups.channel(None, "ranks")
     farewell = groups.farewell.peek() if groups.farewell is not None else None
     if farewell is None or farewell[0] is not channel.group:
@@ -128,7 +128,7 @@ def _ranks_channel(groups: ProcessGroups) -> Channel:
 
 
 def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], process: int) -> None:
-    """Leave a note, at the end of the process group or of the process, that no more calls will follow, and why."""
+    """Leave a note that no more calls will follow, and why. It runs at the end of the process group or the process."""
     groups = known()
     if process != os.getpid():
         return  # a forked child
@@ -143,7 +143,7 @@ def _write(store: dist.Store, rank: int, is_cause: bool, why: str) -> None:
 
 
 def _gather(channel: Channel, record: bytes) -> list[bytes]:
-    """The records of all ranks of a channel, which are of one length."""
+    """The records of all ranks of a channel, all of the same length."""
     mine, n = torch.frombuffer(bytearray(record), dtype=torch.uint8), channel.group.size()
     records = torch.empty(n, len(record), dtype=torch.uint8)
     records[channel.group.rank()] = mine
@@ -161,7 +161,7 @@ def _text(name: bytes) -> str:
 
 
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
-    """The text of the error when calls differ. `messages` are those of every rank, if nothing but these differs."""
+    """The text of the error when calls differ. `messages` are those of every rank, if only they differ."""
 
     def ranks_by(key: Callable[[Call], Hashable]) -> dict[Hashable, list[int]]:
         by_key: dict[Hashable, list[int]] = {}
@@ -191,7 +191,7 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
 
 
 def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) -> str:
-    """The first message in which a rank differs from the first rank, as lines of an error."""
+    """The lines of an error that show the first message in which a rank differs from the first rank."""
     first = [*messages[0], "no more messages"]
     k, second = next((k, sent) for k, sent in enumerate(messages) if list(sent) != list(messages[0]))
     pairs = zip(first, [*second, "no more messages"])
@@ -208,7 +208,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
-    """The notes of the other ranks: whether a note says the cause, and its text."""
+    """The notes of the other ranks: whether each says a cause, and its text."""
     notes: dict[int, tuple[bool, str]] = {}
     peers = [rank for rank in groups.ranks if rank != groups.ranks[groups.rank]]
 
@@ -226,7 +226,7 @@ def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
 
 
 def _in_time(talk: Callable[[], object]) -> None:
-    """Use the store, but only for as long as it may answer: the host of the store may be the one that failed."""
+    """Use the store, but give up after a time-out, because the host of the store may be the one that failed."""
 
     def quietly() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The arguments of a step: how they are passed, what this rank holds of them, and which of them it may write to."""
+"""The arguments of a step: how the caller passed them, which part a rank holds, which the step may overwrite."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .trace import Abstract, Program
 class Arguments(NamedTuple):
     """The arguments of one call of a step, in the order of its parameters, however the caller passed them.
 
-    The last `len(names)` values of `batch` are passed by name: those of keyword-only parameters, and of parameters
-    that follow one whose default was kept. A default that is kept is not an argument: the step reads it as it reads
-    a global.
+    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
+    parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
+    reads its default as it reads a global.
     """
 
     state: Any
@@ -34,9 +34,9 @@ class Arguments(NamedTuple):
 
     @staticmethod
     def of(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of `fn(*args, **kwargs)`: equal calls give equal arguments.
+        """The arguments of `fn(*args, **kwargs)`. Equal calls give equal arguments.
 
-        Raises: TypeError as Python does, where `fn` does not take such arguments.
+        Raises: TypeError, as Python does, if `fn` does not take such arguments.
 
         >>> def step(state, x, scale=1.0): ...
         >>> Arguments.of(step, ("s",), {"x": 2})
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
         return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
-        """All leaves, those of the state first, and the tree that they come from."""
+        """All leaves, those of the state first, and the tree that they flatten from."""
         return pytree.tree_flatten((self.state, *self.batch))
 
     def batch_leaves(self) -> list:
@@ -124,7 +124,7 @@ class StepKey(NamedTuple):
 def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     """The leaves of a call that are inputs of the program.
 
-    Raises: TypeError where the others are not what the program was traced for.
+    Raises: TypeError if the other leaves, or the tree, differ from those that the program was traced for.
     """
     leaves, tree = arguments.leaves()
     if (tree, arguments.names) != (program.in_tree, program.names):
@@ -142,7 +142,10 @@ def _listed(tree: pytree.TreeSpec, names: tuple[str, ...]) -> str:
 
 
 def check_captured(program: Program, name: str) -> None:
-    """Raises: TypeError where what the step reads besides its arguments is not what it was traced for."""
+    """Check that the values that the step reads besides its arguments have not changed since it was traced.
+
+    Raises: TypeError that names the values that have changed.
+    """
     now = program.captured.key()
     if now != program.made_for:
         changes = program.captured.changes(program.made_for, now)
@@ -156,9 +159,9 @@ def check_captured(program: Program, name: str) -> None:
 def flat(
     program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
 ) -> tuple[list, list[torch.Tensor]]:
-    """The leaves of a call that are inputs of the program, and the tensors that this rank holds of them.
+    """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
-    Raises: TypeError where they are not what the program was compiled for.
+    Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
     """
     leaves = traced_leaves(program, graph.name, arguments)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
@@ -191,11 +194,16 @@ def check_laid_out(
     layouts: Sequence[Layout],
     lowered: bool = False,
 ) -> None:
-    """Check that each leaf of the state is on this mesh and cut as its layout says.
+    """Check that each leaf of the state is on this mesh and sharded as its layout says.
 
-    Leaves beyond the last of `layouts` are not state. Layouts of a lowered program say nothing about axes of size 1.
+    Args:
+        name: the name of the step, for the error.
+        mesh: the mesh of the step; without devices there is nothing to check.
+        paths, leaves: the leaves of the arguments and their paths, those of the state first.
+        layouts: the layouts of the leaves of the state.
+        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
 
-    Raises: TypeError that names the first leaves for which this is not so.
+    Raises: TypeError that names the first leaves that are not laid out so.
     """
     if not isinstance(mesh, DeviceMesh):
         return
@@ -207,7 +215,7 @@ def check_laid_out(
             if not isinstance(leaf, DTensor):
                 wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
             elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: lies on another mesh, {leaf.device_mesh}")
+                wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
             elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
                 wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
     if wrong:
@@ -220,7 +228,7 @@ def check_laid_out(
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of an argument: the local tensor of a DTensor; a number as a tensor."""
+    """This rank's part of an argument: the local tensor of a DTensor, a number as a tensor, any other tensor itself."""
     if isinstance(x, DTensor):
         x = x.to_local()
     elif not isinstance(x, torch.Tensor):
@@ -229,7 +237,7 @@ def local_part(x: Any) -> torch.Tensor:
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that a step may write its state in place: each leaf is contiguous and shares memory with no other input.
+    """Check that a step may overwrite its state: each leaf of it is contiguous and shares memory with no other input.
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """

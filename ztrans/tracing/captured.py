@@ -1,8 +1,9 @@
 """Captured: the values that a program is specialised on besides the arguments of its step.
 
-A trace makes constants of the numbers, strings and truth values that a step reads from its closure, from globals, from
-defaults, and from attributes of modules and objects. It also depends on PyTorch's own state (see `ambient`). The
-places of these values are determined once (see `reached`). At every call the values are read and compared.
+In a program, the numbers, strings and truth values that a step reads from its closure, from globals, from defaults,
+and from attributes of modules and objects are constants. A program also depends on PyTorch's global state (see
+`ambient`). The places of these values are determined once (see `reached`). At every call the values are read and
+compared.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .reached import LONGEST, Reach, is_own, reach
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
-_LEVEL = 10  # entries that a container counts as, which bounds how deeply nested ones are read
+_LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
 _LONGEST_TEXT = 80  # characters of a container in a message
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _CHANGING = (*_CONTAINERS, numpy.ndarray)
@@ -37,9 +38,9 @@ class Key:
     """The values that a program is specialised on besides its arguments: calls with equal keys share one program."""
 
     reach: int  # the number of the list of places that was read
-    values: tuple  # at these places
-    ambient: tuple
-    settings: Any
+    values: tuple  # the values at these places
+    ambient: tuple  # PyTorch's global state
+    settings: Any  # the settings of a lifted loop
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -54,7 +55,7 @@ class Captured:
     """The values that the step `fn` reads besides its arguments.
 
     A lifted loop adds `settings` of its module and its optimizers. When a function or an object is replaced by
-    another, the new one leads to other places, so there may be several lists of places.
+    another one, the places that can be reached change. So there may be several lists of places.
     """
 
     fn: Callable
@@ -87,7 +88,7 @@ class Captured:
         ambients = zip(before.ambient, now.ambient)
         changes = [f"{name} was {old} and is {new}" for (name, old), (_, new) in ambients if old != new]
         if before.settings != now.settings:
-            changes.append("a setting of the module or of an optimizer is another")
+            changes.append("a setting of the module or of an optimizer has changed")
         readings = self._readings[before.reach]
         kept = {id(x) for x in readings.objects}
         for place, old in zip(readings.reach.places, before.values):
@@ -157,7 +158,7 @@ def _same(a: list | None, b: list | None) -> bool:
 
 
 def constants(value: Any) -> tuple[Any, list]:
-    """The constants in a value, each with its type, and the functions and objects in it."""
+    """The constants in a value, each with its type, and the functions and objects in the value."""
     reading = _Reading([])
     return _value(value, reading), reading.objects
 

@@ -1,8 +1,8 @@
-"""Functionalize: in-place changes of tensors and their views as equations that make new values.
+"""Functionalize: replace in-place changes of tensors and their views by equations that compute new values.
 
-A storage holds the current value of its base tensor. A tensor is an alias: a storage, and the views that lead from
-the base to it. Reading a tensor whose storage has changed takes its views anew. Writing a tensor applies the inverses
-of its views, which gives the new value of the base.
+A `Storage` holds the current value of its base tensor. Each tensor of the step is an `Alias`: a storage, and the views
+that lead from the base to the tensor. Reading a tensor whose storage has changed since applies its views to the new
+base. Writing a tensor applies the inverses of its views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 """
@@ -24,7 +24,7 @@ from ..ir.source import Source, where
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
-_INVERSES = {  # of the views that show every element of the base
+_INVERSES = {  # the inverses of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
@@ -32,7 +32,7 @@ _INVERSES = {  # of the views that show every element of the base
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-_SCATTERS = {  # the inverses of the views that show some of its elements
+_SCATTERS = {  # the inverses of the views that show some elements of the base
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
@@ -42,7 +42,7 @@ _SCATTERS = {  # the inverses of the views that show some of its elements
 
 @dataclass(frozen=True)
 class View:
-    """A view of a base: result `number` of `op(base, *args, **kwargs)`."""
+    """A view of a base tensor: result `number` of `op(base, *args, **kwargs)`."""
 
     op: Any
     args: tuple
@@ -60,7 +60,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced program; `value` is its value in version `seen` of its storage."""
+    """A tensor of the traced step. `value` is its value as of version `seen` of its storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()
@@ -77,14 +77,13 @@ class Alias:
 
 @dataclass
 class Builder:
-    """The equations of a program so far. `node` is the recorded operation that is being imported; `strides` are those
-    of the tensors in the trace, which the recorded views rely on."""
+    """The equations that have been imported so far."""
 
     names: Names
-    strides: dict[Var, tuple[int, ...]]
+    strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
-    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)
-    node: fx.Node = field(init=False)
+    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
+    node: fx.Node = field(init=False)  # the recorded operation that is being imported
 
     @property
     def source(self) -> Source | None:
@@ -92,11 +91,14 @@ class Builder:
         return self.node.meta.get("custom", {}).get("source")
 
     def meta(self, var: Var) -> torch.Tensor:
-        """A meta tensor with the type and the strides of a value."""
+        """A meta tensor with the shape, dtype and strides of a value."""
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
 
     def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
-        """Add an equation whose results are typed like the tensors of `like`, or as `op` types them."""
+        """Add the equation of `op`, and return its results.
+
+        The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
+        """
         kwargs = kwargs or {}
         if like is None:
             like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
@@ -115,7 +117,7 @@ class Builder:
         return tuple(outs) if many else outs[0]
 
     def read(self, x: Any) -> Any:
-        """The current value of a traced tensor, its views taken again if the storage has changed."""
+        """The current value of a traced tensor; its views are applied anew if the storage has changed."""
         if isinstance(x, (list, tuple)):
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):
@@ -125,18 +127,18 @@ class Builder:
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
-        """Give `x` a new value, and with it the base of its storage."""
+        """Give `x` a new value, and give the base of its storage the value that follows."""
         old, new = self.read(x), value
         bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
-        if self.strides[value] == self.strides[old]:  # else a later read takes its views of the new base
+        if self.strides[value] == self.strides[old]:  # otherwise the next read applies the views to the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`, so that every view of `old` is also possible of it."""
+        """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
         if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
             return value
         if self.meta(old).is_contiguous():
@@ -181,7 +183,7 @@ class Builder:
 
 
 def _start(sizes: int | Sequence[int], index: int) -> int:
-    """The first row of part `index` of a split into parts of these sizes, or of one size."""
+    """The first row of part `index` of a split into parts of these sizes; one number is the size of every part."""
     return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
 
 

@@ -31,9 +31,9 @@ from .watch import Watch
 class Recorded:
     """The recorded run of a function."""
 
-    graph: fx.Graph  # its operations
-    out_tree: pytree.TreeSpec  # of its result
-    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the trace, with the line that made it
+    graph: fx.Graph  # the operations of the run
+    out_tree: pytree.TreeSpec  # the tree of the result
+    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
 
 def record(
@@ -42,9 +42,10 @@ def record(
     wants_grad: Sequence[bool],
     step: str,
 ) -> Recorded:
-    """Record `call(make_inputs())` on fake tensors. Inputs with `wants_grad` require gradients.
+    """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
 
-    Raises: ValueError when the function seeds PyTorch's generator, or does what no program can hold (see `watch`).
+    Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
+        (see `watch`).
     """
     with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         inputs = make_inputs()
@@ -73,8 +74,11 @@ def record(
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Trace without oneDNN, whose recurrent layers save values for backward only under autograd, and programs run
-    without autograd. When a program runs, PyTorch may still choose oneDNN."""
+    """Trace without oneDNN.
+
+    Its recurrent layers save values for backward only under autograd, and a program runs without autograd. When the
+    program runs, PyTorch may still choose oneDNN.
+    """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -85,9 +89,10 @@ def _without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_caches_that_change() -> Iterator[None]:
-    """Let selective checkpoints cache results that are later changed in place, as a dropout mask is.
+    """Let selective checkpoints cache results that are later changed in place, such as a dropout mask.
 
-    PyTorch refuses to read such a cached result. In a trace only the policies of the checkpoint matter.
+    PyTorch refuses to read such a cached result. In a trace its value does not matter, only the policy of the
+    checkpoint does.
     """
     cached: Any = torch.utils.checkpoint._VersionWrapper
     get_val = cached.get_val
@@ -100,14 +105,19 @@ def _with_caches_that_change() -> Iterator[None]:
 
 @functools.cache
 def _declared() -> dict:
-    """Decompositions of cuDNN's batch norm, which does not declare that it writes statistics; the parts declare it."""
+    """Decompositions of cuDNN's batch norm.
+
+    Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
+    """
     aten = torch.ops.aten
     return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
 
 
 class _Fakes(FakeTensorMode):
-    """Fake tensors, also for fused optimizers that overwrite their arguments: PyTorch would run those on real tensors,
-    as large as the model, to learn the types of their results."""
+    """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
+
+    PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
@@ -117,7 +127,10 @@ class _Fakes(FakeTensorMode):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
+    """Run autograd in one thread, so that its order is deterministic, and optimizers as under `torch.compile`.
+
+    There an optimizer keeps its step count as a tensor, which the trace can follow.
+    """
     before = torch.compiler._is_compiling_flag
     with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
         torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter and barrier by their kernels: over processes, and with all ranks in one launch."""
+"""The kernels of all_gather, reduce_scatter and barrier, between processes and with all ranks in one launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ unpack = importlib.import_module("ztrans.ops.unpack")
 NUMELS = (9001, 3, 8192, 0, 130)
 
 
-def test_processes_over_shared_memory():
+def test_kernels_work_between_processes_over_shared_memory():
     run_ranks(3, 2, TRITON_INTERPRET="1")
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_never_comes_is_an_error():
         barrier.launch(late.pads, late.error, 0, 20)
 
 
-def test_the_benchmark_s_check_of_collectives(monkeypatch):
+def test_the_benchmark_checks_collectives(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     import gpu_numerics
 

@@ -1,4 +1,4 @@
-"""benchmarks/ablations.py: versions of a step take turns, the table says what each choice gains, parts keep their figures."""
+"""benchmarks/ablations.py: versions of a step take turns, and the table shows what each choice gains."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def simulated(without: frozenset[str]):
 
 
 def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
-    """As a part of the planner's search moves would be: simulated seconds, which are the same in every round."""
+    """The parts have simulated seconds, which are the same in every round."""
     parts = {name: lambda name=name: Part(name, "simulated", ("a", "b"), {"case": simulated}) for name in ("one", "two")}
     ablations.main(["one", "two"], 3, tmp_path, parts)
     text = ablations.main(["two"], 5, tmp_path, parts)
@@ -26,7 +26,7 @@ def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
     assert "| case | any of them | 3.0000 | 3.0000 | 3.000 | 66.7% |" in text
 
 
-def test_versions_take_turns_and_no_one_is_always_first():
+def test_versions_take_turns_and_none_is_always_first():
     ran: list[str] = []
     steps = {name: lambda name=name: ran.append(name) or 1.0 for name in "abc"}
     seconds = ablations.interleaved(steps, 3)

@@ -1,4 +1,4 @@
-"""The primitives of ztrans, and the rules of every operation: of ours, of the user's collectives, of PyTorch's."""
+"""The primitives of ztrans, and the rules of every operation, be it a primitive, a collective of the user, or other."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def is_start(eqn: Eqn) -> bool:
 
 
 def lane(eqn: Eqn) -> str:
-    """The queue of a collective: gathers and reductions of an axis never queue behind each other."""
+    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own."""
     return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"
 
 
 def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes that one rank must receive for a started collective, padding included; 0 for another operation.
+    """The bytes that one rank receives in a collective, padding included; 0 for any other operation.
 
-    A gather or a scatter over n ranks moves (n-1)/n of the whole value, an all_reduce twice that.
+    These are (n-1)/n of the whole value in a gather or a reduce_scatter over n ranks, and twice that in an all_reduce.
     """
     return rules(eqn).wire_bytes(eqn, sizes)
 
@@ -66,18 +66,18 @@ def sends_as_it_lies(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
 
 
 def received_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a member of a started collective is received: for a gather, the value's."""
+    """The bytes of the buffer in which a member of a collective is received; in a gather, those of the whole value."""
     return rules(eqn).received_bytes(eqn, index, sizes)
 
 
 def unpacked_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a gather receives the members that cross together.
+    """The bytes of the buffer in which a gather receives the members that are packed together.
 
-    Their values are copied out of it: on a GPU when they have arrived, on a CPU when the first is waited for.
+    They are copied out of it: on a GPU as soon as they have arrived, on a CPU when the first of them is waited for.
     """
     return rules(eqn).unpacked_bytes(eqn, sizes)
 
 
 def sent_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffers into which a collective packs, casts or pads what it sends."""
+    """The bytes of the buffers into which a collective packs, casts or pads its members before it sends them."""
     return rules(eqn).sent_bytes(eqn, sizes)

@@ -1,7 +1,7 @@
-"""Programs as text: for a screen, for a comparison, for a notebook.
+"""Print programs: on a screen, as the difference of two, in a notebook.
 
-Every printed line has at most `WIDTH` columns. The names of values are stable across passes, so two stages of a
-program differ only where a pass changed it.
+Every printed line has at most `WIDTH` columns. A pass does not rename values, so two stages of a program print
+differently only where a pass changed the program.
 """
 
 from .differences import Traffic, diff, traffic

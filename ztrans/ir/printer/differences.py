@@ -1,4 +1,4 @@
-"""differences: what a pass changed in a program, equation by equation, with a summary first."""
+"""differences: print what a pass changed in a program, a summary first, then equation by equation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..graph import Eqn, Graph
 from .programs import entries
 from .units import format_bytes
 
-_RUN = 16  # entries that are added or removed in a row, from which on they fold
-_PLACES = 24  # places in which two programs differ, from which on they fold
+_RUN = 16  # a longer run of added or removed entries folds
+_PLACES = 24  # the places that print; more of them fold
 
-Code = tuple[str, int, int, int, int]  # of difflib: what to do, and the range of entries before and after
+Code = tuple[str, int, int, int, int]  # of difflib: an action, and the ranges of entries in the old and the new program
 
 
 class HasGraph(Protocol):
@@ -27,7 +27,7 @@ class HasGraph(Protocol):
 
 
 class Traffic(NamedTuple):
-    """The collectives of one mesh axis and role: how many, of how many values, and the bytes that a rank receives."""
+    """The traffic of a mesh axis and role: the numbers of collectives and of values, and the bytes a rank receives."""
 
     collectives: int = 0
     values: int = 0
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
-    """What a program sends, by mesh axis and role."""
+    """The traffic of a program, by mesh axis and role."""
     totals: dict[tuple[str, str], Traffic] = {}
     for eqn in filter(is_start, graph.eqns):
         key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
@@ -48,7 +48,7 @@ def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
 
 
 def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False) -> str:
-    """What a pass changed: a summary, then each place where the programs differ, as in a unified diff.
+    """Print what a pass changed: a summary, then each place where the programs differ, as a unified diff.
 
     Args:
         before, after: two programs, or two stages of a step.
@@ -57,7 +57,7 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
 
     Returns: The text; empty for equal programs.
 
-    Raises: TypeError for what is no program.
+    Raises: TypeError if an argument is neither a program nor a stage.
 
     >>> import torch
     >>> from ztrans.ir.graph import Var
@@ -95,23 +95,23 @@ def _graph(stage: Graph | HasGraph) -> Graph:
 
 
 class _Part(NamedTuple):
-    """An entry of a program as it prints in a difference, and with a line for each member."""
+    """An entry of a program, with the two forms in which it may print."""
 
     text: str
-    short: tuple[str, ...]
-    long: tuple[str, ...]
+    short: tuple[str, ...]  # the lines of the short form
+    long: tuple[str, ...]  # the lines of the long form, one for each member of a bucket
     eqn: Eqn | None
 
 
 class _Changes(NamedTuple):
-    """Two programs, the entries that they do not share, and the lines that do not tell two of those apart."""
+    """Two programs and the entries that only one of them has."""
 
     old: list[_Part]
     new: list[_Part]
     removed: list[_Part]
     added: list[_Part]
-    alike: set[tuple[str, ...]]
-    old_numbers: list[int]  # of the line before each entry
+    alike: set[tuple[str, ...]]  # short forms that a removed and an added entry share although they differ
+    old_numbers: list[int]  # for each entry of the old program, the number of lines before it
     new_numbers: list[int]
 
 
@@ -147,7 +147,10 @@ def _place(codes: Sequence[Code], changes: _Changes, full: bool) -> list[str]:
 
 
 def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool) -> list[str]:
-    """Entries in a row that are removed, or added. Buckets that differ although their short lines do not are long."""
+    """The lines of a run of entries that are removed, or added.
+
+    An entry prints in its long form if the short one would not show how it differs.
+    """
     few = parts if full or len(parts) <= _RUN else parts[: _RUN // 2]
     lines = [sign + line for part in few for line in (part.long if part.short in alike else part.short)]
     return lines if few is parts else [*lines, f"{sign}  ... {len(parts) - len(few)} more"]
@@ -173,7 +176,7 @@ def _names(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:
-    """A line for each mesh axis and role that either program sends on; with an arrow where they differ."""
+    """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
     lines = []
     for key in sorted({*before, *after}):
         old, new = (str(sent.get(key, Traffic())) for sent in (before, after))

@@ -1,9 +1,9 @@
-"""Symmetric starts: collectives whose messages the other ranks read out of this rank's memory.
+"""Symmetric starts: start collectives whose messages the other ranks read out of this rank's memory.
 
-A message is packed as for NCCL, then copied on its lane to the symmetric memory of the communicator. A kernel reads
-what all ranks have put there straight into the final tensors, and sums half-precision terms in fp32 and in rank
-order. The kernel starts to read when all ranks have put their message, and ends when all ranks have read it, so the
-next message of the lane may overwrite it.
+A message is packed as for NCCL, then copied on its lane to the symmetric memory of the communicator. A kernel reads the
+messages of all ranks from there, directly into the final tensors. It sums terms of half precision in fp32 and in rank
+order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have read them, so
+the next message of the lane may overwrite them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SymmetricStart(StreamedStart):
         symmetric.reserve(self.group, elements * self.wire.itemsize)
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Nothing: the kernel that finishes a message also communicates it."""
+        """Do nothing: the kernel that finishes a message also communicates."""
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
         sizes = [self.parts[k] for k in ks]
@@ -76,7 +76,7 @@ class SymmetricStart(StreamedStart):
     ) -> Message:
         """A message of `rows`, packed for `ranks` ranks. `read` fills flat tensors, which become the values."""
         values = [sent.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-        # The kernel sums to fp32 or half precision; values of other dtypes are cast from that.
+        # The kernel returns fp32 or half precision; values of other dtypes are then cast.
         read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
 
         def finish(_: torch.Tensor) -> None:
@@ -93,12 +93,12 @@ class SymmetricStart(StreamedStart):
 
 
 def side_streams(device: str) -> Streams | None:
-    """Streams in addition to the compute stream, on devices of a type that has them: CUDA; elsewhere None."""
+    """Streams in addition to the compute stream if the devices are CUDA devices, or None."""
     return Streams(symmetric=SymmetricMemory()) if device == "cuda" else None
 
 
 def check(program: torch.nn.Module) -> None:
-    """Raises: RuntimeError if a rank has waited in vain for another, in the part of a program that has run so far."""
+    """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
     for memory in {id(s.symmetric): s.symmetric for s in program.modules() if isinstance(s, SymmetricStart)}.values():
         memory.check()
 
@@ -110,7 +110,7 @@ def start(
     channel: Channel | None,
     streams: Streams | None,
 ) -> Start:
-    """The module that starts a collective equation, on side streams where there are any."""
+    """The module that starts a collective equation, on `streams` if there are any."""
     if streams is None or channel is None:
         return Start(eqn, sizes, at, channel)
     if not isinstance(eqn.op, Primitive):

@@ -1,9 +1,9 @@
-"""Backend: a program whose groups of equations run as kernels that Inductor compiled.
+"""Backend: compile groups of equations of a program to kernels, with Inductor.
 
 Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
-compiles a handful of kernels. Nothing is sent while a program is being compiled. Results are those of the eager
-backend but for rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision,
-another library may compute a product, and attention may be computed by products.
+compiles a few kernels. Nothing is sent while a program is compiled. Results are those of the eager backend up to
+rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision, another library
+may compute a product, and attention may be computed by products.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .compiler import bare, fused
 from .fake_layouts import Strided, as_text, infer_layouts, results_of
 from .fusion import Group, fuse
 
-# Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
-# same in less time here, or None.
+# A function from an operation, its arguments and its keyword arguments, with layouts in place of tensors, to a function
+# that computes the same in less time on this machine, or to None.
 Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
 ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
@@ -37,9 +37,9 @@ ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 class KernelCall:
     """A call of a kernel, in as little time as Python needs for one.
 
-    The kernel writes result k over argument `written[k]`, where that is not None, and returns the other results. It
-    needs arguments with these `layouts`. Fake tensors do not always predict those, so arguments that have another
-    layout are copied: which ones, the first call tells, for a program has the same layouts in every step.
+    The kernel writes result k over argument `written[k]`, unless that is None, and returns the other results. It needs
+    arguments with these `layouts`, which fake tensors do not always predict. An argument with another layout is
+    copied. The first call finds out which arguments these are: they are the same in every step.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class InductorExecutable(Executable):
     """A compiled program. A batch with other layouts than `layouts` is copied. `kernels` holds what was compiled, by
     the text of its equations."""
 
-    kernels: Mapping[str, Callable]
-    layouts: Sequence[Strided]
+    kernels: Mapping[str, Callable]  # the compiled kernels, by the text of their equations
+    layouts: Sequence[Strided]  # of the inputs; an input with another layout is copied
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         n = self.num_state  # all of which is contiguous, as `layouts` say
@@ -82,7 +82,7 @@ class InductorExecutable(Executable):
 
 @dataclass(frozen=True, eq=False)
 class _LaidOut:
-    """A program whose groups have been chosen, with the layouts and the lifetimes of its values on one rank."""
+    """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
 
     graph: Graph
     groups: tuple[Group, ...]
@@ -126,7 +126,8 @@ def _lay_out(
 ) -> _LaidOut:
     """Infer layouts, and drop the groups whose values are on several devices.
 
-    Their equations run one by one. Then they may write over their arguments, so lifetimes are computed anew.
+    The equations of a dropped group run one by one. They may then write over their arguments, so the lifetimes are
+    computed again.
     """
     bound = by_group(graph, mesh) if mesh is not None else graph
 
@@ -141,16 +142,16 @@ def _lay_out(
 
 
 def _on_one_device(layouts: Sequence[Strided]) -> bool:
-    """A scalar may be on another device, as lr is."""
+    """Whether values are on one device. A scalar, such as lr, may be on another one."""
     return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """What is compiled for a group: its equations, and which arguments its kernel may write.
+    """A kernel that is to be compiled for a group.
 
-    Result k is written over argument `written[k]`, where that is not None. The memory of the `donated` arguments may
-    be reused for anything. A `deterministic` kernel is the same on all ranks.
+    The kernel writes result k over argument `written[k]`, unless that is None. It may reuse the memory of the arguments
+    `donated`. A `deterministic` kernel is the same on all ranks.
     """
 
     eqns: Sequence[Eqn]
@@ -161,12 +162,12 @@ class _Kernel:
     deterministic: bool
 
     def text(self, layouts: Mapping[Var, Strided]) -> str:
-        """Kernels with equal texts are one kernel."""
+        """The kernel as text. Kernels with equal texts are compiled once."""
         eqns = as_text(self.eqns, self.ins, self.outs, layouts)
         return f"{eqns} over {self.written} donated {self.donated}{' deterministic' if self.deterministic else ''}"
 
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
-        """A function that returns the results that are not written over an argument."""
+        """Compile the kernel to a function, which returns the results that are not written over an argument."""
 
         def compute(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
@@ -208,14 +209,16 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
 
 
 def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
-    """A function that says whether results of an equation may differ from rank to rank. Those that may not must be
-    computed in the same way on all ranks, though another way may be faster on one of them."""
+    """A function that tells whether the results of an equation may differ from rank to rank.
+
+    Results that may not differ must be computed in the same way on all ranks, even if another way is faster on one.
+    """
     over = varying(graph, ("batch",))
     return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
 def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, Callable]:
-    """The equations that something computes in less time than their own operation does."""
+    """Functions for the equations that they compute in less time than the operation of the equation does."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
     calls: dict[Eqn, Callable] = {}
     for e in (e for e in program.graph.eqns if varies(e, e.outs)):
@@ -228,7 +231,10 @@ def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, 
 
 
 def _overwritten_state(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
-    """The new state that a group writes over the old state, which nothing reads after position `end`."""
+    """For each new leaf of the state that a group may write over the old leaf, that old leaf.
+
+    Nothing reads the old leaf after position `end`.
+    """
     graph, lifetimes = program.graph, program.donation
     old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
 

@@ -1,6 +1,6 @@
-"""Fake layouts: the dtype, shape and strides of every value of a program on one rank.
+"""Fake layouts: find the dtype, shape and strides of every value of a program on one rank.
 
-Nothing is computed. Each distinct kind of equation is run once, on fake tensors.
+Each kind of equation runs once, on fake tensors, which computes no elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .compiler import fake
 
 
 class Strided(NamedTuple):
-    """A tensor without its elements: what `torch.empty_strided` takes."""
+    """A tensor without its elements: the arguments of `torch.empty_strided`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ def infer_layouts(
     An equation with an in-place operation among `twins` writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    known: dict[str, list[Strided | None]] = {}  # by the text of an equation
+    known: dict[str, list[Strided | None]] = {}  # the layouts of results, by the text of their equation
     for e in graph.eqns:
         shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
         results: Sequence[Strided | None]
@@ -74,9 +74,7 @@ def _that_runs(e: Eqn, twin: Any) -> Any:
     return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
 
 
-def _run_fake(
-    e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]
-) -> list[Strided | None]:
+def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
@@ -100,7 +98,7 @@ def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
 
 
 def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:
-    """Equations with numbers for names. Equal texts are equal computations on values of equal layouts."""
+    """Equations as text, with numbers for names. Equal texts mean equal computations on values of equal layouts."""
     number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
     lines = [f"{name}: {tuple(layouts[v])}" for v, name in number.items()]
 

@@ -1,4 +1,4 @@
-"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and gradients that are carried.
+"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and with `carry_grads` gradients.
 
 `state_of` reads it from a module and its optimizers, and `restore` writes it back.
 """
@@ -25,14 +25,14 @@ def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a Python number, which is an input of a program. A truth value is a constant."""
+    """Whether a value is a Python number, which is an input of a program. Truth values are constants."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_state(key: str, value: Any) -> bool:
-    """Whether an optimizer's entry `key` is part of the state: tensors and numbers, in any container.
+    """Whether an optimizer's entry `key` is part of the state: a tensor, a number, or a container of these.
 
-    Raises: ValueError for a container that has constants among them.
+    Raises: ValueError for a container that also has constants.
     """
     leaves = pytree.tree_leaves(value)
     changing = [isinstance(x, torch.Tensor) or is_number(x) for x in leaves]
@@ -46,7 +46,7 @@ def is_state(key: str, value: Any) -> bool:
 
 
 def constants(state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of an optimizer's state for a parameter that are constants: None, truth values, text."""
+    """The constants in an optimizer's state for a parameter: None, truth values, text."""
     return {k: v for k, v in state.items() if not is_state(k, v)}
 
 
@@ -85,7 +85,7 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
             b.copy_(state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
-            if p.grad is not None or gradient.any():  # zeros may stand for none
+            if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
                 p.grad = gradient.clone()
     for group, lr in zip(groups_of(optimizers), state["lr"]):
         group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
@@ -96,7 +96,7 @@ def _written(held: Any, value: torch.Tensor) -> Any:
 
 
 def check_apart(state: State) -> None:
-    """Raises: ValueError for tensors that a step changes and that share memory, which leaves of a state do not."""
+    """Raises: ValueError for tensors that share memory if a step changes them, because leaves of a state do not."""
     trained = dict(state["params"])
     for name, kept in state["optimizer"].items():
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
@@ -110,13 +110,13 @@ def check_apart(state: State) -> None:
     for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
         if device == next_device and start < end and (name in trained or next_name in trained):
             raise ValueError(
-                f"lift: {name} and {next_name} lie in the same memory, and in a state each would have its own.\n"
-                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
+                f"lift: {name} and {next_name} share memory, and in a state each would have its own.\n"
+                f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
             )
 
 
 def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
-    """Raises: ValueError for optimizer state that this step has created, which the next step would create anew."""
+    """Raises: ValueError for optimizer state that the step has created, as every later step would create it again."""
     for name, state in kept.items():
         new = [k for k, v in state.items() if is_state(k, v) and k not in known.get(name, {})]
         if new:

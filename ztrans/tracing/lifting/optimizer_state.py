@@ -1,8 +1,8 @@
 """The state of an optimizer before its first step.
 
-Most optimizers create their state in their first step, and a lifted step needs it before. For the classes of
-torch.optim it follows from the names of the entries. Another optimizer takes a first step on copies, and the value
-that it stores first under each key is taken for the state before that step. This is verified: a step from that state
+Most optimizers create their state in their first step, but a lifted step needs it before. For the classes of
+torch.optim it follows from the names of the entries. Any other optimizer takes a first step on copies, and the value
+that it stores first under each key is taken as the state before that step. This is verified: a step from that state
 must do what the first step does.
 """
 
@@ -41,7 +41,7 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
     `names` has the names of the parameters by their ids, for messages.
 
-    Raises: ValueError where the state before the first step cannot be determined.
+    Raises: ValueError if the state before the first step cannot be determined.
     """
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
@@ -51,7 +51,7 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the names in an optimizer's state say their first values. Dampened momentum begins with a gradient."""
+    """Whether the first values follow from the names in the optimizer's state. Dampened momentum is an exception."""
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None) and not dampened
 
@@ -59,7 +59,7 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 def _by_name(
     optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor]
 ) -> dict[torch.Tensor, State] | None:
-    """The state of parameters before the first step, where the names of all its entries are known."""
+    """The state of parameters before the first step, or None if not all names of its entries are known."""
     try:
         created = _created(optimizer, params)
     except Exception as error:
@@ -78,7 +78,7 @@ def _copied(value: Any) -> Any:
 
 
 def _created(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
-    """The state that the optimizer creates in a step with learning rate 0, after which everything is restored."""
+    """The state that the optimizer creates in a step with learning rate 0. Afterwards everything else is restored."""
     held = [(p, p.grad, p.detach().clone()) for p in params]
     had = {p: dict(state) for p, state in optimizer.state.items()}
     values = [(v, v.detach().clone()) for state in had.values() for v in state.values() if isinstance(v, torch.Tensor)]
@@ -148,11 +148,11 @@ class _Trial(NamedTuple):
 def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int) -> _Trial:
     """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`.
 
-    Parameters without a state begin with that of `begin`, or without one where `begin` is None.
+    Parameters without a state start with that of `begin`, or without one if `begin` is None.
     """
     copies = [p.detach().clone().requires_grad_() for p in params]
     attributes = copy.deepcopy(vars(optimizer), {id(p): c for p, c in zip(params, copies)})
-    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
+    attributes.pop("step", None)  # a scheduler replaces it by a wrapper, which would step the original optimizer
     trial = object.__new__(type(optimizer))
     vars(trial).update(attributes)
     held = trial.state
@@ -189,7 +189,7 @@ def _tried(
         if not equal:
             keys = ", ".join(map(repr, begin[k])) or "nothing"
             raise _unknown(
-                optimizer, f"of {names[id(p)]} it keeps {keys}, and from no value of that does it do what it does first"
+                optimizer, f"it keeps {keys} for {names[id(p)]}, and a step from the values tried is not its first step"
             )
     return {p: begin[k] for k, p in enumerate(params) if any(p is q for q in new)}
 
@@ -197,7 +197,7 @@ def _tried(
 def _before(stored: State, stored_for_other_gradients: State) -> State:
     """The state before the first step, from the values that two trials with different gradients stored first.
 
-    A value that differs depends on the gradient: it has been updated already, from zeros.
+    A value that differs between the two depends on the gradient, so it was already updated, from zeros.
     """
     updated = {k: not _same(v, stored_for_other_gradients.get(k)) for k, v in stored.items()}
     zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
