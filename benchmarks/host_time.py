@@ -207,7 +207,8 @@ def of_two_ranks(name: str, rounds: int) -> dict[str, Any]:
 
 def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
     """A row for each model and subject: milliseconds, and the share of what it replaces."""
-    yield from ("| model | subject | ms a step, median | least | of its peer | last loss |", "|---|---|---:|---:|---:|---:|")
+    yield "| model | subject | ms a step, median | least | of its peer | last loss |"
+    yield "|---|---|---:|---:|---:|---:|"
     for name, measured in by_model.items():
         middle = {subject: statistics.median(each) for subject, each in measured["seconds"].items()}
         for subject, each in measured["seconds"].items():
@@ -227,7 +228,7 @@ def report(results: dict[str, Any]) -> str:
         lines += ["## Operations called, and kernel launches (all but views), of an eager step on one rank", ""]
         lines += ["| model | subject | calls | launches |", "|---|---|---:|---:|"]
         for name, by_subject in results["counts"].items():
-            lines += [f"| {name} | {subject} | {a:,} | {b:,} |" for subject, (a, b) in by_subject.items()]
+            lines += [f"| {name} | {subject} | {calls:,} | {n:,} |" for subject, (calls, n) in by_subject.items()]
         lines += ["", "## Where the milliseconds of an eager step of ztrans go, on one rank", ""]
         parts = [*next(iter(results["shares"].values()))]
         lines += [f"| model | {' | '.join(parts)} |", f"|---|{'---:|' * len(parts)}"]

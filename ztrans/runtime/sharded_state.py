@@ -40,7 +40,7 @@ def shard_state(
     """
     leaves, tree = pytree.tree_flatten(state)
     if source and mesh.ndim > 1:
-        raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be.")
+        raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
     parts = [
         relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
