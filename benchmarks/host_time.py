@@ -62,7 +62,7 @@ def built(model: Model) -> nn.Module:
 
 def plain(model: Model, batch: tuple, compiled: bool = False, bf16: bool = False) -> Step:
     module = built(model)
-    step, _ = loop(torch.compile(module) if compiled else module, bf16)
+    step, _ = loop(torch.compile(module, dynamic=False) if compiled else module, bf16)
     return lambda: step(*batch)
 
 
@@ -72,7 +72,7 @@ def sharded(model: Model, batch: tuple, compiled: bool = False) -> Step:
         if isinstance(part, model.layers):
             fully_shard(part)
     fully_shard(module)
-    step, _ = loop(torch.compile(module) if compiled else module)
+    step, _ = loop(torch.compile(module, dynamic=False) if compiled else module)
     return lambda: step(*batch)
 
 
