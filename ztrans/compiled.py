@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .ir.ambient import refuse_inside, without_autocast
+from .ir.donation import donation
 from .ir.graph import Graph
 from .ir.printer import format_seconds, html, program
 from .ir.update_groups import Group, group_updates
@@ -256,9 +257,17 @@ class Compiled:
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
-    """The program with equal updates next to each other, and their groups, unless the peak of memory would rise."""
-    grouped, groups = group_updates(graph)
-    return (grouped, groups) if memory(grouped).peak <= memory(graph).peak else (graph, ())
+    """The program with equal updates next to each other, and their groups.
+
+    Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
+    """
+    twins, peak = donation(graph).twins, memory(graph).peak
+    needs_no_memory = lambda e: e in twins or not any(v.shape for v in e.results)
+    for may_move in (lambda e: True, needs_no_memory):
+        grouped, groups = group_updates(graph, may_move)
+        if memory(grouped).peak <= peak:
+            return grouped, groups
+    return graph, ()
 
 
 def _agreed(lowered: Lowered) -> Lowered:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,15 @@ Group = tuple[Eqn, ...]  # equations that one call computes
 ListCall = tuple[Any, tuple, Mapping[str, Any]]  # an operation over lists, its arguments and its keyword arguments
 
 
-def group_updates(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
-    """Put equal updates next to each other.
+def group_updates(
+    graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True
+) -> tuple[Graph, tuple[Group, ...]]:
+    """Put equal updates next to each other, among those that may move.
 
     Returns the program in the new order, and its groups of several equations.
     """
     shared = _shared(graph)
-    parts = [part for run in _runs(graph) for part in _regrouped(run, shared)]
+    parts = [part for run in _runs(graph) for part in _regrouped(run, shared, may_move)]
     groups = tuple(tuple(part) for part in parts if len(part) > 1)
     return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
 
@@ -95,23 +97,25 @@ class _Keys:
 
 
 def _shared(graph: Graph) -> set[Var]:
-    """The scalars that several equations of one operation read in one place."""
+    """The scalars that several equations of one operation, with the same literals, read in one place."""
     reads: Counter[tuple] = Counter()
     for e in graph.eqns:
         if e.region == "update":
             given = [*enumerate(e.args), *e.kwargs.items()]
-            reads.update((e.op, place, v) for place, v in given if isinstance(v, Var) and not v.shape)
-    return {v for (_, _, v), count in reads.items() if count > 1}
+            literals = repr([(place, x) for place, x in given if isinstance(x, int | float)])
+            reads.update((e.op, literals, place, v) for place, v in given if isinstance(v, Var) and not v.shape)
+    return {v for *_, v in (read for read, count in reads.items() if count > 1)}
 
 
-def _regrouped(run: list[Eqn], shared: Collection[Var]) -> list[list[Eqn]]:
+def _regrouped(run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn], bool]) -> list[list[Eqn]]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
     if len(run) == 1:
         return [run]
     keys, parts = _Keys(shared), dict[Hashable, list[Eqn]]()
     for e in run:
         number = keys.number(e)
-        parts.setdefault(number if is_fused_update(e) or has_list_form(e) else e, []).append(e)
+        joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
+        parts.setdefault(number if joins else e, []).append(e)
     return _ordered(run, list(parts.values())) if len(parts) < len(run) else [[e] for e in run]
 
 
@@ -139,30 +143,38 @@ def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
 
-    An argument that is one scalar tensor in all equations is passed once. None where there is no such operation.
+    An argument that is one scalar tensor in all equations is passed once, if there is an operation that takes it so.
+    None where there is no operation over lists.
 
     >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (3,))
     >>> list_call([Eqn(aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
     (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
     """
     first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or not isinstance(first.args[0], Var):
+    if not isinstance(op, torch._ops.OpOverload) or (in_place and not isinstance(first.args[0], Var)):
         return None
     name = op._schema.name.removeprefix("aten::")
     packet = getattr(aten, f"_foreach_{name}{'_' * in_place}")
     columns = [[e.args[k] for e in eqns] for k in range(len(first.args))]
-    args = [columns[0], *(column[0] if _is_shared(column) else column for column in columns[1:])]
-    args += [first.kwargs[k] for k in ("value",) if k in first.kwargs]
+    value = [first.kwargs[k] for k in ("value",) if k in first.kwargs]
     kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
-    overloads = (getattr(packet, overload) for overload in packet.overloads())
-    overload = next((o for o in overloads if _accepts(o, args, kwargs)), None)
-    return (overload, tuple(args), kwargs) if overload is not None else None
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    for is_passed_once in (_is_shared, _is_literal):
+        args = [c[0] if is_passed_once(c) and (k or _is_literal(c)) else c for k, c in enumerate(columns)] + value
+        for overload in overloads:
+            if _accepts(overload, args, kwargs):
+                return overload, tuple(args), kwargs
+    return None
 
 
 def _is_shared(column: Sequence[Any]) -> bool:
     """Whether an argument of equal equations is the same in all of them: a literal, or one scalar."""
     first = column[0]
-    return not isinstance(first, Var) or (not first.shape and all(x is first for x in column))
+    return _is_literal(column) or (not first.shape and all(x is first for x in column))
+
+
+def _is_literal(column: Sequence[Any]) -> bool:
+    return not isinstance(column[0], Var)
 
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import Eqn, Names, Var, substitute
+from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
 from ..ir.source import Source, where
 
@@ -83,6 +83,7 @@ class Builder:
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
     nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
+    scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     node: fx.Node = field(init=False)  # the recorded operation that is being imported
 
     @property
@@ -98,8 +99,12 @@ class Builder:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
+        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once.
         """
         kwargs = kwargs or {}
+        key = (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
+        if key in self.scalars:
+            return self.scalars[key]
         if like is None:
             like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         many = isinstance(like, (tuple, list))
@@ -114,6 +119,8 @@ class Builder:
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
         self.nodes[eqn] = self.node
+        if key is not None:
+            self.scalars[key] = outs[0]
         return tuple(outs) if many else outs[0]
 
     def read(self, x: Any) -> Any:
@@ -180,6 +187,17 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _is_arithmetic(op: Any, args: Sequence) -> bool:
+    """Whether an operation computes a number from numbers: scalar tensors and literals."""
+    is_pointwise = isinstance(op, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in op.tags or op is aten._to_copy.default
+    )
+    if not is_pointwise or is_random(op):
+        return False
+    is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
+    return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
 
 
 def _start(sizes: int | Sequence[int], index: int) -> int:
