@@ -151,20 +151,28 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
     """
     first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or (in_place and not isinstance(first.args[0], Var)):
+    if not isinstance(op, torch._ops.OpOverload) or (in_place and _is_literal(first.args)):
         return None
-    name = op._schema.name.removeprefix("aten::")
-    packet = getattr(aten, f"_foreach_{name}{'_' * in_place}")
-    columns = [[e.args[k] for e in eqns] for k in range(len(first.args))]
-    value = [first.kwargs[k] for k in ("value",) if k in first.kwargs]
-    kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
+    packet = getattr(aten, f"_foreach_{op._schema.name.removeprefix('aten::')}{'_' * in_place}")
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    for is_passed_once in (_is_shared, _is_literal):
-        args = [c[0] if is_passed_once(c) and (k or _is_literal(c)) else c for k, c in enumerate(columns)] + value
-        for overload in overloads:
-            if _accepts(overload, args, kwargs):
-                return overload, tuple(args), kwargs
+    kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
+    for args in _arguments(eqns):
+        overload = next((o for o in overloads if _accepts(o, args, kwargs)), None)
+        if overload is not None:
+            return overload, tuple(args), kwargs
     return None
+
+
+def _arguments(eqns: Sequence[Eqn]) -> Iterator[list[Any]]:
+    """The arguments of an operation over lists: first with scalars that all equations share passed once, then in lists.
+
+    Those of the first argument are always in a list. `value` is a keyword of operations on one tensor alone.
+    """
+    columns = [list(column) for column in zip(*(e.args for e in eqns))]
+    value = [v for k, v in eqns[0].kwargs.items() if k == "value"]
+    for is_passed_once in (_is_shared, _is_literal):
+        first = columns[0][0] if _is_literal(columns[0]) else columns[0]
+        yield [first, *(column[0] if is_passed_once(column) else column for column in columns[1:]), *value]
 
 
 def _is_shared(column: Sequence[Any]) -> bool:
