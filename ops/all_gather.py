@@ -1,7 +1,7 @@
 """all_gather(memory, outs, sizes): read the parts of every rank out of its memory, straight into the whole values.
 
     memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
-            `sizes` elements each: what cast_pack or adamw_pack wrote
+            `sizes` elements each: what cast_pack wrote
     outs    the whole values, contiguous, of one dtype, on the memory's device; may be parameters, written in place.
             Elements r * size .. (r + 1) * size come from rank r; elements beyond the end of a value are padding
     channels  blocks of the grid, 1 to 128, each of which reads its share from every rank

@@ -18,11 +18,8 @@ kernel = importlib.import_module("ztrans.ops.kernel")
 symmetric = importlib.import_module("ztrans.ops.symmetric")
 op = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in (
-        "adamw_pack", "all_gather", "barrier", "cast_pack", "dequantise", "quantise", "reduce_scatter", "stochastic_round",
-        "unpack",
-    )
-}  # fmt: skip
+    for name in ("all_gather", "barrier", "cast_pack", "reduce_scatter", "unpack")
+}
 
 
 class Card:
@@ -63,26 +60,7 @@ def test_moves(made):
     out = torch.empty(5012, dtype=torch.bfloat16)
     op["cast_pack"].launch(parts, [5000, 3, 9], 1, out)
     op["unpack"].launch(out, [5000, 3, 9], 1, [torch.empty(n, dtype=torch.bfloat16) for n in (5000, 3, 9)])
-    op["stochastic_round"].launch(parts[0], torch.tensor(1))
-    assert len(made) == 4 and all("cubin" in k.asm for k in made)
-
-
-@pytest.mark.parametrize("scale, seed", [(None, None), (torch.ones(()), torch.tensor(3))], ids=["plain", "all"])
-def test_adamw(made, scale, seed):
-    ps, gs, ms, vs = ([torch.ones(n) for n in (5, 16, 1)] for _ in range(4))
-    gs[1] = gs[1].bfloat16()
-    one = torch.ones(())
-    for out in ([None] if seed is None else []) + [torch.empty(22, dtype=torch.bfloat16)]:
-        op["adamw_pack"].launch(ps, gs, ms, vs, one, one, scale, 0.9, 0.999, 1e-8, 0.1, [5, 16, 1], out, seed)
-    assert len(made) in (2, 4) and all("cubin" in k.asm for k in made)
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantised(made, kind):
-    buffer = torch.zeros(op["quantise"].row_bytes([200, 3]), dtype=torch.uint8)
-    op["quantise"].launch([torch.ones(200), torch.ones(3)], [200, 3], kind, buffer)
-    op["dequantise"].launch(buffer, [200, 3], 1, kind, [torch.empty(200), torch.empty(3)])
-    assert len(made) == 2 and all("cubin" in k.asm for k in made)
+    assert len(made) == 3 and all("cubin" in k.asm for k in made)
 
 
 @pytest.mark.parametrize("together", [1, 2], ids=["one rank", "all ranks"])
