@@ -140,6 +140,6 @@ def unpacking(numels: list[int], device: torch.device) -> tuple[int, list[Work]]
         torch.split_with_sizes_copy(buffer.view(RANKS, -1), sizes, dim=1, out=rows)
 
     return 4 * buffer.numel(), [
-        ("ztrans unpack", lambda: torch.ops.ztrans.unpack.out(buffer, sizes, RANKS, out=outs)),
+        ("ztrans unpack", lambda: torch.ops.ztrans.unpack(buffer, sizes, RANKS, outs)),
         ("FSDP2's split_with_sizes_copy", split),
     ]

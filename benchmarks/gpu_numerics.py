@@ -76,7 +76,6 @@ def collectives(device: torch.device) -> str:
     from ztrans.ops.all_gather import launch as gather
     from ztrans.ops.reduce_scatter import launch as scatter
 
-    worst = 0.0
     for ranks in (2, 3, 4, 8):
         sizes = [-(-n // ranks) + 1 for n in NUMELS]
         total = sum(sizes)
@@ -88,20 +87,16 @@ def collectives(device: torch.device) -> str:
             at = memories[rank]
             outs = [torch.empty(n, dtype=torch.bfloat16, device=device) for n in NUMELS]
             tables = (at.buffers, at.pads, at.error)
-            gather(*tables, outs, sizes, rank, 0, 8, 1, sync=False)
+            gather(*tables, outs, sizes, rank, 8, 1, sync=False)
             sent = rows[:, 0].contiguous()
             for out, true in zip(outs, ops.unpack(sent.view(-1), sizes, [(n,) for n in NUMELS], ranks)):
                 same(out, true, "all_gather")
             outs = [torch.empty(size, device=device) for size in sizes]
-            squares = scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 0, 8, 1, sync=False)
+            scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 8, 1, sync=False)
             true = ops.reduce(list(rows[:, rank]), "mean", torch.float32)
             same(torch.cat(outs), true, "reduce_scatter")
             same(ops.reduce(list(rows[:, rank].to(device)), "mean", torch.float32), true, "reduce")
-            norm = float(true.double().square().sum())
-            worst = max(worst, abs(float(squares.double().sum()) - norm) / norm)
-    if worst > 1e-6:
-        raise AssertionError(f"reduce_scatter: the norm is off by {worst:.1e}")
-    return f"bit for bit; norms to {worst:.1e}"
+    return "bit for bit"
 
 
 def late(device: torch.device) -> str:

@@ -1,14 +1,14 @@
 """all_gather(memory, outs, sizes): read the parts of every rank out of its memory, straight into the whole values.
 
-    memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
-            `sizes` elements each: what cast_pack wrote
+    memory  symmetric; each rank's buffer begins with its parts, one after another, `sizes` elements each: what
+            cast_pack wrote
     outs    the whole values, contiguous, of one dtype, on the memory's device; may be parameters, written in place.
             Elements r * size .. (r + 1) * size come from rank r; elements beyond the end of a value are padding
     channels  blocks of the grid, 1 to 128, each of which reads its share from every rank
 
 There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
 rank overwrites its parts too early. Errors: values larger than what is gathered, mixed dtypes, a buffer that is too
-small, an offset that does not fit the dtype, an earlier barrier that waited in vain. Bytes moved at least: over the
+small, an earlier barrier that waited in vain. Bytes moved at least: over the
 wire the whole less this rank's part; in memory that and one write of the whole. No copy follows.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _lib = torch.library.Library("ztrans", "FRAGMENT")
 _lib.define(
     "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
-    " int rank, int offset, int channels, int spins) -> ()"
+    " int rank, int channels, int spins) -> ()"
 )
 
 _BYTES = 1 << 14  # of a block
@@ -44,7 +44,6 @@ def all_gather(
     outs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     *,
-    offset: int = 0,
     channels: int = 32,
     spins: int = SPINS,
 ) -> None:
@@ -56,26 +55,26 @@ def all_gather(
     >>> all_gather(memory, [whole], [2]); whole
     tensor([2., 2.])
     """
-    needed = offset + sum(sizes) * (outs[0].itemsize if outs else 1)
+    needed = sum(sizes) * (outs[0].itemsize if outs else 1)
     if needed > memory.mine.numel():
         raise ValueError(f"all_gather: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
     torch.ops.ztrans.all_gather.default(
-        memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, channels, spins
+        memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, channels, spins
     )
 
 
-def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) -> None:
+def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     """The meaning of all_gather, and its implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     dtype, total = outs[0].dtype, sum(sizes)
-    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers + offset, total * dtype.itemsize)]
+    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers, total * dtype.itemsize)]
     unpacked(torch.cat(parts), sizes, len(parts), outs)
     wait_for_all(pads, error, rank, spins)
 
 
-@kernel(numbers="count values first offset spins")
+@kernel(numbers="count values first spins")
 def _gather(
-    buffers, pads, error, rows, count, bases, values, first, offset, spins,
+    buffers, pads, error, rows, count, bases, values, first, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One launch may stand for several ranks, along the second axis of the grid.
@@ -88,7 +87,7 @@ def _gather(
     s = 0
     while s < WORLD:
         p = (rank + s) % WORLD  # all ranks read at once, each from a different rank
-        peer = tl.load(buffers + p) + offset
+        peer = tl.load(buffers + p)
         k = block
         while k < count:
             row = rows + k.to(tl.int64) * 5
@@ -108,7 +107,7 @@ def _gather(
         meet(pads, error, rank, block, spins, WORLD)
 
 
-def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, together: int = 1, sync=True) -> None:
+def launch(buffers, pads, error, outs, sizes, rank, channels, spins, *, together: int = 1, sync=True) -> None:
     """all_gather by the kernel; `together` ranks in one launch, their `outs` one after another."""
     check(error, rank)
     world, values = len(buffers), len(outs) // together
@@ -116,7 +115,7 @@ def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, 
     rows = _rows(tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device)
     with torch.cuda.device_of(buffers):
         _gather[(channels, together)](
-            buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, offset, spins,
+            buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, spins,
             WORLD=world, SYNC=sync and world > 1, ITEM=element(outs[0].dtype, bits=True), BLOCK=_BYTES // item,
             launch_cooperative_grid=together > 1, num_warps=8, maxnreg=128,  # as in reduce_scatter
         )  # fmt: skip
@@ -130,7 +129,7 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: t
 
 
 def _by(run):
-    def implementation(buffers, pads, error, outs, sizes, rank, offset, channels, spins):
+    def implementation(buffers, pads, error, outs, sizes, rank, channels, spins):
         world = len(buffers)
         if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
             raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
@@ -141,9 +140,9 @@ def _by(run):
                 raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
             if value.numel() > world * size:
                 raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
-        if outs[0].itemsize > 8 or offset % outs[0].itemsize:
-            raise ValueError(f"all_gather: values of {outs[0].dtype} at byte {offset} cannot be moved.")
-        run(buffers, pads, error, outs, sizes, rank, offset, channels, spins)
+        if outs[0].itemsize > 8:
+            raise ValueError(f"all_gather: values of {outs[0].dtype} cannot be moved.")
+        run(buffers, pads, error, outs, sizes, rank, channels, spins)
 
     return implementation
 

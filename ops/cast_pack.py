@@ -24,8 +24,7 @@ from .move import is_movable, move, plan
 from .tables import check_device
 
 _lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("cast_pack(Tensor[] parts, int[] sizes, ScalarType dtype, int ranks=1) -> Tensor")
-_lib.define("cast_pack.out(Tensor[] parts, int[] sizes, int ranks=1, *, Tensor(a!) out) -> ()")
+_lib.define("cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()")
 
 
 def cast_pack(
@@ -44,10 +43,10 @@ def cast_pack(
     if not parts:
         raise ValueError("cast_pack: no parts.")
     if out is None:
-        return torch.ops.ztrans.cast_pack.default(parts, sizes, dtype, ranks)
+        out = parts[0].new_empty(ranks * sum(sizes), dtype=dtype)
     if out.dtype != dtype:
         raise TypeError(f"cast_pack: out is {out.dtype}, not {dtype}.")
-    torch.ops.ztrans.cast_pack.out(parts, sizes, ranks, out=out)
+    torch.ops.ztrans.cast_pack.default(parts, sizes, ranks, out)
     return out
 
 
@@ -101,7 +100,7 @@ def _by_torch(parts, chosen: Sequence[bool], sizes: Sequence[int], ranks: int, o
         offset += size
 
 
-def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor | None = None) -> None:
+def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
     if len(parts) != len(sizes):
         raise ValueError(f"cast_pack: {len(parts)} parts, but {len(sizes)} sizes.")
     if ranks < 1:
@@ -109,31 +108,19 @@ def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for k, (part, size) in enumerate(zip(parts, sizes)):
         if size < 0 or part.numel() > ranks * size:
             raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
-    check_device("cast_pack", parts[0].device, (*parts, *(() if out is None else (out,))))
-    if out is not None and (not out.is_contiguous() or out.numel() != ranks * sum(sizes)):
+    check_device("cast_pack", parts[0].device, (*parts, out))
+    if not out.is_contiguous() or out.numel() != ranks * sum(sizes):
         raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
 
 
-def _into(run):
-    def implementation(parts, sizes, ranks=1, *, out):
+def _by(run):
+    def implementation(parts, sizes, ranks, out):
         _check(parts, sizes, ranks, out)
         run(parts, sizes, ranks, out)
 
     return implementation
 
 
-def _new(run):
-    def implementation(parts, sizes, dtype, ranks=1):
-        _check(parts, sizes, ranks)
-        out = parts[0].new_empty(ranks * sum(sizes), dtype=dtype)
-        run(parts, sizes, ranks, out)
-        return out
-
-    return implementation
-
-
-for _key, _run in (("CPU", reference), ("CUDA", launch)):
-    _lib.impl("cast_pack", _new(_run), _key)
-    _lib.impl("cast_pack.out", _into(_run), _key)
-torch.library.register_fake("ztrans::cast_pack", _new(lambda *_: None), lib=_lib)
-torch.library.register_fake("ztrans::cast_pack.out", _into(lambda *_: None), lib=_lib)
+_lib.impl("cast_pack", _by(reference), "CPU")
+_lib.impl("cast_pack", _by(launch), "CUDA")
+torch.library.register_fake("ztrans::cast_pack", _by(lambda *_: None), lib=_lib)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.ops.processes import run_ranks
+from tests.support.shared_files import over_files
 from ztrans import ops
 from ztrans.ops import symmetric
 
@@ -21,21 +22,12 @@ T = torch.ops.ztrans
 
 def cast_pack(device):
     parts = [torch.randn(5, device=device), torch.randn(2, 3, device=device)]
-    return T.cast_pack.default, (parts, [3, 4], torch.bfloat16, 2), {}
-
-
-def cast_pack_out(device):
-    parts = [torch.randn(5, device=device), torch.randn(2, 3, device=device)]
-    return T.cast_pack.out, (parts, [3, 4], 2), {"out": torch.zeros(14, dtype=torch.bfloat16, device=device)}
+    return T.cast_pack.default, (parts, [3, 4], 2, torch.zeros(14, dtype=torch.bfloat16, device=device)), {}
 
 
 def unpack(device):
-    return T.unpack.default, (torch.randn(14, device=device), [3, 4], [5, 8], 2), {}
-
-
-def unpack_out(device):
     outs = [torch.zeros(5, device=device), torch.zeros(8, device=device)]
-    return T.unpack.out, (torch.randn(14, device=device), [3, 4], 2), {"out": outs}
+    return T.unpack.default, (torch.randn(14, device=device), [3, 4], 2, outs), {}
 
 
 def barrier(device):
@@ -46,13 +38,13 @@ def barrier(device):
 def all_gather(device):
     memory, buffers = tables(device)
     outs = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
-    return T.all_gather.default, (buffers, *memory, outs, [3, 4], 0, 0, 4, 10), {}
+    return T.all_gather.default, (buffers, *memory, outs, [3, 4], 0, 4, 10), {}
 
 
 def reduce_scatter(device):
     memory, buffers = tables(device)
     outs = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
-    return T.reduce_scatter.default, (buffers, *memory, outs, [3, 4], "sum", torch.float32, 0, 0, 4, 10), {}
+    return T.reduce_scatter.default, (buffers, *memory, outs, [3, 4], "sum", torch.float32, 0, 4, 10), {}
 
 
 MEMORY = symmetric.in_one_process(1, 1024)[0]
@@ -65,7 +57,7 @@ def tables(device):
     return (pads, torch.zeros(1, dtype=torch.int32)), buffers
 
 
-SAMPLES = [cast_pack, cast_pack_out, unpack, unpack_out, barrier, all_gather, reduce_scatter]
+SAMPLES = [cast_pack, unpack, barrier, all_gather, reduce_scatter]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
@@ -132,8 +124,8 @@ def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
         return true(file, **options)
 
     monkeypatch.setattr(torch, "from_file", late)
-    symmetric.over_files(tmp_path, 0, 2, 100).mine.fill_(7)
-    assert symmetric.over_files(tmp_path, 1, 2, 100).held[0][:100].eq(7).all()
+    over_files(tmp_path, 0, 2, 100).mine.fill_(7)
+    assert over_files(tmp_path, 1, 2, 100).held[0][:100].eq(7).all()
     assert len(seen) == 4 and all(size >= wanted for size, wanted in seen)
 
 
@@ -169,7 +161,7 @@ WRONG = {
     "no parts": (lambda: ops.cast_pack([], [], BF16), "no parts"),
     "sizes": (lambda: ops.cast_pack([X], [4, 4], BF16), "1 parts, but 2 sizes"),
     "small": (lambda: ops.cast_pack([X], [3], BF16), "part 0 has 4 elements, room is for 1 times 3"),
-    "devices": (lambda: T.cast_pack.out([X, META], [4, 4], out=torch.ones(8, dtype=BF16)), "one device, got cpu and meta"),
+    "devices": (lambda: T.cast_pack([X, META], [4, 4], 1, torch.ones(8, dtype=BF16)), "one device, got cpu and meta"),
     "out dtype": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(4)), "out is torch.float32, not torch.bfloat16"),
     "out size": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(5, dtype=BF16)), "contiguous and hold 4"),
     "out stride": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(8, dtype=BF16)[::2]), "must be contiguous"),
@@ -178,7 +170,7 @@ WRONG = {
     "gather": (lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]), "1200 bytes are read of a buffer of 1024"),
     "gather dtypes": (lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]), "value 1 must be contiguous, torch.float32"),
     "gather size": (lambda: ops.all_gather(MEMORY, [X], [3]), "value 0 has 4 elements, 1 ranks send 3 each"),
-    "gather offset": (lambda: ops.all_gather(MEMORY, [X], [4], offset=2), "at byte 2 cannot be moved"),
+    "gather width": (lambda: ops.all_gather(MEMORY, [X.to(torch.complex128)], [4]), "values of torch.complex128 cannot"),
     "scatter": (lambda: ops.reduce_scatter(MEMORY, [X], [4], "max", BF16), "unknown operation 'max'; use sum or mean"),
     "scatter size": (lambda: ops.reduce_scatter(MEMORY, [X], [3], "sum", BF16), "part 0 has 4 elements, room is for 3"),
     "channels": (lambda: ops.all_gather(MEMORY, [X], [4], channels=200), "channels must be 1 to 128"),

@@ -70,10 +70,10 @@ def test_collectives(made, together):
     op["barrier"].launch(at.pads, at.error, 0, 100)
     for channels in (1, 32):
         outs = [torch.empty(n) for _ in range(together) for n in (10, 6)]
-        op["all_gather"].launch(*tables, outs, [5, 3], 0, 16, channels, 100, together=together)
+        op["all_gather"].launch(*tables, outs, [5, 3], 0, channels, 100, together=together)
         parts = [torch.empty(n) for _ in range(together) for n in (5, 3)]
         op["reduce_scatter"].launch(
-            *tables, parts, [5, 3], "mean", torch.bfloat16, 0, 16, channels, 100, together=together
+            *tables, parts, [5, 3], "mean", torch.bfloat16, 0, channels, 100, together=together
         )
     assert len(made) == 5 and all("cubin" in k.asm for k in made)
     assert made[1].metadata.launch_cooperative_grid == (together > 1)

@@ -198,7 +198,7 @@ class StreamedStart(Start):
     ) -> None:
         """Copy a buffer of several values to the memory of each, with the split dim back in its place."""
         if self.dim == 0 and flat.dtype == values[0].dtype:
-            torch.ops.ztrans.unpack.out(flat, sizes, ranks, out=[v.view(-1) for v in values])
+            torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
         else:
             numels = [math.prod(shape) for shape in shapes]
             for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):
