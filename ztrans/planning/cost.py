@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.collectives import pair, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
+from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
@@ -99,7 +99,7 @@ def cost(graph: Graph) -> Cost:
     wire: Counter[tuple[str, str]] = Counter()
     for e in graph.eqns:
         if e.provenance is not None:
-            wire[e.kwargs["axis"], e.provenance.role] += wire_bytes(e, graph.axes)
+            wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
         elif not isinstance(e.op, Primitive) and not is_view(e):
             traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
             operations += flops(e, graph)
@@ -145,7 +145,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
     for i, e in enumerate(graph.eqns):
         for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, k, graph.axes) if out.future else size(out)
+                allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
                 every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
@@ -158,10 +158,10 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
     It sends what it packs, and what a reduction casts or pads, from a buffer that lives until the wait. The buffer
     from which a gather unpacks values is there at the start and at the wait.
     """
-    sent = sent_bytes(start, graph.axes)
+    sent = rules(start).sent_bytes(start, graph.axes)
     if not sent:
         return []
-    unpacked, first = unpacked_bytes(start, graph.axes), start.out
+    unpacked, first = rules(start).unpacked_bytes(start, graph.axes), start.out
     receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..ir.collectives import received_bytes
+from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Var
 from .cost import held, local_bytes
@@ -113,7 +113,7 @@ def _values(s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Se
         received, owner = root[p.value] is not p.value, given.owner[p.value]
         until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])
         start = (p.then or (p.start,))[0]
-        allocated = received_bytes(start, 0, graph.axes) if received else size(p.value)
+        allocated = rules(start).received_bytes(start, 0, graph.axes) if received else size(p.value)
         yield Value(allocated, received, until, updating_bytes)
 
 

@@ -12,17 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    is_alone,
-    lane,
-    pair,
-    rules,
-    sends_as_it_lies,
-    wire_bytes,
-)
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_alone, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_matmul
@@ -92,9 +82,9 @@ def _rated(e: Eqn) -> str:
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds of compute to start a collective: to copy into its send buffer, and to send."""
     link = cluster.link(e.kwargs["axis"])
-    host = link.call + link.host * wire_bytes(e, graph.axes)
+    host = link.call + link.host * rules(e).wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    in_place = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    in_place = [rules(e).sends_own(e, k, graph.axes) for k in range(len(e.outs))]
     copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
@@ -106,7 +96,7 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
-        return cluster.device.launch + known * wire_bytes(e, graph.axes)
+        return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
     copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 
@@ -159,7 +149,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
 def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
     """The kind of a collective, which may be one of the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
-        return e.op.name, wire_bytes(e, graph.axes)
+        return e.op.name, rules(e).wire_bytes(e, graph.axes)
     size, name = local_bytes(graph), op_name(e.op)
     whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)

@@ -212,7 +212,7 @@ def _collective(kind: str, size: int, messages: Channel, on: torch.device) -> tu
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
     module: Any = start(eqn, ranks, {"axis": messages.group.rank()}, messages, side_streams(on.type))
     member = torch.zeros(rows // (n if kind == "all_gather" else 1), device=on)
-    return lambda: module(member)[0].future, collectives.wire_bytes(eqn, ranks)
+    return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, ranks)
 
 
 def _wait(future: Future) -> None:

@@ -74,23 +74,27 @@ class Rules:
         return False
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-        """Whether a member is sent from its own storage, which must then live until the wait."""
+        """Whether a collective sends a member from its own storage, which must then live until the wait."""
         return False
 
     def wire_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """Bytes that one rank receives, padding included."""
+        """Bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
+        whole value, an all_reduce twice that."""
         return 0
 
     def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """Bytes of the buffers that are filled in order to be sent."""
+        """Bytes of the buffers into which a collective packs, casts or pads what it sends."""
         return 0
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-        """Bytes of the buffer in which a member is received."""
+        """Bytes of the buffer in which a member is received: for a gather, the value's."""
         return 0
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """Bytes of the buffer that is received for several members and has to be unpacked."""
+        """Bytes of the buffer in which members that cross together are received.
+
+        Their values are copied out of it: on a GPU when they have arrived, on a CPU when the first is waited for.
+        """
         return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from ..graph import Eqn, Primitive
@@ -50,34 +49,3 @@ def is_start(eqn: Eqn) -> bool:
 def lane(eqn: Eqn) -> str:
     """The queue of a collective: gathers and reductions of an axis never queue behind each other."""
     return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"
-
-
-def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes that one rank must receive for a started collective, padding included; 0 for another operation.
-
-    A gather or a scatter over n ranks moves (n-1)/n of the whole value, an all_reduce twice that.
-    """
-    return rules(eqn).wire_bytes(eqn, sizes)
-
-
-def sends_as_it_lies(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-    """Whether a collective sends a member from its own storage, which must then live until the wait."""
-    return rules(eqn).sends_own(eqn, index, sizes)
-
-
-def received_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a member of a started collective is received: for a gather, the value's."""
-    return rules(eqn).received_bytes(eqn, index, sizes)
-
-
-def unpacked_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a gather receives the members that cross together.
-
-    Their values are copied out of it: on a GPU when they have arrived, on a CPU when the first is waited for.
-    """
-    return rules(eqn).unpacked_bytes(eqn, sizes)
-
-
-def sent_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffers into which a collective packs, casts or pads what it sends."""
-    return rules(eqn).sent_bytes(eqn, sizes)

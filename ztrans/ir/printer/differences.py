@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from ..collectives import is_start, wire_bytes
+from ..collectives import is_start, rules
 from ..graph import Eqn, Graph
 from .programs import entries
 from .units import format_bytes
@@ -42,8 +42,9 @@ def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
     totals: dict[tuple[str, str], Traffic] = {}
     for eqn in filter(is_start, graph.eqns):
         key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
-        collectives, values, received = totals.get(key, Traffic())
-        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), received + wire_bytes(eqn, graph.axes))
+        collectives, values, total = totals.get(key, Traffic())
+        received = rules(eqn).wire_bytes(eqn, graph.axes)
+        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), total + received)
     return dict(sorted(totals.items()))
 
 
