@@ -320,9 +320,9 @@ def test_a_transform_of_ones_own_may_distribute():
 
 
 def test_a_transform_with_a_mesh_comes_first_and_all_have_one():
-    with pytest.raises(ValueError, match=r"dataparallel: applied after prefetch, which work on the program"):
+    with pytest.raises(ValueError, match=r"data_parallel: applied after prefetch, which work on the program"):
         zt.chain(zt.prefetch(), DataParallel(MESH))(step_of_mean)
-    with pytest.raises(ValueError, match=r"dataparallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
+    with pytest.raises(ValueError, match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
         zt.chain(zt.shard_params(MESH), DataParallel(zt.AbstractMesh(dp=4)))(step_of_mean)
     assert zt.chain(zt.remat(), DataParallel(MESH))(step_of_mean).mesh == MESH, "remat works on the program as written"
 

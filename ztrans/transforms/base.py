@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
@@ -69,7 +70,8 @@ class Transform:
 
     @property
     def name(self) -> str:
-        return type(self).__name__.lstrip("_").lower()
+        """The name of the class in small letters: `_MergeEqual` is `merge_equal`."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
         from ..step import Step  # a door upwards: a transform applied to a function is a step
@@ -172,3 +174,10 @@ def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layou
     meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     layouts = (t.layout(name, tuple(leaf.shape), meta) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
+
+
+def check_number(option: str, value: object, what: str, least: int, *instead: object) -> None:
+    """Raises: ValueError unless an option of a transform is `what`, a number from `least` on, or one of `instead`."""
+    if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        others = "".join(f", or {other!r}" for other in instead)
+        raise ValueError(f"{option}={value!r}; it is {what}{others}.")

@@ -10,7 +10,7 @@ from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
 from ..ir.user_collectives import is_users, is_wait
-from .base import Transform
+from .base import Transform, check_number
 
 
 def delay_weight_grads(*, most: int = 4) -> Transform:
@@ -39,8 +39,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
     >>> delay_weight_grads(most=2)
     delay_weight_grads(most=2)
     """
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ValueError(f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1.")
+    check_number("delay_weight_grads: most", most, "a number of matmuls, at least 1", 1)
     return _DelayWeightGrads(most)
 
 
@@ -49,10 +48,6 @@ class _DelayWeightGrads(Transform):
     most: int = 4
 
     turn: ClassVar[int] = 1
-
-    @property
-    def name(self) -> str:
-        return "delay_weight_grads"
 
     def rewrite(self, graph: Graph) -> Graph:
         used = users(graph)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,10 @@ from ..ir.source import where
 from ..ir.user_collectives import is_users, on_parts
 from ..ir.varying import INVARIANT, varying
 from .dtensor_rules import NoRule, rule
-from .value_layouts import Options, Values
+from .value_layouts import Values
+
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
 
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
@@ -30,7 +33,7 @@ REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 class Sharding:
     """One walk over the program. Equations of the update that are in `whole` run on whole values, on every rank."""
 
-    def __init__(self, graph: Graph, options: Options, whole: Set[Eqn] = frozenset()) -> None:
+    def __init__(self, graph: Graph, options: ShardParams, whole: Set[Eqn] = frozenset()) -> None:
         self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
         self.values = Values(graph, options)
         self.over = varying(graph, self.values.axes)

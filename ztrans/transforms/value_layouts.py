@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Layout, Names, Partial, Provenance, Split, Var, producers, substitute
+from ..ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
 from ..ir.operations import is_view_or_cast
 from ..ir.reshard import Site, redistribute, reduced
 
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
+
 _CAST = torch.ops.aten._to_copy.default
-
-
-class Options(Protocol):
-    """The options of `shard_params`."""
-
-    @property
-    def axis(self) -> str: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def reshard(self) -> Literal["auto", "always"]: ...
-    @property
-    def replicate_axis(self) -> str | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-    @property
-    def outputs(self) -> str: ...
-
-    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout: ...
 
 
 class Values:
@@ -46,9 +30,9 @@ class Values:
     the region and the line of the equation that needs it.
     """
 
-    def __init__(self, graph: Graph, options: Options) -> None:
+    def __init__(self, graph: Graph, options: ShardParams) -> None:
         self.opt, self.axis = options, options.axis
-        self.axes = [a for a in (options.axis, options.replicate_axis) if a]
+        self.axes = options.axes
         self.eqns: list[Eqn] = []
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.producers = producers(graph.eqns)
