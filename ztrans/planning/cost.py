@@ -79,17 +79,10 @@ def _si(n: float, unit: str) -> str:
     raise AssertionError
 
 
-def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
-    """A function that gives the bytes of a value on one rank of every axis, by default the first."""
-    at = {axis: rank for axis in graph.axes}
-
-    def size(v: Var) -> int:
-        n = v.dtype.itemsize
-        for extent in local_shape(v, graph.axes, at):
-            n *= extent
-        return n
-
-    return size
+def local_bytes(graph: Graph) -> Callable[[Var], int]:
+    """A function that gives the bytes of a value on the first rank."""
+    at = dict.fromkeys(graph.axes, 0)
+    return lambda v: math.prod(local_shape(v, graph.axes, at)) * v.dtype.itemsize
 
 
 def cost(graph: Graph) -> Cost:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
-from ..ir.layout import local_shape
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
+from .cost import local_bytes
 
 Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
 
@@ -107,8 +106,7 @@ class Skeleton:
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
         """By reduction: the bytes of its gradient on a rank."""
-        at = dict.fromkeys(self.graph.axes, 0)
-        size = lambda v: math.prod(local_shape(v, self.graph.axes, at)) * v.dtype.itemsize
+        size = local_bytes(self.graph)
         return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
 
     @functools.cached_property

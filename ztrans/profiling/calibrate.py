@@ -143,10 +143,10 @@ def _matmul(n: int, dtype: torch.dtype, on: torch.device) -> Callable[[], object
     return lambda: torch.mm(a, b, out=out)
 
 
-def _median_seconds(run: Callable[[], object], on: torch.device, most: int = 7) -> float:
-    """The median time of a call, after one to warm up, in at most `most` calls and about the time of a burst."""
+def _median_seconds(run: Callable[[], object], on: torch.device) -> float:
+    """The median time of a call, after one to warm up, in at most seven calls and about the time of a burst."""
     taken = [_seconds(run, on) for _ in range(2)]
-    while len(taken) <= most and sum(taken) < _BURST:
+    while len(taken) <= 7 and sum(taken) < _BURST:
         taken.append(_seconds(run, on))
     return median(taken[1:])
 

@@ -23,13 +23,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ..ir.graph import Graph
 from ..ir.source import Source, user_source, where
 from .captured import constants
 from .errors import changes_python, draws_in_python, leaks_tensor
@@ -39,17 +40,12 @@ from .reached import ABSENT, Reach, is_internal
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
-class Recorded(Protocol):
-    """A traced program: its graph, and every tensor of the trace with the line that made it."""
+class Traced(NamedTuple):
+    """One run of a step: its program, the tree of its results, and every tensor that it made with the line of that."""
 
-    @property
-    def graph(self) -> Any: ...
-
-    @property
-    def tensors(self) -> list[tuple[weakref.ref, Source | None]]: ...
-
-
-T = TypeVar("T", bound=Recorded)
+    graph: Graph
+    out_tree: pytree.TreeSpec
+    tensors: list[tuple[weakref.ref, Source | None]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], T], reach: Reach, step: str) -> T:
+def settled(record: Callable[[], Traced], reach: Reach, step: str) -> Traced:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
     Warns of lines that print, and of tensors of the trace that something outside of the step still holds.
@@ -134,7 +130,7 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
 
 
 def _leaks(
-    record: Callable, first: Recorded, changes: list[Change], between: Snapshot, step: str
+    record: Callable[[], Traced], first: Traced, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
     """The names that hold tensors of the first trace, with their lines.
 
@@ -186,11 +182,11 @@ def _heard(step: str) -> Iterator[None]:
         )
 
 
-def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
+def _alive(traced: Traced) -> list[tuple[torch.Tensor, Source | None]]:
     """A tensor of the trace that something still holds, with its line, if there is one."""
-    if any(ref() is not None for ref, _ in recorded.tensors):
+    if any(ref() is not None for ref, _ in traced.tensors):
         gc.collect()  # some are held by reference cycles alone
-    return [(x, line) for ref, line in recorded.tensors if (x := ref()) is not None][:1]
+    return [(x, line) for ref, line in traced.tensors if (x := ref()) is not None][:1]
 
 
 def _holder(tensor: torch.Tensor) -> str:

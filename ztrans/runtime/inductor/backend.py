@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...ir.donation import Donation, donation
 from ...ir.graph import Eqn, Graph, Var, producers, substitute
 from ...ir.layout import localize
+from ...ir.operations import compute
 from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Executable, Kernel, fused, to_fx
 from . import cpu_matmul
-from .fake_layouts import Strided, as_text, infer_layouts, results_of
+from .fake_layouts import Strided, as_text, infer_layouts
 from .fusion import Group, fuse
 
 # Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
@@ -149,16 +150,16 @@ class _Kernel:
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
         """A function that returns the results that are not written over an argument."""
 
-        def compute(*args: torch.Tensor) -> list[torch.Tensor]:
+        def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
             for e in self.eqns:
-                env.update((v, x) for v, x in zip(e.outs, results_of(e, env)) if v is not None)
+                env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
             for v, k in zip(self.outs, self.written):
                 if k is not None:
                     args[k].copy_(env[v])
             return [env[v] for v, k in zip(self.outs, self.written) if k is None]
 
-        return fused(compute, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
+        return fused(kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
 
 
 def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable]]:

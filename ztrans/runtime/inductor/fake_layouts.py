@@ -12,9 +12,9 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
-from ...ir.graph import Eqn, Graph, Var, substitute
+from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
-from ...ir.operations import called
+from ...ir.operations import compute
 from ..codegen import fake
 from .fusion import is_update
 
@@ -78,7 +78,7 @@ def _run_fake(
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
         with fake():
-            results = results_of(e, {v: layouts[v].empty() for v in e.ins})
+            results = compute(e, {v: layouts[v].empty() for v in e.ins})
         known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
     return known[key]
 
@@ -87,13 +87,6 @@ def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device)
     """The layouts of received values, which are contiguous, whatever was sent."""
     dense = [torch.empty(shape, device="meta").stride() for shape in shapes]
     return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
-
-
-def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
-    """Compute an equation. Returns one result for each of its `outs`."""
-    returned = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
-    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
-    return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
 
 
 def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:
