@@ -6,24 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..collectives import is_start, rules
 from ..graph import Eqn, Graph
 from .programs import entries
+from .stages import HasGraph
 from .units import format_bytes
 
 _RUN = 16  # entries that are added or removed in a row, from which on they fold
 _PLACES = 24  # places in which two programs differ, from which on they fold
 
 Code = tuple[str, int, int, int, int]  # of difflib: what to do, and the range of entries before and after
-
-
-class HasGraph(Protocol):
-    """A stage of a step: `Traced`, `Lowered` or `Compiled`."""
-
-    @property
-    def graph(self) -> Graph: ...
 
 
 class Traffic(NamedTuple):

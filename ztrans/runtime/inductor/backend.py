@@ -3,7 +3,7 @@
 Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
 compiles a handful of kernels. Nothing is sent while a program is being compiled. Results are those of the eager
 backend but for rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision,
-another library may compute a product, and attention may be computed by products.
+and another library may compute a product.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from ..codegen import Executable, Kernel, fused, to_fx
 from . import cpu_matmul
 from .fake_layouts import Strided, as_text, infer_layouts
 from .fusion import Group, fuse
-
-# Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
-# same in less time here, or None.
-Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
-ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
 
 class Fused(torch.nn.Module):
@@ -84,16 +79,18 @@ def executable(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-    alternatives: Sequence[Alternative] = ALTERNATIVES,
+    onednn: bool = True,
 ) -> tuple[Graph, InductorExecutable]:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
+
+    With `onednn`, matrix products on a CPU may be computed by oneDNN (see `cpu_matmul`).
 
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
     laid_out = _lay_out(*fuse(graph), mesh, at, inputs)
     kernels, compiled = _compile(laid_out)
-    calls = _calls(laid_out, alternatives)
+    calls = _calls(laid_out) if onednn else {}
     program = to_fx(laid_out.graph, mesh, True, laid_out.groups, kernels, calls, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
     return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, compiled, layouts)
@@ -196,14 +193,12 @@ def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
     return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
-def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, Callable]:
-    """The equations that something computes in less time than their own operation does."""
+def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
+    """The matrix products that another library computes in less time, with its function."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
     calls: dict[Eqn, Callable] = {}
     for e in (e for e in program.graph.eqns if varies(e, e.outs)):
-        args, kwargs = substitute(e.args, layout), substitute(e.kwargs, layout)
-        faster = (alternative(e.op, args, kwargs) for alternative in alternatives)
-        call = next((call for call in faster if call is not None), None)
+        call = cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)
         if call is not None:
             calls[e] = call
     return calls
