@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,7 +156,9 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
     return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
 
 
-def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None) -> DTensor:
+def shard_leaf(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
+) -> torch.Tensor:
     """A full tensor as a DTensor. It is the same on every rank, or valid only on rank `source`, or meta."""
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
@@ -166,7 +168,7 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
         else:  # without the copy, a leaf that is replicated would be the caller's own tensor
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        return _trained(distribute_tensor(leaf, mesh, wanted, src_data_rank=source), trained)
+        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
     local = leaf
     for split in layout:
         if isinstance(split, Split):
@@ -177,13 +179,8 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
     else:  # a copy: the step writes its state in place, and must not write the caller's tensors
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
-    return _trained(dtensor, trained)
-
-
-def _trained(leaf: DTensor, trained: bool) -> DTensor:
-    leaf.requires_grad_(trained)
-    return leaf
+    whole = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+    return whole.requires_grad_(trained)
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -191,10 +188,10 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
 
-def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """A copy of a DTensor, of this mesh or another, in the given layout. Every rank must call it where that differs."""
     if leaf.device_mesh != mesh:
         return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
     with torch.no_grad():
         moved = copied(leaf.redistribute(mesh, placements(layout, mesh)))
-    return _trained(cast(DTensor, moved), leaf.requires_grad)
+    return moved.requires_grad_(leaf.requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured operations, by type, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        usual = [_median_message(same) for same in zip(*self.messages) if same[0].axis in axes]
+        usual = [_combined(same, median) for same in zip(*self.messages) if same[0].axis in axes]
         links = []
         for axis, link in explain(base.links, usual):
             over = [m for m in usual if m.axis == axis]
@@ -79,22 +79,14 @@ def _over_ranks(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     The last rank to start a message may receive its bytes at once, and the ranks before it wait for it. So no single
     rank sees how long a message takes.
     """
-    return tuple(
-        same[0]._replace(
-            issued=max(m.issued for m in same),
-            done=max(m.done for m in same),
-            spent=median(m.spent for m in same),
-            unpacked=median(m.unpacked for m in same),
-        )
-        for same in zip(*ranks)
-    )
+    return tuple(_combined(same, max) for same in zip(*ranks))
 
 
-def _median_message(same: Sequence[Observed]) -> Observed:
-    """One message, from its times in several steps."""
+def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
+    """One message, from what was observed of it several times. `moment` says when it was issued, and was done."""
     return same[0]._replace(
-        issued=median(m.issued for m in same),
-        done=median(m.done for m in same),
+        issued=moment(m.issued for m in same),
+        done=moment(m.done for m in same),
         spent=median(m.spent for m in same),
         unpacked=median(m.unpacked for m in same),
     )

@@ -106,7 +106,8 @@ class ProcessGroups:
     """The channels of one mesh, in the order in which they were first asked for, which is the same on all ranks.
 
     `runner` is the thread that runs a step (see `failure.alone`). `epoch` counts how often closed channels were
-    reopened, and `calls` the calls that all ranks of the mesh have made together.
+    reopened, and `calls` the calls that all ranks of the mesh have made together. `is_alone` says that no other rank
+    exists: a mesh of one, or one whose other ranks are fake.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -115,7 +116,7 @@ class ProcessGroups:
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         # The mesh keeps its groups alive, so nothing here may keep the mesh or its groups.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
-        self._is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self._rows: dict[Axis, list[list[int]]] = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
         self._channels: dict[tuple[Axis, str], Channel] = {}
         self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this one ends
@@ -124,11 +125,6 @@ class ProcessGroups:
     def rank(self) -> int:
         """This rank's place in the mesh."""
         return self.ranks.index(dist.get_rank())
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank exists: a mesh of one, or one whose other ranks are fake."""
-        return self._is_alone
 
     def channel(self, axis: Axis, purpose: str) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must ask for it together."""

@@ -19,33 +19,15 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
+from ..codegen import Executable
 from ..inductor.fusion import is_update
-from .streams import Cuda
-
-
-class CaptureCuda(Cuda, Protocol):
-    """`torch.cuda`, as far as a capture uses it, or a double of it on a machine without a GPU."""
-
-    def synchronize(self) -> None: ...
-    def graph(self, graph: Any, /, *, stream: Any, capture_error_mode: str) -> AbstractContextManager[Any]: ...
-    @property
-    def CUDAGraph(self) -> Callable[[], Any]: ...
-
-
-class Program(Protocol):
-    """A step as a function from flat inputs to flat outputs, such as `codegen.Executable`."""
-
-    @property
-    def program(self) -> torch.fx.GraphModule: ...
-    def __call__(self, inputs: Sequence[torch.Tensor], /) -> list[Any]: ...
 
 
 def check_device(device: str | None) -> None:
@@ -115,9 +97,9 @@ class Capture:
 
     def __init__(
         self,
-        run: Program,
+        run: Executable,
         graph: Graph,
-        cuda: CaptureCuda = torch.cuda,
+        cuda: Any = torch.cuda,
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
     ) -> None:

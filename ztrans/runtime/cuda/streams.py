@@ -27,9 +27,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,34 +39,18 @@ HIGH = -1  # the priority of short work that compute waits for
 _AHEAD = 8  # products of 4096 x 4096 in fp32, some milliseconds each
 
 
-class CudaStream(Protocol):
-    """A stream of `torch.cuda`, as far as it is used here."""
-
-    def record_event(self) -> Any: ...
-    def wait_event(self, event: Any, /) -> None: ...
-    def wait_stream(self, stream: Any, /) -> None: ...
-
-
-class Cuda(Protocol):
-    """`torch.cuda`, as far as it is used here, or a double of it on a machine without a GPU."""
-
-    def __hash__(self) -> int: ...
-    def current_device(self) -> int: ...
-    def current_stream(self) -> CudaStream: ...
-    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
-    @property
-    def Stream(self) -> Callable[..., CudaStream]: ...
-
-
 class Streams:
-    """The streams of a program, and its symmetric memory, if the devices have any."""
+    """The streams of a program, and its symmetric memory, if the devices have any.
 
-    def __init__(self, cuda: Cuda = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
+    `cuda` is `torch.cuda`, or a double of it on a machine without a GPU.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
         self.symmetric = symmetric
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
         self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the last packing: its event, what it read
 
-    def lane(self, communicator: Hashable) -> CudaStream:
+    def lane(self, communicator: Hashable) -> Any:
         """The stream of a communicator. All programs share it, because its collectives have one order."""
         return _stream(self.cuda, self.cuda.current_device(), communicator)
 
@@ -80,7 +63,7 @@ class Streams:
         self.packed = self.packing.record_event(), members
 
     @contextlib.contextmanager
-    def communicate(self, lane: CudaStream) -> Iterator[None]:
+    def communicate(self, lane: Any) -> Iterator[None]:
         """Launch what is inside on the stream of a communicator, after the packing."""
         lane.wait_stream(self.packing)
         with self.cuda.stream(lane):
@@ -98,7 +81,7 @@ class Done:
     """The end of the work launched on a lane, and the tensors that must live until compute has waited for it."""
 
     streams: Streams
-    lane: CudaStream
+    lane: Any
     event: Any
     held: Sequence[torch.Tensor]
 
@@ -127,5 +110,5 @@ def back_to_back_seconds(run: Callable[[], object], device: torch.device, times:
 
 
 @functools.cache
-def _stream(cuda: Cuda, device: int, name: Hashable) -> CudaStream:
+def _stream(cuda: Any, device: int, name: Hashable) -> Any:
     return cuda.Stream(priority=HIGH)

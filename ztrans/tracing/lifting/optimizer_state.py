@@ -9,7 +9,7 @@ must do what the first step does.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,19 +19,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 # Entries that classes of torch.optim create in their first step, with their values before that step.
-_FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
-    (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-    ),
-    0.0,
+_ZEROS = (
+    *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("square_avg", "grad_avg", "acc_delta"),
 )
+_FRESH = {**dict.fromkeys(_ZEROS, 0.0), "mu_product": 1.0}
 
 State = dict[str, Any]
 
@@ -103,27 +95,17 @@ def _created(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Ten
         optimizer.state.update(had)
 
 
-class _First(dict):
+class _First(UserDict):
     """The state of one parameter, which remembers the value that was stored first under each key."""
 
     def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
-        super().__init__()
         self.first: State = {}
-        self.update(state)
+        super().__init__(state)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not None:
             self.first.setdefault(key, _copied(value))
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *others: Any, **more: Any) -> None:
-        for key, value in dict(*others, **more).items():
-            self[key] = value
 
 
 class _FirstOfAll(defaultdict):
