@@ -13,6 +13,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,13 +74,13 @@ def to_fx(
     donated = donation(graph, {e for group in kernels for e in group.eqns}) if donate else Donation({}, {}, {}, {})
     state = set(graph.inputs[: graph.num_state])
     for unit in _units(graph, groups, kernels, donated.twins):
-        if on_write is not None and _writes(unit, kernels, donated, state):
+        if on_write is not None and _writes(unit, donated, state):
             out.call_function(on_write)
             on_write = None
         before = len(out.nodes)
-        results = _emit(unit, emission, kernels, donated.twins, calls, emitters)
+        results = _emit(unit, emission, donated.twins, calls, emitters)
         nodes.update((v, node) for v, node in results if v is not None)
-        _describe(out, before, unit)
+        _describe(unit, islice(reversed(out.nodes), len(out.nodes) - before))
     out.output([substitute(o, nodes.__getitem__) for o in graph.outputs])
     return fx.GraphModule(emission.module, out, graph.name)
 
@@ -89,11 +90,11 @@ def _identifier(name: str) -> str:
 
 
 class _Unit(NamedTuple):
-    """Equations that run as one call: those of a group, or a single one."""
+    """Equations that run as one call: those of a group, or a single one. Without a kernel a group is of updates."""
 
     place: int
     eqns: tuple[Eqn, ...]
-    group: Group | None
+    kernel: Kernel | None = None
 
 
 def _units(
@@ -105,24 +106,22 @@ def _units(
     for place, eqn in enumerate(graph.eqns):
         if eqn not in inside:
             group = together.get(eqn)
-            yield _Unit(place, group.eqns if group is not None else (eqn,), group)
+            yield _Unit(place, (eqn,)) if group is None else _Unit(place, group.eqns, kernels.get(group))
 
 
 def _emit(
     unit: _Unit,
     emission: Emission,
-    kernels: Mapping[Group, Kernel],
     twins: Mapping[Eqn, Any],
     calls: Mapping[Eqn, Callable],
     emitters: Mapping[Primitive, Emitter],
 ) -> Iterable[tuple[Var | None, Any]]:
     """Emit the calls of a unit. Returns its results with their nodes."""
     out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
-    if unit.group is not None and unit.group in kernels:
-        kernel = kernels[unit.group]
-        call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
-        return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
-    if unit.group is not None:
+    if unit.kernel is not None:
+        call = emission.call(f"kernel_{unit.place}", unit.kernel.call, *unit.kernel.ins)
+        return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(unit.kernel.outs)]
+    if len(unit.eqns) > 1:
         results = updates(out, unit.eqns, twins[eqn], nodes)
         return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
     if isinstance(eqn.op, Primitive):
@@ -131,20 +130,17 @@ def _emit(
     return list(zip(eqn.outs, operation(out, local, calls.get(eqn) or twins.get(eqn), nodes, emission.module)))
 
 
-def _describe(out: fx.Graph, before: int, unit: _Unit) -> None:
-    """Write into the metadata of a unit's nodes which equations they run, in which region, and the user's line.
-
-    They are the nodes that follow the first `before`.
-    """
+def _describe(unit: _Unit, nodes: Iterable[fx.Node]) -> None:
+    """Write into the metadata of a unit's nodes which equations they run, in which region, and the user's line."""
     eqn = unit.eqns[0]
-    for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
+    for node in nodes:
         node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "", eqns=unit.eqns)
 
 
-def _writes(unit: _Unit, kernels: Mapping[Group, Kernel], donated: Donation, state: Collection[Var]) -> bool:
+def _writes(unit: _Unit, donated: Donation, state: Collection[Var]) -> bool:
     """Whether a unit writes over the state."""
-    if unit.group is not None and unit.group in kernels:
-        return kernels[unit.group].writes
+    if unit.kernel is not None:
+        return unit.kernel.writes
     written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
     return any(donated.owner.get(v) in state for v in written if v is not None)
 
