@@ -202,7 +202,8 @@ class Step(Generic[P, R]):
             else:
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
-                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in arguments.batch_leaves()]
+                leaves = pytree.tree_leaves(arguments.batch)
+                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
                     f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "

@@ -60,7 +60,7 @@ class Memory:
     state: int
 
     def __str__(self) -> str:
-        name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
+        name = next((out.name for out in self.at.results), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
@@ -72,11 +72,11 @@ class Memory:
 
 
 def _si(n: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if n < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G"):
+        if n < 1000:
             return f"{n:.2f} {prefix}{unit}"
         n /= 1000
-    raise AssertionError
+    return f"{n:.2f} T{unit}"
 
 
 def local_bytes(graph: Graph) -> Callable[[Var], int]:
@@ -94,7 +94,7 @@ def cost(graph: Graph) -> Cost:
         if e.provenance is not None:
             wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
         elif not isinstance(e.op, Primitive) and not is_view(e):
-            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
             operations += flops(e, graph)
     return Cost(operations, traffic, tuple(sorted(wire.items())))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
 from .program_order import Skeleton
-from .solver.problem import Gather, Update
+from .solver.problem import Gather
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
 
@@ -22,10 +22,6 @@ class Group:
     after: tuple[int, ...]
     release: int
     eqns: tuple[Eqn, ...]
-
-    def update(self, cost: Mapping[Eqn, float]) -> Update:
-        """The group as an `Update` of the problem."""
-        return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
 
 
 def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
@@ -48,7 +44,7 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
             place = s.places[e] + 1
         else:
             by_key.setdefault((reductions, place), []).append(e)
-        for out in filter(None, e.outs):
+        for out in e.results:
             after[out], release[out] = reductions, place
     for key, eqns in _askers(free, by_key).items():
         by_key.setdefault(key, []).extend(eqns)
@@ -84,7 +80,7 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
     for k, e in enumerate(s.ops):
         if e not in floating:
             release.update((root[v], k + 1) for v in e.ins if root[v] in state)
-            release.update((out, k + 1) for out in e.outs if out is not None)
+            release.update((out, k + 1) for out in e.results)
     for p, g in zip(s.gathers, gathers):
         release[p.value] = g.use + 1
         if g.again is None:  # a plan may drop the others

@@ -22,7 +22,7 @@ from .program_order import Planned, Skeleton, place_name
 from .realise import realise
 from .residency import Value, residency
 from .simulate import COPIES, NO_COPIES, lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Schedule, Wire
+from .solver.problem import Gather, Problem, Reduction, Schedule, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -52,7 +52,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         reductions=reductions,
         wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
         memory=budget,
-        updates=tuple(group.update(cost) for group in leaving),
+        updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
         others=_others(s, cluster),
         peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )

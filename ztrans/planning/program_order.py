@@ -49,7 +49,7 @@ def _sorted(graph: Graph, keys: Mapping[Eqn, Key], makers: Mapping[Var, Eqn]) ->
     while ready:
         _, _, e = heapq.heappop(ready)
         order.append(e)
-        for reader in dict.fromkeys(u for out in e.outs if out is not None for u in used.get(out, ())):
+        for reader in dict.fromkeys(u for out in e.results for u in used.get(out, ())):
             missing[reader] -= 1
             if not missing[reader]:
                 heapq.heappush(ready, (keys[reader], rank[reader], reader))
@@ -132,12 +132,11 @@ class Skeleton:
         movable: dict[Eqn, None] = {}
         free: dict[Var, Eqn] = {}
         for e in filter(_may_float, self.ops):
-            outs = [out for out in e.outs if out is not None]
             if any(v in reduced for v in e.ins):
                 movable[e] = None
-                reduced.update(outs)
+                reduced.update(e.results)
             elif all(v in state or v in free for v in e.ins):
-                free.update((out, e) for out in outs)
+                free.update((out, e) for out in e.results)
         return movable, free
 
     @functools.cached_property
@@ -154,9 +153,8 @@ class Skeleton:
         waits: dict[Eqn, set[Var]] = {}
         for e in reversed(self.floating[0]):
             waits[e] = {root[v] for v in e.ins} & state
-            outs = [out for out in e.outs if out is not None]
-            readers = [waits.get(reader, set()) for out in outs for reader in used.get(out, ())]
-            if readers and all(out in available and out not in outputs for out in outs):
+            readers = [waits.get(reader, set()) for out in e.results for reader in used.get(out, ())]
+            if readers and all(out in available and out not in outputs for out in e.results):
                 waits[e] |= set.intersection(*readers)
         return waits
 
@@ -166,7 +164,7 @@ class Skeleton:
         available = {*self.graph.inputs, *outputs, *free}
         for e in movable:
             if all(v in available or v.numel == 1 for v in e.ins):
-                available.update(out for out in e.outs if out is not None)
+                available.update(e.results)
         return available
 
 
@@ -179,7 +177,7 @@ def place_name(s: Skeleton, place: int) -> str:
     """What a plan calls a place: the first result of the operation that comes next; "" is the end."""
     if place == len(s.ops):
         return ""
-    return next((out.name for out in s.ops[place].outs if out is not None), f"#{place}")
+    return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
 def skeleton(graph: Graph) -> Skeleton:

@@ -72,7 +72,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
 
 def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
     """For every storage that a floating operation needs: the place after its last reader at a fixed place."""
-    storages = lambda e: {given.owner[v] for v in (*e.ins, *filter(None, e.outs))}
+    storages = lambda e: {given.owner[v] for v in (*e.ins, *e.results)}
     needed = {v for e in floating for v in storages(e)}
     ends = dict.fromkeys(needed, 0)
     for k, e in enumerate(s.ops):

@@ -62,13 +62,13 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 
 def _roofline(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     device, size = cluster.device, local_bytes(graph)
-    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
     return device.launch + max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
 
 
 def _rated(e: Eqn) -> str:
     """The name of an operation's rate: the dtype of its result, or "tf32" where PyTorch runs fp32 products in TF32."""
-    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
+    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
     if "convolution" in op_name(e.op):
@@ -164,9 +164,7 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     """
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])
-    events = [
-        Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0
-    ]  # fmt: skip
+    events = [Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0]
     for k, (e, m, moved) in enumerate(sent):
         begin, end = played.begin[k], played.end[k]
         events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))

@@ -62,7 +62,7 @@ def label(timeline: Timeline) -> str:
 
 def title(eqn: Eqn) -> str:
     """An equation in a few words: its first result, how many more there are, and its operation."""
-    names = [out.name.removesuffix("'") for out in eqn.outs if out is not None]
+    names = [out.name.removesuffix("'") for out in eqn.results]
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, wire_dtype, without
-from ..ir.graph import Eqn, Primitive, Split, Var
+from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, part
 from ..ir.reshard import on_axis
 from ..ops.cast_pack import reference as pack
@@ -127,7 +127,7 @@ class Start(torch.nn.Module):
         self.size, self.rank = sizes[axis], at[axis]
         self._channel = channel
         self.direct = channel is not None and channel.is_direct
-        self.outs: Sequence[Var] = [out for out in eqn.outs if out is not None]
+        self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire = wire_dtype(eqn, eqn.ins[0])
         # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.

@@ -22,9 +22,8 @@ def messages(graph: Graph) -> list[str]:
     lines = []
     for e in graph.eqns:
         if is_start(e):
-            outs = [out for out in e.outs if out is not None]
-            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(outs))]
-            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(outs, sizes)]
+            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
+            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.results, sizes)]
             kind = " ".join(filter(None, (op_name(e.op), e.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")

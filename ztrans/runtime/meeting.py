@@ -51,7 +51,8 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
         groups.open()
         channel = _ranks_channel(groups)
         record = _RECORD.pack(call.messages, call.steps, call.name.encode()[:112])
-        calls = [Call(_text(name), *numbers) for *numbers, name in map(_RECORD.unpack, _gather(channel, record))]
+        records = map(_RECORD.unpack, _gather(channel, record))
+        calls = [Call(name.rstrip(b"\0").decode(errors="replace"), *numbers) for *numbers, name in records]
     except LostRank as error:
         raise lost(mesh, call.name, error) from error
     groups.calls += 1
@@ -154,10 +155,6 @@ def _gather(channel: Channel, record: bytes) -> list[bytes]:
         else:
             dist.all_gather(list(records), mine, group=channel.group)
     return [bytes(row.tolist()) for row in records]
-
-
-def _text(name: bytes) -> str:
-    return name.rstrip(b"\0").decode(errors="replace")
 
 
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:

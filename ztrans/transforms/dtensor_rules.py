@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
 from ..ir.layout import part
@@ -232,11 +233,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
     sharding: Any = info.output_sharding
     specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
     schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
-    wanted = [
-        s
-        for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
-        if isinstance(s, DTensorSpec)
-    ]
+    leaves = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
+    wanted = [spec for spec in leaves if isinstance(spec, DTensorSpec)]
     count = len(list(variables(question.arguments)))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")

@@ -57,7 +57,7 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
             chained |= {e, *before} if before else set()
             before = before | {e}
         if before:
-            depends_on.update((out, before) for out in e.outs if out is not None)
+            depends_on.update((out, before) for out in e.results)
     return chained
 
 
@@ -101,7 +101,7 @@ def _following(update: Iterable[Eqn], sources: Iterable[Var], layout: LayoutOf) 
         reads = [v for v in e.ins if v in inside]
         if reads and _runs_anywhere(e) and all(v in inside or not layout(v) for v in e.ins):
             following.append(e)
-            inside.update(out for out in e.outs if out is not None)
+            inside.update(e.results)
     return following
 
 

@@ -128,7 +128,7 @@ class Sharding:
         out = eqn.out
         over = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
         if not over:
-            self.values.same(out, g, eqn)
+            self.values.bind(out, self.values.value(g, eqn))
             return
         split = Split(self.axis)
         to = split if p in self.values.placed and split in self.values.placed[p].layout else None
@@ -154,7 +154,7 @@ class Sharding:
             times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
             self.on_whole(times)
         else:
-            self.values.same(out, x, eqn)
+            self.values.bind(out, self.values.value(x, eqn))
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:

@@ -47,10 +47,6 @@ class Values:
         """`old` of the plain program is `new` in that of one rank."""
         (self.placed if new.layout else self.local)[old] = new
 
-    def same(self, out: Var, v: Var, eqn: Eqn) -> None:
-        """`out` of the plain program is `v`, in the layout of `v`."""
-        self.bind(out, self.value(v, eqn))
-
     def advance(self, eqn: Eqn) -> None:
         """Count forwards and backwards: a parameter gathered for one of them is dropped after it (stage 3)."""
         count, region = self._phase

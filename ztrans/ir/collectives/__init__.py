@@ -25,10 +25,3 @@ from .shard import SHARD
 from .start import Start
 from .table import PRIMITIVES, STARTS, is_start, lane, rules
 from .trivial import erase_trivial
-
-__all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "ALONE", "GRADIENT", "PMEAN", "PRIMITIVES", "PSUM", "REDUCE_SCATTER", "SHARD", "STARTS",
-    "WAIT", "Memberwise", "Pairs", "Rules", "Start", "Started", "Waited", "all_gather", "bucket_key", "buffer_bytes",
-    "coalesce", "erase_marks", "erase_trivial", "is_alone", "is_start", "lane", "pair", "reduce", "rules", "wait",
-    "wire_dtype", "without",
-]  # fmt: skip

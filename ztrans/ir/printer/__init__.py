@@ -10,8 +10,3 @@ from .notebook import html
 from .programs import header, program
 from .stages import Printed
 from .units import format_bytes, format_seconds
-
-__all__ = [
-    "WIDTH", "Printed", "Traffic", "diff", "equation", "fold", "format_bytes", "format_seconds", "header", "html",
-    "op_name", "program", "traffic", "wrap",
-]  # fmt: skip

@@ -151,8 +151,10 @@ def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool)
 def _summary(changes: _Changes) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
     removed, added = (Counter(part.text for part in parts if part.eqn) for parts in (changes.removed, changes.added))
-    old = Counter(_names(part.eqn) for part in changes.removed if part.eqn and part.text not in added)
-    new = Counter(_names(part.eqn) for part in changes.added if part.eqn and part.text not in removed)
+    names = lambda parts, others: Counter(
+        tuple(out.name for out in part.eqn.results) for part in parts if part.eqn and part.text not in others
+    )
+    old, new = names(changes.removed, added), names(changes.added, removed)
     counts = {
         "moved": (removed & added).total(),
         "rewritten": (old & new).total(),
@@ -161,10 +163,6 @@ def _summary(changes: _Changes) -> list[str]:
     }
     verbs = [f"{number} {verb}" for verb, number in counts.items() if number]
     return [f"# equations: {', '.join(verbs)}"] if verbs else []
-
-
-def _names(eqn: Eqn) -> tuple[str, ...]:
-    return tuple(out.name for out in eqn.outs if out is not None)
 
 
 def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:

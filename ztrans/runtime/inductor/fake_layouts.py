@@ -51,7 +51,7 @@ def infer_layouts(
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
     known: dict[str, list[Strided | None]] = {}  # by the text of an equation
     for e in graph.eqns:
-        shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
+        shapes = [local_shape(v, graph.axes, at) for v in e.results]
         results: Sequence[Strided | None]
         if rules(e).strides == "contiguous":
             results = _contiguous(e, shapes, layouts[e.ins[0]].device)

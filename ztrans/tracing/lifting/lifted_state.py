@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..arguments import overlapping
 from .hyperparameters import groups_of
 
 State = dict[str, Any]
@@ -101,16 +101,13 @@ def check_apart(state: State) -> None:
     for name, kept in state["optimizer"].items():
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
-    spans = []
-    for name, x in {**state["buffers"], **trained}.items():
-        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
-            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
-        if device == next_device and start < end and (name in trained or next_name in trained):
+    in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
+    held = {name: x for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    names = list(held)
+    for i, j in overlapping(list(held.values())):
+        if names[i] in trained or names[j] in trained:
             raise ValueError(
-                f"lift: {name} and {next_name} lie in the same memory, and in a state each would have its own.\n"
+                f"lift: {names[i]} and {names[j]} lie in the same memory, and in a state each would have its own.\n"
                 f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
             )
 

@@ -1,9 +1,9 @@
 """The state of an optimizer before its first step.
 
-Most optimizers create their state in their first step, and a lifted step needs it before. For the classes of
-torch.optim it follows from the names of the entries. Another optimizer takes a first step on copies, and the value
-that it stores first under each key is taken for the state before that step. This is verified: a step from that state
-must do what the first step does.
+Most optimizers create their state in their first step, and a lifted step needs it before. So the optimizer takes a
+first step on copies. For the classes of torch.optim the state before that step follows from the names of the entries.
+Of another optimizer, the value that it stores first under each key is taken for the state before that step. This is
+verified: a step from that state must do what the first step does.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def _by_name(
 ) -> dict[torch.Tensor, State] | None:
     """The state of parameters before the first step, where the names of all its entries are known."""
     try:
-        created = _created(optimizer, params)
+        after = _trial(optimizer, params, None, None).after
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    if not created or any(key not in _FRESH for p in new for key in created[p]):
+    created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, after)}
+    if any(key not in _FRESH for p in new for key in created[p]):
         return None
     return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
 
@@ -67,32 +68,6 @@ def _filled(value: Any, number: float) -> Any:
 
 def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
-
-
-def _created(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
-    """The state that the optimizer creates in a step with learning rate 0, after which everything is restored."""
-    held = [(p, p.grad, p.detach().clone()) for p in params]
-    had = {p: dict(state) for p, state in optimizer.state.items()}
-    values = [(v, v.detach().clone()) for state in had.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        return {p: {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None} for p in params}
-    finally:
-        with torch.no_grad():
-            for p, gradient, value in held:
-                p.grad = gradient
-                p.copy_(value)
-            for tensor, value in values:
-                tensor.copy_(value)
-        for group, lr in zip(optimizer.param_groups, rates):
-            group["lr"] = lr
-        optimizer.state.clear()
-        optimizer.state.update(had)
 
 
 class _First(UserDict):
@@ -127,8 +102,8 @@ class _Trial(NamedTuple):
     after: list[State]  # the state after the step
 
 
-def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int) -> _Trial:
-    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`.
+def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int | None) -> _Trial:
+    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`, else zeros.
 
     Parameters without a state begin with that of `begin`, or without one where `begin` is None.
     """
@@ -138,20 +113,21 @@ def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] 
     trial = object.__new__(type(optimizer))
     vars(trial).update(attributes)
     held = trial.state
-    trial.state = _FirstOfAll()
+    trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
     for k, c in enumerate(copies):
         if held.get(c):
             trial.state[c] = held[c]
         elif begin is not None:
             trial.state[c] = {key: _copied(value) for key, value in begin[k].items()}
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed or 0)
         for c in copies:
-            drawn = torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32)
-            c.grad = drawn.to(c.device, c.dtype)
+            c.grad = torch.zeros_like(c)
+            if seed is not None:
+                c.grad.copy_(torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32))
         trial.step()
     state = [trial.state[c] for c in copies]
-    return _Trial([c.detach() for c in copies], [s.first for s in state], [dict(s) for s in state])
+    return _Trial([c.detach() for c in copies], [getattr(s, "first", {}) for s in state], [dict(s) for s in state])
 
 
 def _tried(
