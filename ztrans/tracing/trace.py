@@ -8,7 +8,7 @@ to Python values while it runs are undone, or are an error (see `leaks`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -75,6 +75,11 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
 
+def _device_of(leaves: Iterable[Abstract]) -> str:
+    """The first device of the leaves that is no CPU, else the CPU."""
+    return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
+
+
 def _device(leaf: torch.Tensor) -> str:
     # A fake cuda tensor aborts the process on a CPU build.
     return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
@@ -114,8 +119,7 @@ def trace(
         if i < num_state:
             raise no_state(paths[i], value)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
-    devices = (abstract[i].device for i in dynamic)
-    default_device = device or next((d for d in devices if d not in ("cpu", "meta")), "cpu")
+    default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
     of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
     batch_vars = frozenset(of_batch)

@@ -53,10 +53,10 @@ def _by_name(
 ) -> dict[torch.Tensor, State] | None:
     """The state of parameters before the first step, where the names of all its entries are known."""
     try:
-        after = _trial(optimizer, params, None, None).after
+        states = _trial(optimizer, params, None, None).states
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, after)}
+    created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, states)}
     if any(key not in _FRESH for p in new for key in created[p]):
         return None
     return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
@@ -98,8 +98,7 @@ class _Trial(NamedTuple):
     """One step on copies, with an entry for each parameter."""
 
     params: list[torch.Tensor]  # the values after the step
-    first: list[State]  # the values that were stored first under each key
-    after: list[State]  # the state after the step
+    states: list[Any]  # the state after the step; a `_First` where gradients were drawn
 
 
 def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int | None) -> _Trial:
@@ -108,10 +107,7 @@ def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] 
     Parameters without a state begin with that of `begin`, or without one where `begin` is None.
     """
     copies = [p.detach().clone().requires_grad_() for p in params]
-    attributes = copy.deepcopy(vars(optimizer), {id(p): c for p, c in zip(params, copies)})
-    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
-    trial = object.__new__(type(optimizer))
-    vars(trial).update(attributes)
+    trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
     held = trial.state
     trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
     for k, c in enumerate(copies):
@@ -122,12 +118,24 @@ def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] 
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
         torch.manual_seed(seed or 0)
         for c in copies:
-            c.grad = torch.zeros_like(c)
-            if seed is not None:
-                c.grad.copy_(torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32))
+            c.grad = torch.zeros_like(c) if seed is None else _drawn(c)
         trial.step()
-    state = [trial.state[c] for c in copies]
-    return _Trial([c.detach() for c in copies], [getattr(s, "first", {}) for s in state], [dict(s) for s in state])
+    return _Trial([c.detach() for c in copies], [trial.state[c] for c in copies])
+
+
+def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimizer:
+    """A copy of an optimizer for the copies of its parameters, by the ids of these."""
+    attributes = copy.deepcopy(vars(optimizer), dict(copies))
+    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(attributes)
+    return trial
+
+
+def _drawn(like: torch.Tensor) -> torch.Tensor:
+    """Random numbers, the same on every device."""
+    drawn = torch.randn(like.shape, dtype=like.dtype if like.is_complex() else torch.float32)
+    return drawn.to(like.device, like.dtype)
 
 
 def _tried(
@@ -138,12 +146,12 @@ def _tried(
         raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
     try:
         first_step, second_draw = (_trial(optimizer, params, None, seed) for seed in (0, 1))
-        begin = [_before(*stored) for stored in zip(first_step.first, second_draw.first)]
+        begin = [_before(a.first, b.first) for a, b in zip(first_step.states, second_draw.states)]
         from_begin = _trial(optimizer, params, begin, 0)
     except Exception as error:
         raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
     for k, p in enumerate(params):
-        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.after[k], from_begin.after[k])
+        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.states[k], from_begin.states[k])
         if not equal:
             keys = ", ".join(map(repr, begin[k])) or "nothing"
             raise _unknown(
@@ -164,7 +172,7 @@ def _before(stored: State, stored_for_other_gradients: State) -> State:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two states or values are equal up to rounding."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
