@@ -16,25 +16,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
-from .kernel import element, kernel
+from .kernel import element, kernel, tl
+from .operation import define
 from .symmetric import CHANNELS, Symmetric, at_addresses, check
 from .tables import addresses, blocks, on_device
 from .unpack import reference as unpacked
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define(
-    "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
-    " int rank, int channels, int spins) -> ()"
-)
 
 _BYTES = 1 << 14  # of a block
 
@@ -128,25 +119,23 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: t
     return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
 
 
-def _by(run):
-    def implementation(buffers, pads, error, outs, sizes, rank, channels, spins):
-        world = len(buffers)
-        if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-            raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
-        if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
-        for k, (value, size) in enumerate(zip(outs, sizes)):
-            if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
-                raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
-            if value.numel() > world * size:
-                raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
-        if outs[0].itemsize > 8:
-            raise ValueError(f"all_gather: values of {outs[0].dtype} cannot be moved.")
-        run(buffers, pads, error, outs, sizes, rank, channels, spins)
-
-    return implementation
+def _check(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
+    world = len(buffers)
+    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
+        raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
+    if not 1 <= channels <= CHANNELS:
+        raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
+    for k, (value, size) in enumerate(zip(outs, sizes)):
+        if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
+            raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+        if value.numel() > world * size:
+            raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
+    if outs[0].itemsize > 8:
+        raise ValueError(f"all_gather: values of {outs[0].dtype} cannot be moved.")
 
 
-_lib.impl("all_gather", _by(reference), "CPU")
-_lib.impl("all_gather", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::all_gather", _by(lambda *_: None), lib=_lib)
+define(
+    "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
+    " int rank, int channels, int spins) -> ()",
+    _check, reference, launch,
+)  # fmt: skip

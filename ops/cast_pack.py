@@ -21,10 +21,8 @@ from collections.abc import Sequence
 import torch
 
 from .move import is_movable, move, plan
+from .operation import define
 from .tables import check_device
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()")
 
 
 def cast_pack(
@@ -113,14 +111,4 @@ def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
         raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
 
 
-def _by(run):
-    def implementation(parts, sizes, ranks, out):
-        _check(parts, sizes, ranks, out)
-        run(parts, sizes, ranks, out)
-
-    return implementation
-
-
-_lib.impl("cast_pack", _by(reference), "CPU")
-_lib.impl("cast_pack", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::cast_pack", _by(lambda *_: None), lib=_lib)
+define("cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()", _check, reference, launch)

@@ -20,6 +20,7 @@ import torch
 
 # Triton casts between these dtypes as torch does. Others are moved as bits, or cast by torch.
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+tl: Any = None  # in a kernel it is `triton.language`
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 

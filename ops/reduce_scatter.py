@@ -16,25 +16,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
-from .kernel import FLOATS, element, kernel
+from .kernel import FLOATS, element, kernel, tl
+from .operation import define
 from .reduce import reduce
 from .symmetric import CHANNELS, Symmetric, at_addresses, check
 from .tables import addresses, blocks, on_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define(
-    "reduce_scatter(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes, str op,"
-    " ScalarType dtype, int rank, int channels, int spins) -> ()"
-)
 
 _BLOCK = 2048
 
@@ -164,27 +155,25 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device
     return on_device(blocks(pieces, sizes * together, _BLOCK, moving=(1, ~3)), device)
 
 
-def _by(run):
-    def implementation(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins):
-        world = len(buffers)
-        if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-            raise ValueError(f"reduce_scatter: {len(outs)} parts, {len(sizes)} sizes, rank {rank} of {world}.")
-        if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"reduce_scatter: channels must be 1 to {CHANNELS}, got {channels}.")
-        if op not in ("sum", "mean"):
-            raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
-        if dtype not in FLOATS or outs[0].dtype not in FLOATS:
-            raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
-        for k, (out, size) in enumerate(zip(outs, sizes)):
-            if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
-                raise ValueError(f"reduce_scatter: part {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
-            if out.numel() > size:
-                raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
-        run(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins)
-
-    return implementation
+def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
+    world = len(buffers)
+    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
+        raise ValueError(f"reduce_scatter: {len(outs)} parts, {len(sizes)} sizes, rank {rank} of {world}.")
+    if not 1 <= channels <= CHANNELS:
+        raise ValueError(f"reduce_scatter: channels must be 1 to {CHANNELS}, got {channels}.")
+    if op not in ("sum", "mean"):
+        raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
+    if dtype not in FLOATS or outs[0].dtype not in FLOATS:
+        raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
+    for k, (out, size) in enumerate(zip(outs, sizes)):
+        if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
+            raise ValueError(f"reduce_scatter: part {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+        if out.numel() > size:
+            raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
 
 
-_lib.impl("reduce_scatter", _by(reference), "CPU")
-_lib.impl("reduce_scatter", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::reduce_scatter", _by(lambda *_: None), lib=_lib)
+define(
+    "reduce_scatter(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes, str op,"
+    " ScalarType dtype, int rank, int channels, int spins) -> ()",
+    _check, reference, launch,
+)  # fmt: skip

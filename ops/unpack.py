@@ -20,9 +20,7 @@ from itertools import accumulate
 import torch
 
 from .move import is_movable, move, plan
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("unpack(Tensor buffer, int[] sizes, int ranks, Tensor(a!)[] outs) -> ()")
+from .operation import define
 
 
 def unpack(
@@ -82,17 +80,11 @@ def _check(buffer: torch.Tensor, sizes: Sequence[int], numels: Sequence[int], ra
             raise ValueError(f"unpack: value {k} has {n} elements, the buffer {ranks} times {size} for it.")
 
 
-def _by(run):
-    def implementation(buffer, sizes, ranks, outs):
-        _check(buffer, sizes, [v.numel() for v in outs], ranks)
-        for k, value in enumerate(outs):
-            if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
-                raise ValueError(f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
-        run(buffer, sizes, ranks, outs)
-
-    return implementation
+def _check_outs(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+    _check(buffer, sizes, [v.numel() for v in outs], ranks)
+    for k, value in enumerate(outs):
+        if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
+            raise ValueError(f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
 
 
-_lib.impl("unpack", _by(reference), "CPU")
-_lib.impl("unpack", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::unpack", _by(lambda *_: None), lib=_lib)
+define("unpack(Tensor buffer, int[] sizes, int ranks, Tensor(a!)[] outs) -> ()", _check_outs, reference, launch)
