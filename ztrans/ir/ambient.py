@@ -48,6 +48,19 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def having(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of `owner` have other values inside."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Collect no garbage inside: each collection would walk the growing graph, which makes tracing quadratic."""
     collecting = gc.isenabled()

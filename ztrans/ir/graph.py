@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .relations import grouped
 from .source import Source
 
 if TYPE_CHECKING:  # the rules of primitives are about equations, so their module imports this one
@@ -258,11 +259,7 @@ def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
 
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
     """By variable, the equations that read it, in program order, each once."""
-    readers: dict[Var, list[Eqn]] = {}
-    for eqn in graph.eqns:
-        for var in dict.fromkeys(eqn.ins):
-            readers.setdefault(var, []).append(eqn)
-    return readers
+    return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
 
 
 @functools.cache

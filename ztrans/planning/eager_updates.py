@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
+from ..ir.relations import grouped, reachable
 from .program_order import Skeleton
 from .solver.problem import Gather
 
@@ -60,17 +61,12 @@ def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
     One that several groups need is in a group without reductions; one that no group needs stays at its place.
     """
     asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
+    makers = lambda e: [free[v] for v in e.ins if v in free]
     for key, eqns in groups_by_key.items():
-        todo = [free[v] for e in eqns for v in e.ins if v in free]
-        while todo:
-            e = todo.pop()
-            if key not in asked[e]:
-                asked[e].add(key)
-                todo += [free[v] for v in e.ins if v in free]
-    by_group: dict[_Key, list[Eqn]] = {}
-    for e, keys in ((e, keys) for e, keys in asked.items() if keys):
-        by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
-    return by_group
+        for maker in reachable((maker for e in eqns for maker in makers(e)), makers):
+            asked[maker].add(key)
+    key_of = lambda keys: next(iter(keys)) if len(keys) == 1 else (frozenset(), 0)
+    return grouped((key_of(keys), e) for e, keys in asked.items() if keys)
 
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:

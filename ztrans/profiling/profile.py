@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
 from ..ir.printer import format_seconds, op_name
+from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
 from ..planning.event_simulator import Message
@@ -235,9 +236,7 @@ def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     leave it out, but those of whole steps do not. So all means are scaled to add up to the median step.
     """
     intervals = list(_intervals(graph, runs))
-    medians: dict[str, list[float]] = {}
-    for interval in intervals:
-        medians.setdefault(interval.signature, []).append(median(interval.seconds))
+    medians = grouped((interval.signature, median(interval.seconds)) for interval in intervals)
     total = sum(map(sum, medians.values()))
     step = median(map(sum, zip(*(interval.seconds for interval in intervals)))) if total else 0.0
     return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}

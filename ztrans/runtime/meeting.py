@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.relations import grouped
 from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 
 T = TypeVar("T")
@@ -159,17 +160,11 @@ def _gather(channel: Channel, record: bytes) -> list[bytes]:
 
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
     """The text of the error when calls differ. `messages` are those of every rank, if nothing but these differs."""
-
-    def ranks_by(key: Callable[[Call], Hashable]) -> dict[Hashable, list[int]]:
-        by_key: dict[Hashable, list[int]] = {}
-        for rank, call in zip(groups.ranks, calls):
-            by_key.setdefault(key(call), []).append(rank)
-        return by_key
-
     names = list(dict.fromkeys(call.name for call in calls))
     head = f"{' and '.join(names)}: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
     if len(names) > 1:
-        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in ranks_by(lambda c: c.name).items()]
+        by_name = grouped((call.name, rank) for call, rank in zip(calls, groups.ranks))
+        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in by_name.items()]
         return (
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
             f"has ended, stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
@@ -180,7 +175,8 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
             f"Batches may differ in size from rank to rank, but every rank must take the same branches, "
             f"with the same transforms. Compare print(step.lower(state, batch)) of two ranks."
         )
-    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in ranks_by(lambda c: c.steps).items()]
+    by_steps = grouped((call.steps, rank) for call, rank in zip(calls, groups.ranks))
+    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in by_steps.items()]
     return (
         f"{head}  The states have taken different numbers of steps since they were sharded:\n{''.join(lines)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
@@ -83,19 +84,13 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-@contextlib.contextmanager
-def _with_caches_that_change() -> Iterator[None]:
+def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
     """Let selective checkpoints cache results that are later changed in place, as a dropout mask is.
 
     PyTorch refuses to read such a cached result. In a trace only the policies of the checkpoint matter.
     """
-    cached: Any = torch.utils.checkpoint._VersionWrapper
-    get_val = cached.get_val
-    cached.get_val = lambda self, allow_cache_entry_mutation: self.val
-    try:
-        yield
-    finally:
-        cached.get_val = get_val
+    get_val = lambda self, allow_cache_entry_mutation: self.val
+    return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
 
 
 @functools.cache
@@ -118,10 +113,6 @@ class _Fakes(FakeTensorMode):
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
-    before = torch.compiler._is_compiling_flag
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
+    compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+        yield

@@ -9,6 +9,7 @@ from typing import ClassVar
 from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
+from ..ir.relations import reachable
 from ..ir.user_collectives import is_users, is_wait
 from .base import Transform, check_number
 
@@ -80,13 +81,9 @@ class _DelayWeightGrads(Transform):
 
 def _needed(collective: Eqn, since: Sequence[Eqn]) -> set[Eqn]:
     """Of some equations, those that a collective depends on."""
-    makers, needed, read = producers(since), set[Eqn](), [*collective.ins]
-    while read:
-        e = makers.get(read.pop())
-        if e is not None and e not in needed:
-            needed.add(e)
-            read += e.ins
-    return needed
+    makers = producers(since)
+    before = lambda e: [makers[v] for v in e.ins if v in makers]
+    return set(reachable(before(collective), before))
 
 
 def _prepares(e: Eqn) -> bool:
@@ -95,10 +92,5 @@ def _prepares(e: Eqn) -> bool:
 
 def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
     """Of some equations, those that depend on `e`."""
-    after, values = set[Eqn](), [*e.results]
-    while values:
-        for x in used.get(values.pop(), ()):
-            if x in among and x not in after:
-                after.add(x)
-                values += x.results
-    return after
+    readers = lambda e: [x for v in e.results for x in used.get(v, ()) if x in among]
+    return set(reachable(readers(e), readers))
