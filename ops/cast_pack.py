@@ -50,17 +50,21 @@ def cast_pack(
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
     """The meaning of cast_pack, part by part and row by row."""
-    line, table, offset = out.view(-1), out.view(ranks, sum(sizes)), 0
-    for part, size in zip(parts, sizes, strict=True):
-        if ranks == 1 and part.numel() == size:  # one pass copies any strides
-            line[offset : offset + size].view(part.shape).copy_(part)
-        else:
-            flat = part.reshape(-1)
-            for r in range(ranks):
-                here, row = flat[r * size : (r + 1) * size], table[r, offset : offset + size]
-                row[: here.numel()].copy_(here)
-                row[here.numel() :].zero_()
-        offset += size
+    for part, rows in zip(parts, out.view(ranks, -1).split(list(sizes), dim=1), strict=True):
+        _copy(part, rows)
+
+
+def _copy(part: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy a part to its place in every row, with zeros behind it."""
+    ranks, size = rows.shape
+    if ranks == 1 and part.numel() == size:  # one pass copies any strides
+        rows[0].view(part.shape).copy_(part)
+        return
+    flat = part.reshape(-1)
+    for r, row in enumerate(rows):
+        here = flat[r * size : (r + 1) * size]
+        row[: here.numel()].copy_(here)
+        row[here.numel() :].zero_()
 
 
 def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
@@ -70,7 +74,10 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for dtype in dict.fromkeys(dtypes):
         chosen = tuple(dtype == d for d in dtypes)
         if dtype is None:
-            _by_torch(parts, chosen, sizes, ranks, out)
+            places = out.view(ranks, -1).split(list(sizes), dim=1)
+            for part, place, mine in zip(parts, places, chosen):
+                if mine:
+                    _copy(part, place)
         else:
             rows = _rows(tuple(sizes), numels, chosen, ranks, out.device)
             move(rows, [*parts, out], dtype, out.dtype)
@@ -86,16 +93,6 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, .
                 pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
         offset += size
     return plan(pieces, device)
-
-
-def _by_torch(parts, chosen: Sequence[bool], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    table, offset = out.view(ranks, sum(sizes)), 0
-    for part, mine, size in zip(parts, chosen, sizes):
-        if mine:
-            rows = part.new_empty(ranks * size, dtype=out.dtype)
-            reference([part], [size], ranks, rows)
-            table[:, offset : offset + size].copy_(rows.view(ranks, size))
-        offset += size
 
 
 def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:

@@ -153,9 +153,7 @@ class Step(Generic[P, R]):
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
             except OtherProgramError as error:  # as for a last batch that is smaller
-                planned = traced.lower(cluster=cluster)
-                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=3)
-                return planned
+                warnings.warn(f"{error}\nThis program is planned anew.", stacklevel=3)
         return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step[P, R]:

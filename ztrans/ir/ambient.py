@@ -83,7 +83,8 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
             f"Apply torch.func.{kind} inside the step, or to the function that the step was made of."
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, pytree.tree_leaves(arguments))):
+    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise TypeError(
             f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
             f"Use torch.func.jvp inside the step, or on the function that the step was made of."
@@ -93,7 +94,3 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called while another step is traced.\n"
             f"Call the function that this step was made of, and apply its transforms to the outer step."
         )
-
-
-def _has_tangent(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None

@@ -13,6 +13,7 @@ import functools
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
@@ -34,25 +35,20 @@ def hoist(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = _sorted(graph, keys, makers)
+    eqns = _sorted({e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}, keys)
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
 
 
-def _sorted(graph: Graph, keys: Mapping[Eqn, Key], makers: Mapping[Var, Eqn]) -> list[Eqn]:
-    """The least order by key that respects data flow."""
-    used = users(graph)
-    missing = {e: len({makers[v] for v in e.ins if v in makers}) for e in graph.eqns}
-    rank = {e: i for i, e in enumerate(graph.eqns)}
-    ready = [(keys[e], i, e) for e, i in rank.items() if not missing[e]]
-    heapq.heapify(ready)
-    order: list[Eqn] = []
-    while ready:
-        _, _, e = heapq.heappop(ready)
+def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]:
+    """The least order by key, given the equations that each one needs before it."""
+    sorter, ready, order = TopologicalSorter(needs), list[tuple[Key, Eqn]](), list[Eqn]()
+    sorter.prepare()
+    while sorter.is_active():
+        for e in sorter.get_ready():
+            heapq.heappush(ready, (keys[e], e))
+        _, e = heapq.heappop(ready)
         order.append(e)
-        for reader in dict.fromkeys(u for out in e.results for u in used.get(out, ())):
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, (keys[reader], rank[reader], reader))
+        sorter.done(e)
     return order
 
 

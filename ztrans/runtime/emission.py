@@ -15,8 +15,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
-from ..ir.graph import Eqn, Primitive, Split, Var, substitute
-from ..ir.layout import cut
+from ..ir.graph import Eqn, Primitive, Var, substitute
+from ..ir.layout import local_shape, part
 from ..ir.operations import called
 from .collectives import channel, wait
 from .cuda.streams import Streams
@@ -44,17 +44,6 @@ class Emission:
 Emitter = Callable[[Emission, Eqn, int], list[Any]]  # the nodes of an equation's results; the int is its place
 
 
-class _Cut(torch.nn.Module):
-    """This rank's part of a whole value."""
-
-    def __init__(self, split: Split, size: int, rank: int) -> None:
-        super().__init__()
-        self.split, self.size, self.rank = split, size, rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cut(x, self.split, self.size, self.rank)
-
-
 def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
     """A submodule that starts the collective, and a future of each member."""
     axis = eqn.kwargs["axis"]
@@ -70,10 +59,11 @@ def waited(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
 
 
 def sharded(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A submodule that shows this rank's part of a whole value."""
-    axis = eqn.kwargs["axis"]
-    part = _Cut(Split(axis, eqn.args[1]), emission.sizes[axis], emission.at[axis])
-    return [emission.call(f"shard_{place}", part, eqn.args[0])]
+    """A view of this rank's part of a whole value."""
+    (value, dim), axis = eqn.args, eqn.kwargs["axis"]
+    rows = local_shape(value, emission.sizes, emission.at)[dim]
+    mine = part(rows, emission.sizes[axis], emission.at[axis])
+    return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, *mine))]
 
 
 def unchanged(emission: Emission, eqn: Eqn, place: int) -> list[Any]:

@@ -104,7 +104,8 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
             "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
         )
     head = f"{name}: rank {groups.ranks[groups.rank]} has lost other ranks of the mesh.\n"
-    return LostRank(f"{head}{''.join(lines)}The backend says: {_first_line(error)}")
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return LostRank(f"{head}{''.join(lines)}The backend says: {said}")
 
 
 def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
@@ -194,10 +195,6 @@ def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) ->
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:

@@ -140,7 +140,7 @@ def flat(
 
 def check_laid_out(
     name: str,
-    mesh: DeviceMesh | AbstractMesh | None,
+    mesh: DeviceMesh,
     paths: Sequence[str],
     leaves: Sequence[Any],
     layouts: Sequence[Layout],
@@ -152,8 +152,6 @@ def check_laid_out(
 
     Raises: TypeError that names the first leaves for which this is not so.
     """
-    if not isinstance(mesh, DeviceMesh):
-        return
     wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
     wrong = []
     for path, leaf, layout in zip(paths, leaves, layouts):

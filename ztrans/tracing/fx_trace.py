@@ -9,14 +9,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -28,11 +26,10 @@ from .gradient_marks import Marks
 from .watch import Watch
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """The recorded run of a function."""
 
-    graph: fx.Graph  # its operations
+    graph: Any  # its operations, as FX records them, or imported as a `Graph`
     out_tree: pytree.TreeSpec  # of its result
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the trace, with the line that made it
 

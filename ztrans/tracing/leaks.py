@@ -20,32 +20,23 @@ import operator
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph
 from ..ir.source import Source, user_source, where
 from .captured import constants
 from .errors import changes_python, draws_in_python, leaks_tensor
+from .fx_trace import Recorded
 from .generators import Generators
 from .reached import ABSENT, Reach, is_internal
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-class Traced(NamedTuple):
-    """One run of a step: its program, the tree of its results, and every tensor that it made with the line of that."""
-
-    graph: Graph
-    out_tree: pytree.TreeSpec
-    tensors: list[tuple[weakref.ref, Source | None]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], Traced], reach: Reach, step: str) -> Traced:
+def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
     Warns of lines that print, and of tensors of the trace that something outside of the step still holds.
@@ -130,7 +121,7 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
 
 
 def _leaks(
-    record: Callable[[], Traced], first: Traced, changes: list[Change], between: Snapshot, step: str
+    record: Callable[[], Recorded], first: Recorded, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
     """The names that hold tensors of the first trace, with their lines.
 
@@ -182,11 +173,11 @@ def _heard(step: str) -> Iterator[None]:
         )
 
 
-def _alive(traced: Traced) -> list[tuple[torch.Tensor, Source | None]]:
+def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
     """A tensor of the trace that something still holds, with its line, if there is one."""
-    if any(ref() is not None for ref, _ in traced.tensors):
+    if any(ref() is not None for ref, _ in recorded.tensors):
         gc.collect()  # some are held by reference cycles alone
-    return [(x, line) for ref, line in traced.tensors if (x := ref()) is not None][:1]
+    return [(x, line) for ref, line in recorded.tensors if (x := ref()) is not None][:1]
 
 
 def _holder(tensor: torch.Tensor) -> str:

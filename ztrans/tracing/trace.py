@@ -21,9 +21,9 @@ from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
 from .errors import no_argument, no_state
-from .fx_trace import record
+from .fx_trace import Recorded, record
 from .import_fx import import_fx
-from .leaks import Traced, settled
+from .leaks import settled
 from .regions import Fact, label_regions
 from .versions import check_torch
 
@@ -134,7 +134,7 @@ def trace(
         _check_result(fn, result, state)
         return result
 
-    def record_program() -> Traced:
+    def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
         recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
@@ -142,7 +142,7 @@ def trace(
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        return Traced(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
+        return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)

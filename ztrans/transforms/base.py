@@ -64,11 +64,6 @@ class Transform:
         return ()
 
     @property
-    def as_written(self) -> bool:
-        """Whether it rewrites the program as it was traced."""
-        return self.turn < Transform.turn
-
-    @property
     def name(self) -> str:
         """The name of the class in small letters: `_MergeEqual` is `merge_equal`."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
@@ -147,7 +142,7 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
             f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
             f"Keep one of them."
         )
-    before = [t.name for t in transforms if not t.as_written and t.mesh is None]
+    before = [t.name for t in transforms if t.turn >= Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
             f"{transform.name}: applied after {', '.join(before)}, which work on the program "

@@ -18,6 +18,7 @@ import torch
 from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
 from ..ir.operations import is_matmul
+from ..ir.relations import reachable
 from ..ir.user_collectives import is_users
 
 LayoutOf = Callable[[Var], Layout]
@@ -113,18 +114,16 @@ def _runs_anywhere(e: Eqn) -> bool:
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
     """The names of the leaves from whose gradients `sources` are computed; where there are none, the sources' own."""
     makers, names = producers(graph.eqns), set[str]()
+
+    def alike(v: Var) -> list[Var]:
+        """The values of the shape of `v`, up to the order of its dims, from which the update computes it."""
+        e = makers.get(v)
+        computed = e is not None and e.op is not GRADIENT and e.region == "update"
+        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)] if e is not None and computed else []
+
     for source in sources:
-        leaves, stack, seen = set[str](), [source], {source}
-        while stack:
-            v = stack.pop()
-            e = makers.get(v)
-            if e is not None and e.op is GRADIENT:
-                leaves.add(e.args[1].name)
-            elif e is not None and e.region == "update":
-                alike = {x for x in e.ins if sorted(x.shape) == sorted(v.shape)} - seen
-                stack += alike
-                seen |= alike
-        names |= leaves or {source.name}
+        before = (makers[v] for v in reachable([source], alike) if v in makers)
+        names |= {e.args[1].name for e in before if e.op is GRADIENT} or {source.name}
     order = {v.name: k for k, v in enumerate(graph.inputs)}
     return tuple(sorted(names, key=lambda name: (order.get(name, len(order)), name)))
 

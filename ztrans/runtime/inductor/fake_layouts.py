@@ -60,15 +60,11 @@ def infer_layouts(
         elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:
-            local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)
-            results = _run_fake(local, layouts, known)
+            twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
+            op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
+            results = _run_fake(localize(e.replace(op=op), graph.axes, at), layouts, known)
         layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
     return layouts
-
-
-def _that_runs(e: Eqn, twin: Any) -> Any:
-    """The operation that computes the equation when the program runs: its in-place twin, if that returns results."""
-    return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
 
 
 def _run_fake(
