@@ -204,12 +204,10 @@ class Sharding:
     def entry(self, eqn: Eqn | None) -> Eqn | None:
         """The equation of the update, `eqn` or one before it, through which a varying value enters the update."""
         makers = self.values.producers
-        while eqn is not None:
-            before = [makers[v] for v in eqn.ins if v in self.over and v in makers and makers[v].region == "update"]
-            if not before:
-                return eqn
+        enters = lambda v: v in self.over and v in makers and makers[v].region == "update"
+        while eqn is not None and (before := [makers[v] for v in eqn.ins if enters(v)]):
             eqn = before[0]
-        return None
+        return eqn
 
     def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"

@@ -26,9 +26,10 @@ from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
 from ...ir.source import user_source, where
+from ..trace import is_number
 from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
 from .kept_gradients import KeptGradients, kept
-from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
+from .lifted_state import State, check_apart, check_known, constants, several, state_of
 from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..arguments import overlapping
+from ..trace import is_number
 from .hyperparameters import groups_of
 
 State = dict[str, Any]
@@ -22,11 +23,6 @@ State = dict[str, Any]
 def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
     """One optimizer or several as a tuple."""
     return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a Python number, which is an input of a program. A truth value is a constant."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_state(key: str, value: Any) -> bool:
