@@ -25,7 +25,7 @@ def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=
     the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking, updating, quantising, dequantising, rounding):
+    for make in (copying, packing, scattering, unpacking):
         for size in sizes:
             if left() > 10:
                 lines += compared(make, size, device)
@@ -142,66 +142,6 @@ def unpacking(numels: list[int], device: torch.device) -> tuple[int, list[Work]]
         torch.split_with_sizes_copy(buffer.view(RANKS, -1), sizes, dim=1, out=rows)
 
     return 4 * buffer.numel(), [
-        ("ztrans unpack", lambda: torch.ops.ztrans.unpack.out(buffer, sizes, RANKS, out=outs)),
+        ("ztrans unpack", lambda: torch.ops.ztrans.unpack(buffer, sizes, RANKS, outs)),
         ("FSDP2's split_with_sizes_copy", split),
-    ]
-
-
-def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """Clipped AdamW on fp32 shards with fp32 gradients, and the new parameters in bf16."""
-    params, grads = ([torch.randn(n, device=device) for n in numels] for _ in range(2))
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    buffer = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
-    into = list(buffer.split(numels))
-    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    coefficient = torch.full((), 0.999, device=device)
-    work = [
-        (
-            "ztrans adamw_pack",
-            lambda: ops.adamw_pack(params, grads, *moments, step=one, lr=zero, scale=coefficient, out=buffer),
-        )
-    ]
-    if device.type == "cuda":  # the optimizer's own moments are as large again
-        twins = [torch.nn.Parameter(p) for p in params]
-        for twin, grad in zip(twins, grads):
-            twin.grad = grad
-        optimizer = torch.optim.AdamW(twins, lr=0.0, fused=True)
-
-        def unfused() -> None:
-            torch._foreach_mul_(grads, coefficient)
-            optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(into, params)
-
-        work += [
-            ("clip, AdamW(fused=True), _foreach_copy_", unfused),
-            ("AdamW(fused=True) alone, which does less", optimizer.step),
-        ]
-    return 30 * sum(numels), work
-
-
-def quantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """fp32 shards to 8 bits and scales."""
-    parts = [torch.randn(n, device=device) for n in numels]
-    moved = 4 * sum(numels) + ops.quantise(parts, numels, "int8").numel()
-    return moved, [(f"ztrans {kind}", lambda kind=kind: ops.quantise(parts, numels, kind)) for kind in ("int8", "fp8")]
-
-
-def dequantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """8 bits and scales to bf16."""
-    parts = [torch.randn(n, device=device) for n in numels]
-    flat = [(n,) for n in numels]
-    rows = {kind: ops.quantise(parts, numels, kind) for kind in ("int8", "fp8")}
-    return rows["int8"].numel() + 2 * sum(numels), [
-        (f"ztrans {kind}", lambda kind=kind: ops.dequantise(rows[kind], numels, flat, 1, kind, torch.bfloat16))
-        for kind in rows
-    ]
-
-
-def rounding(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """fp32 to bf16 at random, beside the plain cast."""
-    x, seed = torch.randn(sum(numels), device=device), torch.zeros((), dtype=torch.int64, device=device)
-    return 6 * x.numel(), [
-        ("ztrans stochastic_round", lambda: ops.stochastic_round(x, seed)),
-        ("a plain cast, which does less", lambda: x.to(torch.bfloat16)),
     ]

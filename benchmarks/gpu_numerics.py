@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
     """Compare the kernels with their references on the CPU."""
     lines = []
-    for check in (moves, casts, adamw, quantised, collectives, late):
+    for check in (moves, casts, collectives, late):
         try:
             outcome = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
         except Exception as error:  # the other checks still run, and show how far the failure reaches
@@ -62,49 +62,12 @@ def moves(device: torch.device) -> str:
 
 
 def casts(device: torch.device) -> str:
-    """cast_pack between floats, and stochastic_round: all bit patterns round as on the CPU."""
+    """cast_pack between floats: all bit patterns round as on the CPU."""
     for src in FLOATS:
         parts = [bits(n, src, seed) for seed, n in enumerate(NUMELS)]
         for dst in FLOATS:
             true = ops.cast_pack(parts, NUMELS, dst)
             same(ops.cast_pack([p.to(device) for p in parts], NUMELS, dst), true, f"cast_pack {src} to {dst}")
-    x = bits(NUMELS[0], torch.float32, 9)
-    same(ops.stochastic_round(x.to(device), 3), ops.stochastic_round(x, 3), "stochastic_round")
-    return "bit for bit"
-
-
-def adamw(device: torch.device) -> str:
-    """A hundred steps beside `torch.optim.AdamW`; what is written out is the rounded parameter."""
-    params = [torch.randn(n, device=device) for n in NUMELS]
-    twins = [torch.nn.Parameter(p.clone()) for p in params]
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    optimizer = torch.optim.AdamW(twins, lr=3e-3, weight_decay=0.1)
-    out, scale = torch.empty(sum(NUMELS), dtype=torch.bfloat16, device=device), torch.full((), 0.37, device=device)
-    for step in range(1, 101):
-        grads = [torch.randn_like(p) for p in params]
-        for twin, grad in zip(twins, grads):
-            twin.grad = grad * scale
-        optimizer.step()
-        ops.adamw_pack(params, grads, *moments, step=step, lr=3e-3, weight_decay=0.1, scale=scale, out=out)
-    for p, twin in zip(params, twins):
-        torch.testing.assert_close(p, twin.detach(), rtol=1e-6, atol=1e-6)
-    same(out, torch.cat(params).bfloat16(), "adamw_pack's write-out")
-    far = max(float((p - t.detach()).abs().max()) for p, t in zip(params, twins) if p.numel())
-    return f"at most {far:.1e} from torch.optim.AdamW after 100 steps"
-
-
-def quantised(device: torch.device) -> str:
-    """quantise and dequantise, both kinds."""
-    parts = [torch.randn(n) for n in NUMELS]
-    parts[-1][:300] = -torch.tensor([0.0, 1e-38]).repeat(150)  # no scale for those
-    for kind in ("int8", "fp8"):
-        true = ops.quantise(parts, NUMELS, kind)
-        found = ops.quantise([p.to(device) for p in parts], NUMELS, kind)
-        same(found, true, f"quantise {kind}")
-        whole = [p.shape for p in parts]
-        truth = ops.dequantise(true, NUMELS, whole, 1, kind, torch.bfloat16)
-        for a, b in zip(ops.dequantise(found, NUMELS, whole, 1, kind, torch.bfloat16), truth):
-            same(a, b, f"dequantise {kind}")
     return "bit for bit"
 
 
@@ -113,7 +76,6 @@ def collectives(device: torch.device) -> str:
     from ztrans.ops.all_gather import launch as gather
     from ztrans.ops.reduce_scatter import launch as scatter
 
-    worst = 0.0
     for ranks in (2, 3, 4, 8):
         sizes = [-(-n // ranks) + 1 for n in NUMELS]
         total = sum(sizes)
@@ -125,20 +87,16 @@ def collectives(device: torch.device) -> str:
             at = memories[rank]
             outs = [torch.empty(n, dtype=torch.bfloat16, device=device) for n in NUMELS]
             tables = (at.buffers, at.pads, at.error)
-            gather(*tables, outs, sizes, rank, 0, 8, 1, sync=False)
+            gather(*tables, outs, sizes, rank, 8, 1, sync=False)
             sent = rows[:, 0].contiguous()
             for out, true in zip(outs, ops.unpack(sent.view(-1), sizes, [(n,) for n in NUMELS], ranks)):
                 same(out, true, "all_gather")
             outs = [torch.empty(size, device=device) for size in sizes]
-            squares = scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 0, 8, 1, sync=False)
+            scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 8, 1, sync=False)
             true = ops.reduce(list(rows[:, rank]), "mean", torch.float32)
             same(torch.cat(outs), true, "reduce_scatter")
             same(ops.reduce(list(rows[:, rank].to(device)), "mean", torch.float32), true, "reduce")
-            norm = float(true.double().square().sum())
-            worst = max(worst, abs(float(squares.double().sum()) - norm) / norm)
-    if worst > 1e-6:
-        raise AssertionError(f"reduce_scatter: the norm is off by {worst:.1e}")
-    return f"bit for bit; norms to {worst:.1e}"
+    return "bit for bit"
 
 
 def late(device: torch.device) -> str:

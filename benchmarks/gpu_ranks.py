@@ -136,11 +136,11 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
     options = {"together": ranks}
     ways = {
         "all_gather": (
-            lambda: gather(*tables, wholes, sizes, 0, 0, channels, SPINS, **options),
+            lambda: gather(*tables, wholes, sizes, 0, channels, SPINS, **options),
             2 * ranks * 2 * ranks * total,
         ),
         "reduce_scatter": (
-            lambda: scatter(*tables, parts, sizes, "sum", torch.bfloat16, 0, 0, channels, SPINS, **options),
+            lambda: scatter(*tables, parts, sizes, "sum", torch.bfloat16, 0, channels, SPINS, **options),
             ranks * (2 * ranks + 4) * total,
         ),
     }
@@ -186,7 +186,7 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
             buffer.copy_((count + rank).expand(total))
         for whole in wholes:
             whole.fill_(-1)
-        gather(at.buffers, at.pads, at.error, wholes, sizes, 0, 0, 128 // ranks, SPINS, together=ranks)
+        gather(at.buffers, at.pads, at.error, wholes, sizes, 0, 128 // ranks, SPINS, together=ranks)
         for whole in wholes:
             expected = (count + torch.arange(ranks, device=device)).bfloat16()[:, None]
             wrong.add_((whole.view(ranks, -1) != expected).sum())

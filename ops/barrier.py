@@ -13,18 +13,12 @@ Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and fr
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-from .kernel import kernel
+from .kernel import kernel, tl
+from .operation import define
 from .symmetric import Symmetric, at_addresses, check
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()")
 
 SPINS = 1 << 24  # some tens of seconds on a GPU
 
@@ -106,20 +100,14 @@ def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
 def launch(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
     """The barrier on GPUs, by one block."""
     check(error, rank)
-    with torch.cuda.device_of(pads):
-        _barrier[(1,)](pads, error, rank, spins, WORLD=len(pads), num_warps=1)
+    if len(pads) > 1:
+        with torch.cuda.device_of(pads):
+            _barrier[(1,)](pads, error, rank, spins, WORLD=len(pads), num_warps=1)
 
 
-def _by(run):
-    def implementation(pads, error, rank, spins):
-        if not 0 <= rank < len(pads):
-            raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
-        if len(pads) > 1:
-            run(pads, error, rank, spins)
-
-    return implementation
+def _check(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
+    if not 0 <= rank < len(pads):
+        raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
 
 
-_lib.impl("barrier", _by(reference), "CPU")
-_lib.impl("barrier", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::barrier", _by(lambda *_: None), lib=_lib)
+define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()", _check, reference, launch)

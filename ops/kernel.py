@@ -20,7 +20,7 @@ import torch
 
 # Triton casts between these dtypes as torch does. Others are moved as bits, or cast by torch.
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NAMES = {**FLOATS, torch.int8: "int8", torch.float8_e4m3fn: "fp8e4nv"}
+tl: Any = None  # in a kernel it is `triton.language`
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -62,7 +62,7 @@ def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:
 def element(dtype: torch.dtype, bits: bool = False) -> Any:
     """Triton's type for `dtype`. With `bits`, it is the integer type of the same size."""
     language = _triton(f"a kernel on {dtype}").language
-    return language.dtype(_BITS[dtype.itemsize] if bits else _NAMES[dtype])
+    return language.dtype(_BITS[dtype.itemsize] if bits else FLOATS[dtype])
 
 
 def _triton(subject: str) -> Any:

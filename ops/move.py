@@ -11,15 +11,11 @@ element. A full block whose source and destination are aligned to 16 bytes moves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from .kernel import FLOATS, element, kernel
+from .kernel import FLOATS, element, kernel, tl
 from .tables import addresses, blocks, on_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 BLOCK = 4096
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
+import tokenize
 import tomllib
 import zipfile
 from collections import Counter
@@ -59,6 +62,12 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional"
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
+CODE = 12_700  # lines of code in ztrans and ops together, as `code_lines` counts them
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 COMPLEXITY = 15  # cyclomatic, as radon counts it
 
 
@@ -254,6 +263,47 @@ def test_files_are_short():
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files("ztrans", "ops")}
     wrong = {file: n for file, n in lines.items() if n > LINES}
     assert not wrong, f"{wrong}: over {LINES} lines; one concept per file"
+
+
+def code_lines(source: str) -> int:
+    """The lines of a module that hold code: not those that are blank, or only of a comment or of a docstring."""
+    docstrings, lines = set[int](), set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_the_product_stays_small():
+    """What is counted: lines of code of ztrans and ops, by tokens, without docstrings, comments and blank lines.
+
+    A call or a text over several lines counts as so many. Who needs more than is left finds something to take away.
+    """
+    files = {path.resolve() for path in python_files("ztrans", "ops")}  # ztrans/ops is ops
+    total = sum(code_lines(path.read_text()) for path in files)
+    assert total <= CODE, f"{total} lines of code in ztrans and ops; at most {CODE}"
+
+
+def test_lines_of_code_are_counted():
+    quotes = '"' * 3
+    code = f"""
+        {quotes}What the module is,
+        in two lines.{quotes}
+
+        # why
+        def f(x):
+            'What f is.'
+            text = {quotes}one
+            two{quotes}  # no docstring
+            return g(
+                x,  # an argument
+                text,
+            )
+    """
+    assert code_lines(textwrap.dedent(code)) == 7
 
 
 def test_functions_are_simple():

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Graph
-from .ir.printer import format_seconds, html, program
+from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
@@ -70,7 +70,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Compiled:
+class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
     The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
@@ -97,19 +97,9 @@ class Compiled:
         """The program that runs; before the first call, the lowered program."""
         return (self._bound[0].lowered if self._bound else self.lowered).graph
 
-    def as_text(self, *, full: bool = False) -> str:
-        """The program that runs as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
-
     def __repr__(self) -> str:
         captured = ", cuda_graph=True" if self.cuda_graph else ""
         return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
-
-    def _repr_html_(self) -> str:
-        return html(self.graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))

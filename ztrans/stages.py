@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
+from .ir.collectives.user_collectives import by_axis
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
-from .ir.printer import format_seconds, html, program, traffic
-from .ir.user_collectives import by_axis
+from .ir.printer import Printed, format_seconds, traffic
 from .ir.write_order import writes_last
 from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
@@ -45,7 +45,7 @@ from .transforms.base import Transform, mesh_of, rewritten
 
 
 @dataclass(frozen=True, repr=False)
-class Traced:
+class Traced(Printed):
     """A step's program as written, before any transform, as `jax.stages.Traced`."""
 
     program: Program
@@ -69,16 +69,8 @@ class Traced:
             ValueError: the plan is for another program, or the program does not fit a memory budget.
             ProgramError: a transform returned a program that is not well formed.
         """
-        mesh, history = self._transformed()
-        hinted = history[-1][1]
-        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        if plan is None:
-            plan, graph = make(hinted, cluster)
-        else:
-            graph = plans.apply(hinted, plan)
-            plan = plans.weighed(plan, memory(graph).peak, hinted.budget, cluster.device)
-        plan = _described(plan, graph)
-        return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
+        hinted = self._hinted(cluster)
+        return hinted.planned(plan) if plan is not None else hinted._ordered(*make(hinted.graph, hinted.cluster))
 
     @no_collection()
     def follow(self, leader: Lowered) -> Lowered:
@@ -86,17 +78,13 @@ class Traced:
 
         Raises: ValueError if the two programs do not have the same collectives.
         """
-        mesh, history = self._transformed()
-        hinted, plan = history[-1][1], leader.plan
-        if plan.program != fingerprint(hinted):
-            plan = transfer(plan, landmarks(leader.hinted, plan), hinted)
-        graph = plans.ordered(hinted, plan)
-        history = (*history[:-1], ("lower", graph))
-        plan = _described(plans.weighed(plan, memory(graph).peak, hinted.budget, leader.cluster.device), graph)
-        return Lowered(graph, history, self.program, mesh, plan, leader.cluster, hinted)
+        hinted, plan = self._hinted(leader.cluster), leader.plan
+        if plan.program != fingerprint(hinted.graph):
+            plan = transfer(plan, landmarks(leader.hinted, plan), hinted.graph)
+        return hinted.following(plan)
 
-    def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
-        """The mesh, and the program after each transform; the last program has no marks and no unused equations."""
+    def _hinted(self, cluster: Cluster | None) -> Lowered:
+        """The program after all transforms, without marks and without unused equations, before it has an order."""
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -105,24 +93,15 @@ class Traced:
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
-        return mesh, (*history, ("hinted", hinted))
-
-    def as_text(self, *, full: bool = False) -> str:
-        """The program as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
+        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        return Lowered(hinted, (*history, ("lower", hinted)), self.program, mesh, Plan(""), cluster, hinted)
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
 
-    def _repr_html_(self) -> str:
-        return html(self.graph)
-
 
 @dataclass(frozen=True, repr=False)
-class Lowered:
+class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`."""
 
     graph: Graph
@@ -133,18 +112,8 @@ class Lowered:
     cluster: Cluster
     hinted: Graph = dataclasses.field(repr=False)
 
-    def as_text(self, *, full: bool = False) -> str:
-        """The program as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
-
     def __repr__(self) -> str:
         return f"Lowered({self.graph!r}, {self.plan!r})"
-
-    def _repr_html_(self) -> str:
-        return html(self.graph)
 
     def cost_analysis(self) -> Cost:
         """FLOPs, bytes of memory traffic, and wire bytes by axis and role, on one rank."""
@@ -190,8 +159,10 @@ class Lowered:
         return self._ordered(plan, plans.ordered(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
+        """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
-        plan = _described(plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device), graph)
+        plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
+        plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))  # its text begins with that
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
@@ -244,8 +215,3 @@ class Lowered:
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
-
-
-def _described(plan: Plan, graph: Graph) -> Plan:
-    """The plan with what the program sends, which the text of the plan begins with."""
-    return dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))

@@ -152,9 +152,7 @@ class Step(Generic[P, R]):
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
             except OtherProgramError as error:  # for instance for a last, smaller batch
-                planned = traced.lower(cluster=cluster)
-                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=3)
-                return planned
+                warnings.warn(f"{error}\nThis program is planned anew.", stacklevel=3)
         return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step[P, R]:
@@ -206,7 +204,8 @@ class Step(Generic[P, R]):
             else:
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
-                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in arguments.batch_leaves()]
+                leaves = pytree.tree_leaves(arguments.batch)
+                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
                     f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "

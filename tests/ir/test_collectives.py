@@ -19,11 +19,8 @@ from ztrans.ir.collectives import (
     is_start,
     lane,
     pair,
-    received_bytes,
     rules,
-    sends_as_it_lies,
     wait,
-    wire_bytes,
 )
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
@@ -123,8 +120,9 @@ def test_the_value_that_a_new_collective_sends_lives_until_its_wait():
 
 
 def test_a_new_collective_has_bytes_and_a_lane_and_joins_buckets():
-    assert (wire_bytes(START, AXES), received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
-    assert is_start(START) and sends_as_it_lies(START, 0, AXES)
+    rule = rules(START)
+    assert (rule.wire_bytes(START, AXES), rule.received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
+    assert is_start(START) and rule.sends_own(START, 0, AXES)
     second = broadcast([var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp"))
     assert bucket_key(second) == bucket_key(START)
     both = coalesce([START, second])
@@ -141,7 +139,7 @@ def test_fuse_cast_gather_applies_to_a_new_collective():
     graph = program()
     fused = zt.fuse_cast_gather().rewrite(graph)
     (start,) = pair(check(fused)).starts
-    assert start.kwargs["dtype"] is torch.bfloat16 and wire_bytes(start, AXES) == 64
+    assert start.kwargs["dtype"] is torch.bfloat16 and rules(start).wire_bytes(start, AXES) == 64
     for before, after in zip(zt.lockstep(graph, inputs()), zt.lockstep(fused, inputs())):
         assert torch.equal(before[1], after[1])
 

@@ -12,7 +12,7 @@ from tests.fuzz.check import Case
 from tests.fuzz.steps import step_of
 from tests.fuzz.truth import doubles
 from tests.support.worlds import slices
-from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, received_bytes
+from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, rules
 
 pytestmark = [
     # PyTorch's own modules raise this warning when they first take a forward-mode derivative.
@@ -35,7 +35,7 @@ def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
 def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
     graph, under_way = lowered(seed, zt.prefetch(max_in_flight=bound)), {}
     parameters = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
-    received = {e: [received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
+    received = {e: [rules(e).received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
     largest = max((n for sizes in received.values() for n in sizes), default=0)
     for e in graph.eqns:
         if e in received:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.shared_files import over_files
+
 torch.set_num_threads(1)
 op = {name: importlib.import_module(f"ztrans.ops.{name}") for name in ("barrier", "all_gather", "reduce_scatter")}
 packing = importlib.import_module("ztrans.ops.cast_pack")
@@ -36,15 +38,15 @@ def parts(rank: int, round_: int, size: int) -> list[torch.Tensor]:
 def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None:
     ranks, sizes = memory.ranks, [-(-n // memory.ranks) for n in NUMELS]
     for round_ in range(rounds):
-        dtype, offset = ((torch.bfloat16, 0), (torch.float32, 64), (torch.bfloat16, 2))[round_ % 3]
+        dtype = (torch.bfloat16, torch.float32)[round_ % 2]
         cut = [
             [p[r * size : (r + 1) * size] for p, size in zip(parts(0, round_, 0), sizes)] for r in range(ranks)
         ]  # the shards of rank r
-        send = memory.mine[offset : offset + sum(sizes) * dtype.itemsize].view(dtype)
+        send = memory.mine[: sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(cut[memory.rank], sizes, 1, send)
         outs = [torch.full((n,), 7.0, dtype=dtype) for n in NUMELS]
         run("all_gather", kernels)(
-            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, CHANNELS, SPINS
+            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, CHANNELS, SPINS
         )
         memory.check()
         for out, whole in zip(outs, parts(0, round_, 0)):
@@ -64,8 +66,8 @@ def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> Non
         send = memory.mine[: ranks * sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(parts(rank, round_, 0), sizes, ranks, send)
         outs = [torch.full((n,), 7.0, dtype=out_dtype) for n in numels]
-        squares = run("reduce_scatter", kernels)(
-            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, 0, CHANNELS, SPINS
+        run("reduce_scatter", kernels)(
+            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, CHANNELS, SPINS
         )
         memory.check()
         by_rank = [[p.to(dtype) for p in parts(r, round_, 0)] for r in range(ranks)]
@@ -73,8 +75,6 @@ def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> Non
             terms = [sent[k][rank * size : (rank + 1) * size] for sent in by_rank]
             true = reduce(terms, how, out_dtype)
             assert torch.equal(out, true), f"scatter of rank {rank}, round {round_}, part {k}"
-        norm = sum(o.double().square().sum() for o in outs)
-        torch.testing.assert_close(squares.double().sum(), norm, rtol=1e-6, atol=0)
         memory.mine.fill_(0xA5)
 
 
@@ -99,7 +99,7 @@ if __name__ == "__main__":
         exact_casts()
     for ranks in (n for n in worlds if rank < n):
         (folder / str(ranks)).mkdir(exist_ok=True)
-        memory = symmetric.over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
+        memory = over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
         for check in (barriers, gathers, scatters):
             check(memory, kernels)
         mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)

@@ -18,19 +18,13 @@ from ztrans.ops.kernel import element
 
 module = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in (
-        "adamw_pack", "all_gather", "barrier", "dequantise", "move", "quantise", "reduce_scatter", "stochastic_round",
-    )
-}  # fmt: skip
+    for name in ("all_gather", "barrier", "move", "reduce_scatter")
+}
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
 TABLES = {"rows": "*i64", "bases": "*i64"}
 RANKS = {"buffers": "*i64", "pads": "*i64", "error": "*i32", "first": "i32", "spins": "i32", "count": "i32"}
 pytestmark = pytest.mark.parametrize("capability", [80, 90])
-
-
-def floats(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "fp32")
 
 
 def check(kernel, loads: int, stores: int, registers: int) -> None:
@@ -54,29 +48,9 @@ def test_move(capability, tmp_path, src, dst, loads, stores):
     assert kernel.count(r"cvt\.rn\.bf16x2\.f32") >= (0 if same else 8)
 
 
-@pytest.mark.parametrize("grad, loads", [(torch.float32, 8), (torch.bfloat16, 7)], ids=str)
-@pytest.mark.parametrize("random", [False, True], ids=["nearest", "random"])
-def test_adamw_pack(capability, tmp_path, grad, loads, random):
-    numbers = floats("log1", "log2", "beta2", "fresh1", "fresh2", "eps", "decay")
-    pointers = {"step": "*fp32", "lr": "*fp32", "scale": "*fp32", "seed": "*i64"}
-    constants = {
-        "GRAD": element(grad), "OUT": element(torch.bfloat16), "SCALED": True, "WRITE": True, "RANDOM": random, "BLOCK": 1024,
-    }  # fmt: skip
-    types = TABLES | {"count": "i32"} | pointers | numbers
-    kernel = compiled(module["adamw_pack"]._adamw, capability, tmp_path, types, constants, num_warps=4)
-    check(kernel, loads, 7, 80)
-    assert kernel.count(r"\bfma\.rn\.f32") == 0, "every product rounds, as in the reference and in torch.optim"
-
-
-def test_stochastic_round(capability, tmp_path):
-    types = {"x": "*fp32", "seed": "*i64", "out": "*bf16", "n": "i32"}
-    kernel = compiled(module["stochastic_round"]._round, capability, tmp_path, types, {"BLOCK": 2048}, num_warps=8)
-    check(kernel, 2, 1, 40)
-
-
 @pytest.mark.parametrize("world", [2, 8])
 def test_all_gather(capability, tmp_path, world):
-    types = TABLES | RANKS | {"values": "i32", "offset": "i64"}
+    types = TABLES | RANKS | {"values": "i32"}
     constants = {"WORLD": world, "SYNC": True, "ITEM": element(torch.bfloat16, bits=True), "BLOCK": 8192}
     options = {"num_warps": 8, "maxnreg": 128}
     kernel = compiled(module["all_gather"]._gather, capability, tmp_path, types, constants, **options)
@@ -87,7 +61,7 @@ def test_all_gather(capability, tmp_path, world):
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 def test_reduce_scatter(capability, tmp_path, world, mean):
-    types = TABLES | RANKS | {"values": "i32", "squares": "*fp32", "offset": "i64", "total": "i32"}
+    types = TABLES | RANKS | {"values": "i32", "total": "i32"}
     constants = {
         "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "MEAN": mean, "WORLD": world, "SYNC": True, "BLOCK": 2048,
     }  # fmt: skip
@@ -114,21 +88,3 @@ def synchronises(kernel) -> None:
     assert kernel.count(r"atom\.global\S*sys\S*release\S*exch|atom\.global\S*release\S*sys\S*exch") >= 1
     assert kernel.count(r"(ld|atom)\.global\S*acquire") >= 1
     assert kernel.count(r"\batom\.global") == kernel.count(r"\batom\.global\S*\.sys\.")
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("way", ["quantise", "dequantise"])
-def test_quantise(capability, tmp_path, kind, way):
-    if kind == "fp8" and capability < 89:
-        return  # torch does it there, see has_kernel
-    quantise = module["quantise"]
-    code, sizes = element(quantise.CODES[kind]), {"GROUP": quantise.GROUP, "GROUPS": quantise.GROUPS}
-    if way == "quantise":
-        types = TABLES | {"out": "*i8", "scales": "*fp32"}
-        constants = {"GREATEST": 448.0, "TINY": 2.0**-100, "SRC": element(torch.float32), "DST": code} | sizes
-        kernel = compiled(quantise._quantise, capability, tmp_path, types, constants, num_warps=4, enable_fp_fusion=False)
-        check(kernel, 4, 1, 80)
-    else:
-        constants = {"SRC": code, "DST": element(torch.bfloat16), "BUFFER": 3} | sizes
-        kernel = compiled(module["dequantise"]._dequantise, capability, tmp_path, TABLES, constants, num_warps=4)
-        check(kernel, 1, 2, 80)

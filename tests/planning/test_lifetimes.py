@@ -18,7 +18,7 @@ from torch.func import grad
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
-from ztrans.ir.collectives import reduce, sends_as_it_lies
+from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Split, Var
 from ztrans.planning.cluster import Link
 from ztrans.runtime.collectives import Start
@@ -232,5 +232,5 @@ def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
     for members, unpacked in (((weight, bias), [True, True]), ((weight, bias, bias_2), [True, False, False]), ((bias,), [True])):
         eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
         start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
-        assert [sends_as_it_lies(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked
+        assert [rules(eqn).sends_own(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked
         assert [[k] in start.groups for k in range(len(members))] == unpacked

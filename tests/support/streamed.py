@@ -21,9 +21,10 @@ import ztrans as zt
 from benchmarks.gpu_symmetric import Always, stepped
 from tests.support.programs import CASES
 from tests.support.races import Races
+from tests.support.shared_files import over_files
 from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
-from ztrans.ops.symmetric import Symmetric, over_files
+from ztrans.ops.symmetric import Symmetric
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda import symmetric_memory
 from ztrans.runtime.cuda.streams import Streams

@@ -48,6 +48,19 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def having(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of `owner` have other values inside."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Collect no garbage inside the context.
 
@@ -73,7 +86,8 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
             f"Apply torch.func.{kind} inside the step, or to the function of the step."
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, pytree.tree_leaves(arguments))):
+    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise TypeError(
             f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
             f"Use torch.func.jvp inside the step, or on the function of the step."
@@ -83,7 +97,3 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called while another step is traced.\n"
             f"Call the function of this step instead, and apply its transforms to the outer step."
         )
-
-
-def _has_tangent(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None

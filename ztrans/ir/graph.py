@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .relations import grouped
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
@@ -260,11 +261,7 @@ def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
 
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
     """The equations that read each variable, in program order, each once."""
-    readers: dict[Var, list[Eqn]] = {}
-    for eqn in graph.eqns:
-        for var in dict.fromkeys(eqn.ins):
-            readers.setdefault(var, []).append(eqn)
-    return readers
+    return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from .ambient import refuse_inside, without_autocast
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
+from .relations import grouped
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
@@ -104,7 +105,5 @@ def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[
         return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
-    groups: dict[tuple, list[int]] = {}
-    for rank, at in enumerate(places):
-        groups.setdefault(tuple((a, i) for a, i in at.items() if a != axis), []).append(rank)
-    return list(groups.values())
+    others = (tuple((a, i) for a, i in at.items() if a != axis) for at in places)
+    return list(grouped(zip(others, range(len(places)))).values())

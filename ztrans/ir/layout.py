@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -155,7 +155,9 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
     return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
 
 
-def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None) -> DTensor:
+def shard_leaf(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
+) -> torch.Tensor:
     """A full tensor as a DTensor.
 
     The full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor,
@@ -169,7 +171,7 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
         else:  # without the copy, a leaf that is replicated would be the caller's own tensor
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        return _trained(distribute_tensor(leaf, mesh, wanted, src_data_rank=source), trained)
+        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
     local = leaf
     for split in layout:
         if isinstance(split, Split):
@@ -180,13 +182,8 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
     else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
-    return _trained(dtensor, trained)
-
-
-def _trained(leaf: DTensor, trained: bool) -> DTensor:
-    leaf.requires_grad_(trained)
-    return leaf
+    whole = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+    return whole.requires_grad_(trained)
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -194,7 +191,7 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
 
-def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout.
 
     If mesh or layout differ it communicates, so every rank must call it.
@@ -203,4 +200,4 @@ def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
         return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
     with torch.no_grad():
         moved = copied(leaf.redistribute(mesh, placements(layout, mesh)))
-    return _trained(cast(DTensor, moved), leaf.requires_grad)
+    return moved.requires_grad_(leaf.requires_grad)

@@ -77,15 +77,9 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
         return aten.view_as_complex.default(pairs.contiguous())
 
 
-def reshape(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
-    """`x` in another shape. `stride`, which the trace recorded, is ignored: the result has strides of its own."""
-    return aten.reshape.default(x, size)
-
-
 _CALLED: dict[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
-    aten._reshape_alias.default: reshape,
     aten.view.dtype: bits,
     aten.view_as_complex.default: as_complex,
 }

@@ -10,10 +10,11 @@ A transform chooses the values (see `transforms.remat`), or the user does, by a 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
 from .liveness import liveness
+from .relations import reachable
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
@@ -30,18 +31,13 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 
-    def needed(v: Var) -> list[Eqn]:
-        """The equations of forward that must run again to compute `v`, in their order."""
-        equations, reads = set[Eqn](), [v]
-        while reads:
-            v = reads.pop()
-            if root[v] in chosen and v not in copies and makers[v].region == "forward" and makers[v] not in equations:
-                equations.add(makers[v])
-                reads += makers[v].ins
-        return sorted(equations, key=place.__getitem__)
+    def needed(values: Iterable[Var]) -> list[Eqn]:
+        """The equations of forward that must run again to compute those of some values which have no copies yet."""
+        equations = [makers[v] for v in values if root[v] in chosen and v not in copies]
+        return [e for e in equations if e.region == "forward"]
 
     def read(v: Var) -> Var:
-        for e in needed(v):
+        for e in sorted(reachable(needed([v]), lambda e: needed(e.ins)), key=place.__getitem__):
             copies.update(
                 (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
                 for out in e.results

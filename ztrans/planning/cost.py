@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.collectives import pair, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
+from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
@@ -67,7 +67,7 @@ class Memory:
     state: int  # the bytes of the state
 
     def __str__(self) -> str:
-        name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
+        name = next((out.name for out in self.at.results), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
@@ -79,24 +79,17 @@ class Memory:
 
 
 def _si(n: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if n < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G"):
+        if n < 1000:
             return f"{n:.2f} {prefix}{unit}"
         n /= 1000
-    raise AssertionError
+    return f"{n:.2f} T{unit}"
 
 
-def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
-    """A function from a value to its bytes on the rank with the same index on every axis, by default rank 0."""
-    at = {axis: rank for axis in graph.axes}
-
-    def size(v: Var) -> int:
-        n = v.dtype.itemsize
-        for extent in local_shape(v, graph.axes, at):
-            n *= extent
-        return n
-
-    return size
+def local_bytes(graph: Graph) -> Callable[[Var], int]:
+    """A function from a value to its bytes on rank 0."""
+    at = dict.fromkeys(graph.axes, 0)
+    return lambda v: math.prod(local_shape(v, graph.axes, at)) * v.dtype.itemsize
 
 
 def cost(graph: Graph) -> Cost:
@@ -106,9 +99,9 @@ def cost(graph: Graph) -> Cost:
     wire: Counter[tuple[str, str]] = Counter()
     for e in graph.eqns:
         if e.provenance is not None:
-            wire[e.kwargs["axis"], e.provenance.role] += wire_bytes(e, graph.axes)
+            wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
         elif not isinstance(e.op, Primitive) and not is_view(e):
-            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
             operations += flops(e, graph)
     by_equation = launches(graph).values()
     calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
@@ -154,7 +147,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
     for i, e in enumerate(graph.eqns):
         for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, k, graph.axes) if out.future else size(out)
+                allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
                 every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
@@ -167,10 +160,10 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
     The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
     gather that must unpack its members is counted at the start and at the wait.
     """
-    sent = sent_bytes(start, graph.axes)
+    sent = rules(start).sent_bytes(start, graph.axes)
     if not sent:
         return []
-    unpacked, first = unpacked_bytes(start, graph.axes), start.out
+    unpacked, first = rules(start).unpacked_bytes(start, graph.axes), start.out
     receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 

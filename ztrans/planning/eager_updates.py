@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
+from ..ir.relations import grouped, reachable
 from .program_order import Skeleton
-from .solver.problem import Gather, Update
+from .solver.problem import Gather
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
 
@@ -22,10 +23,6 @@ class Group:
     after: tuple[int, ...]  # the indices of these reductions
     release: int  # the first place at which they may run
     eqns: tuple[Eqn, ...]  # in program order
-
-    def update(self, cost: Mapping[Eqn, float]) -> Update:
-        """The group as an `Update` of a scheduling problem."""
-        return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
 
 
 def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
@@ -48,7 +45,7 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
             place = s.places[e] + 1
         else:
             by_key.setdefault((reductions, place), []).append(e)
-        for out in filter(None, e.outs):
+        for out in e.results:
             after[out], release[out] = reductions, place
     for key, eqns in _askers(free, by_key).items():
         by_key.setdefault(key, []).extend(eqns)
@@ -64,17 +61,12 @@ def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
     An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
     asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
+    makers = lambda e: [free[v] for v in e.ins if v in free]
     for key, eqns in groups_by_key.items():
-        todo = [free[v] for e in eqns for v in e.ins if v in free]
-        while todo:
-            e = todo.pop()
-            if key not in asked[e]:
-                asked[e].add(key)
-                todo += [free[v] for v in e.ins if v in free]
-    by_group: dict[_Key, list[Eqn]] = {}
-    for e, keys in ((e, keys) for e, keys in asked.items() if keys):
-        by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
-    return by_group
+        for maker in reachable((maker for e in eqns for maker in makers(e)), makers):
+            asked[maker].add(key)
+    key_of = lambda keys: next(iter(keys)) if len(keys) == 1 else (frozenset(), 0)
+    return grouped((key_of(keys), e) for e, keys in asked.items() if keys)
 
 
 def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
@@ -85,7 +77,7 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
     for k, e in enumerate(s.ops):
         if e not in floating:
             release.update((root[v], k + 1) for v in e.ins if root[v] in state)
-            release.update((out, k + 1) for out in e.outs if out is not None)
+            release.update((out, k + 1) for out in e.results)
     for p, g in zip(s.gathers, gathers):
         release[p.value] = g.use + 1
         if g.again is None:  # a plan may drop any regather

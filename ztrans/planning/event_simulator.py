@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -62,9 +62,9 @@ class Network:
         self.messages: list[Message] = []
         self.begin: list[float] = []
         self.end: list[float] = []
-        self.queued: dict[str, deque[int]] = {}
+        self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
         self.starting: list[tuple[float, int]] = []  # a heap of (time at which bytes begin to move, message)
-        self.links: dict[str, _Link] = {}
+        self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = _NEVER  # the time of the next event
 
     def issue(self, message: Message, now: float) -> int:
@@ -73,11 +73,7 @@ class Network:
         self.messages.append(message)
         self.begin.append(_NEVER)
         self.end.append(_NEVER)
-        lane = self.queued.get(message.lane)
-        if lane is None:
-            lane = self.queued[message.lane] = deque()
-        if message.link not in self.links:
-            self.links[message.link] = _Link()
+        lane = self.queued[message.lane]
         lane.append(i)
         if len(lane) == 1:
             self._head(i, now)

@@ -8,7 +8,6 @@ numbers of dims of values that depend on the batch, and for all other values als
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ def update_fingerprint(graph: Graph) -> str:
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:
         if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
-            read = lambda v: numbers.setdefault(v, len(numbers))
-            digest.update(repr((str(e.op), _literals(e.args, read), _literals(e.kwargs, read))).encode())
+            leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
+            digest.update(repr((str(e.op), tree, [_literal(x, numbers) for x in leaves])).encode())
             digest.update(_constants(e))
     return digest.hexdigest()[:16]
 
@@ -58,19 +57,15 @@ def _batch_sized(graph: Graph) -> set[Var]:
         if e.provenance is not None:
             depends = e.provenance.role in _BATCH_SIZED
         if depends:
-            sized.update(out for out in e.outs if out is not None)
+            sized.update(e.results)
     return sized
 
 
-def _literals(tree: Any, read: Any) -> Any:
-    """The arguments of an equation, with values as numbers and tensors as shapes."""
-    if isinstance(tree, torch.Tensor):
-        return tuple(tree.shape)
-    if isinstance(tree, (list, tuple)):
-        return [_literals(item, read) for item in tree]
-    if isinstance(tree, Mapping):
-        return {key: _literals(item, read) for key, item in tree.items()}
-    return read(tree) if isinstance(tree, Var) else repr(tree)
+def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
+    """A value as its number, a tensor as its shape, a literal as text."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
 
 
 def _show(v: Var, sized: set[Var]) -> str:

@@ -11,15 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from ..ir.collectives import (
-    ALONE,
-    bucket_key,
-    buffer_bytes,
-    received_bytes,
-    sends_as_it_lies,
-    sent_bytes,
-    wire_bytes,
-)
+from ..ir.collectives import ALONE, bucket_key, buffer_bytes, rules
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
@@ -31,7 +23,7 @@ from .program_order import Planned, Skeleton, place_name
 from .realise import realise
 from .residency import Value, residency
 from .simulate import COPIES, NO_COPIES, lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Schedule, Wire
+from .solver.problem import Gather, Problem, Reduction, Schedule, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -61,7 +53,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         reductions=reductions,
         wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
         memory=budget,
-        updates=tuple(group.update(cost) for group in leaving),
+        updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
         others=_others(s, cluster),
         peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )
@@ -116,8 +108,8 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         if regather == "always":
             release = max(release, _phase(s, start.region, use))
         latest[identity] = i
-        size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        wire, name = wire_bytes(start, graph.axes), start.out.name
+        size = sum(rules(start).received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        wire, name = rules(start).wire_bytes(start, graph.axes), start.out.name
         key, small = bucket_key(start), _is_small(start, graph)
         gathers.append(Gather(key, wire, size, use, last, min(release, use), earlier, small, name))
     return tuple(gathers)
@@ -144,7 +136,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
             open_buckets[key] = group, filled + held
             key = (*key, group)
         need = deadline(s, floating, s.born[i], s.need[i])
-        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
+        wire, small, name = rules(start).wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
         planned.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
     return tuple(planned)
 
@@ -152,9 +144,9 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
     """A reduction with the bytes that it holds while it is under way, and afterwards."""
     start, members = p.start, range(len(p.start.outs))
-    in_place = all(sends_as_it_lies(start, k, graph.axes) for k in members)
-    received = sum(received_bytes(start, k, graph.axes) for k in members)
-    flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
+    in_place = all(rules(start).sends_own(start, k, graph.axes) for k in members)
+    received = sum(rules(start).received_bytes(start, k, graph.axes) for k in members)
+    flight = rules(start).sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
     # Updates after the wait reuse the memory of the bytes that were under way; `more` is what they need beyond that.
     after = value.updating + (0 if value.until else value.bytes)
     more = max(

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import pair, rules, sent_bytes, unpacked_bytes
+from ..ir.collectives import pair, rules
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.layout import local_shape, localize
@@ -40,10 +40,11 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
         if e in with_others or is_constant(e):
             return Launches(0, 0)
         if e in pairs.starts:
-            return Launches(1, 1 + bool(sent_bytes(e, graph.axes)))
+            return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
         if e in pairs.waits:
             started, member = pairs.waits[e].start, pairs.waits[e].member
-            return Launches(1, bool(unpacked_bytes(started, graph.axes))) if not member else Launches(0, 0)
+            unpacks = bool(rules(started).unpacked_bytes(started, graph.axes))
+            return Launches(1, unpacks) if not member else Launches(0, 0)
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares(e)), 0)
         parts = simpler.get(local[e], (local[e],))

@@ -188,14 +188,22 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    buckets = [_wrong_buckets(name, getattr(plan, name)) for name in ("gathers", "reductions")]
-    lists = [
-        f"{name} is {value!r}; it is a list of strings"
-        for name, value in (("dropped", plan.dropped), ("notes", plan.notes))
-        if not _strings(value)
-    ]
-    program = "" if isinstance(plan.program, str) else f"program is {plan.program!r}; it is the hash of a program"
-    return next(filter(None, [*buckets, *lists, program, _wrong_update(plan)]), "")
+    for name, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+        if not isinstance(buckets, tuple):
+            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+        wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
+        if wrong:
+            return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place"
+    for name, value in (("dropped", plan.dropped), ("notes", plan.notes)):
+        if not _strings(value):
+            return f"{name} is {value!r}; it is a list of strings"
+    if not isinstance(plan.program, str):
+        return f"program is {plan.program!r}; it is the hash of a program"
+    if plan.update not in _UPDATES:
+        return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
+    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
+        return f"update is {WRITTEN!r}, and a program as written has no buckets"
+    return ""
 
 
 def _strings(value: object) -> bool:
@@ -208,21 +216,6 @@ def _is_bucket(value: object) -> bool:
         return False
     members, place = value
     return _strings(members) and bool(members) and isinstance(place, str)
-
-
-def _wrong_buckets(name: str, buckets: object) -> str:
-    if not isinstance(buckets, tuple):
-        return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-    wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
-    return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place" if wrong else ""
-
-
-def _wrong_update(plan: Plan) -> str:
-    if plan.update not in _UPDATES:
-        return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
-    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
-        return f"update is {WRITTEN!r}, and a program as written has no buckets"
-    return ""
 
 
 def apply(graph: Graph, plan: Plan) -> Graph:

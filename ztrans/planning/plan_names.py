@@ -33,7 +33,7 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
         ScheduleError: a name or a place is wrong.
     """
     places = {place_name(s, k): k for k in range(len(s.ops) + 1)}
-    gather, reduction = _index(s.gathers), _index(s.reductions)
+    gather, reduction = index(s.gathers), index(s.reductions)
     _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
     _check_once("reduction", reduction, [m for members, _ in reductions for m in members])
     gather_buckets, reduction_buckets = [], []
@@ -48,7 +48,8 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
     return schedule
 
 
-def _index(planned: Sequence[Planned]) -> dict[str, int]:
+def index(planned: Sequence[Planned]) -> dict[str, int]:
+    """The index of each planned collective by its name."""
     return {p.start.out.name: i for i, p in enumerate(planned)}
 
 

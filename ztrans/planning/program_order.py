@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
-from ..ir.layout import local_shape
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
+from .cost import local_bytes
 
 # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
 Key = tuple[int, int, int]
@@ -36,25 +36,20 @@ def hoist(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = _sorted(graph, keys, makers)
+    eqns = _sorted({e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}, keys)
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
 
 
-def _sorted(graph: Graph, keys: Mapping[Eqn, Key], makers: Mapping[Var, Eqn]) -> list[Eqn]:
-    """The equations sorted by key, as far as data flow allows."""
-    used = users(graph)
-    missing = {e: len({makers[v] for v in e.ins if v in makers}) for e in graph.eqns}
-    rank = {e: i for i, e in enumerate(graph.eqns)}
-    ready = [(keys[e], i, e) for e, i in rank.items() if not missing[e]]
-    heapq.heapify(ready)
-    order: list[Eqn] = []
-    while ready:
-        _, _, e = heapq.heappop(ready)
+def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]:
+    """The equations sorted by key, as far as the equations allow that each of them needs before it."""
+    sorter, ready, order = TopologicalSorter(needs), list[tuple[Key, Eqn]](), list[Eqn]()
+    sorter.prepare()
+    while sorter.is_active():
+        for e in sorter.get_ready():
+            heapq.heappush(ready, (keys[e], e))
+        _, e = heapq.heappop(ready)
         order.append(e)
-        for reader in dict.fromkeys(u for out in e.outs if out is not None for u in used.get(out, ())):
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, (keys[reader], rank[reader], reader))
+        sorter.done(e)
     return order
 
 
@@ -105,8 +100,7 @@ class Skeleton:
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
         """For each reduction, the bytes of its gradient on a rank."""
-        at = dict.fromkeys(self.graph.axes, 0)
-        size = lambda v: math.prod(local_shape(v, self.graph.axes, at)) * v.dtype.itemsize
+        size = local_bytes(self.graph)
         return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
 
     @functools.cached_property
@@ -132,12 +126,11 @@ class Skeleton:
         movable: dict[Eqn, None] = {}
         free: dict[Var, Eqn] = {}
         for e in filter(_may_float, self.ops):
-            outs = [out for out in e.outs if out is not None]
             if any(v in reduced for v in e.ins):
                 movable[e] = None
-                reduced.update(outs)
+                reduced.update(e.results)
             elif all(v in state or v in free for v in e.ins):
-                free.update((out, e) for out in outs)
+                free.update((out, e) for out in e.results)
         return movable, free
 
     @functools.cached_property
@@ -154,9 +147,8 @@ class Skeleton:
         waits: dict[Eqn, set[Var]] = {}
         for e in reversed(self.floating[0]):
             waits[e] = {root[v] for v in e.ins} & state
-            outs = [out for out in e.outs if out is not None]
-            readers = [waits.get(reader, set()) for out in outs for reader in used.get(out, ())]
-            if readers and all(out in available and out not in outputs for out in outs):
+            readers = [waits.get(reader, set()) for out in e.results for reader in used.get(out, ())]
+            if readers and all(out in available and out not in outputs for out in e.results):
                 waits[e] |= set.intersection(*readers)
         return waits
 
@@ -166,7 +158,7 @@ class Skeleton:
         available = {*self.graph.inputs, *outputs, *free}
         for e in movable:
             if all(v in available or v.numel == 1 for v in e.ins):
-                available.update(out for out in e.outs if out is not None)
+                available.update(e.results)
         return available
 
 
@@ -179,7 +171,7 @@ def place_name(s: Skeleton, place: int) -> str:
     """The name of a place in a plan: the first result of the operation behind it, or "" for the end."""
     if place == len(s.ops):
         return ""
-    return next((out.name for out in s.ops[place].outs if out is not None), f"#{place}")
+    return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
 def skeleton(graph: Graph) -> Skeleton:

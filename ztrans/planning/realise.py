@@ -14,6 +14,7 @@ from typing import Literal
 
 from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, Var, rename
+from ..ir.relations import grouped
 from .program_order import Planned, Skeleton
 from .solver.problem import Bucket, Schedule
 
@@ -60,19 +61,12 @@ def realise(s: Skeleton, schedule: Schedule, update: str, kept: Mapping[int, int
 
 def _by_place(buckets: Iterable[Bucket], which: Literal["start", "wait"]) -> dict[int, list[Bucket]]:
     """Buckets by the place at which they start, or are waited for."""
-    places: dict[int, list[Bucket]] = {}
-    for bucket in buckets:
-        places.setdefault(getattr(bucket, which), []).append(bucket)
-    return places
+    return grouped((getattr(bucket, which), bucket) for bucket in buckets)
 
 
 def _waits_by_use(s: Skeleton, schedule: Schedule) -> dict[int, list[Eqn]]:
     """For each place, the waits for the gathers whose value the next operation is the first to read."""
-    waits: dict[int, list[Eqn]] = {}
-    for bucket in schedule.gathers:
-        for i in bucket.members:
-            waits.setdefault(s.use[i], []).append(s.gathers[i].wait)
-    return waits
+    return grouped((s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members)
 
 
 class _Emission:

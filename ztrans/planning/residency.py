@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..ir.collectives import received_bytes
+from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Var
 from .cost import held, local_bytes
@@ -72,7 +72,7 @@ def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Resi
 
 def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
     """For every storage that a floating operation needs, the place behind its last reader at a fixed place."""
-    storages = lambda e: {given.owner[v] for v in (*e.ins, *filter(None, e.outs))}
+    storages = lambda e: {given.owner[v] for v in (*e.ins, *e.results)}
     needed = {v for e in floating for v in storages(e)}
     ends = dict.fromkeys(needed, 0)
     for k, e in enumerate(s.ops):
@@ -113,7 +113,7 @@ def _values(s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Se
         received, owner = root[p.value] is not p.value, given.owner[p.value]
         until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])
         start = (p.then or (p.start,))[0]
-        allocated = received_bytes(start, 0, graph.axes) if received else size(p.value)
+        allocated = rules(start).received_bytes(start, 0, graph.axes) if received else size(p.value)
         yield Value(allocated, received, until, updating_bytes)
 
 

@@ -12,17 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    is_alone,
-    lane,
-    pair,
-    rules,
-    sends_as_it_lies,
-    wire_bytes,
-)
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_alone, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_matmul
@@ -77,13 +67,13 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
     """The seconds that a kernel runs: as long as its operations take, or its bytes."""
     size = local_bytes(graph)
-    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
     return max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
 
 
 def _rated(e: Eqn) -> str:
     """The name of an operation's rate: the dtype of its result, or "tf32" if PyTorch runs this product in TF32."""
-    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
+    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
     if "convolution" in op_name(e.op):
@@ -97,9 +87,9 @@ def _rated(e: Eqn) -> str:
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds of compute that it takes to copy into the send buffer of a collective, and to send."""
     link = cluster.link(e.kwargs["axis"])
-    host = link.call + link.host * wire_bytes(e, graph.axes)
+    host = link.call + link.host * rules(e).wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    in_place = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    in_place = [rules(e).sends_own(e, k, graph.axes) for k in range(len(e.outs))]
     copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
@@ -112,7 +102,7 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
-        return cluster.device.launch + known * wire_bytes(e, graph.axes)
+        return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
     copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 
@@ -162,7 +152,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
 def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
     """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
-        return e.op.name, wire_bytes(e, graph.axes)
+        return e.op.name, rules(e).wire_bytes(e, graph.axes)
     size, name = local_bytes(graph), op_name(e.op)
     whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
@@ -177,9 +167,7 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     """
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])
-    events = [
-        Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0
-    ]  # fmt: skip
+    events = [Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0]
     for k, (e, m, moved) in enumerate(sent):
         begin, end = played.begin[k], played.end[k]
         events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))

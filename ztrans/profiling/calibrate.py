@@ -143,10 +143,10 @@ def _matmul(n: int, dtype: torch.dtype, on: torch.device) -> Callable[[], object
     return lambda: torch.mm(a, b, out=out)
 
 
-def _median_seconds(run: Callable[[], object], on: torch.device, most: int = 7) -> float:
-    """The median duration of a call, after a warm-up, over at most `most` calls in about `_BURST` seconds."""
+def _median_seconds(run: Callable[[], object], on: torch.device) -> float:
+    """The median duration of a call, after a warm-up, over at most seven calls in about `_BURST` seconds."""
     taken = [_seconds(run, on) for _ in range(2)]
-    while len(taken) <= most and sum(taken) < _BURST:
+    while len(taken) <= 7 and sum(taken) < _BURST:
         taken.append(_seconds(run, on))
     return median(taken[1:])
 
@@ -214,7 +214,7 @@ def _collective(kind: str, size: int, messages: Channel, on: torch.device) -> tu
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
     module: Any = start(eqn, ranks, {"axis": messages.group.rank()}, messages, side_streams(on.type))
     member = torch.zeros(rows // (n if kind == "all_gather" else 1), device=on)
-    return lambda: module(member)[0].future, collectives.wire_bytes(eqn, ranks)
+    return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, ranks)
 
 
 def _wait(future: Future) -> None:

@@ -6,13 +6,13 @@ returns. The lifetimes of values are the same as in the code without readings.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,23 +103,14 @@ def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
     if isinstance(future.work, Done):
         record.done[k] = record.read(future.work.lane)
     elif future.work is not None:
-        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
+        # Work can be waited for only once: the watcher does, and the program waits for the watcher.
+        future.work = SimpleNamespace(wait=record.watchers[lane].submit(_wait, record, future.work, k).result)
 
 
 def _wait(record: Record, work: Work, k: int) -> None:
     """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
     work.wait()
     record.done[k] = record.read()
-
-
-class _Watched:
-    """Work that a watcher waits for. It can be waited for only once, so the program waits for the watcher."""
-
-    def __init__(self, watching: concurrent.futures.Future) -> None:
-        self.watching = watching
-
-    def wait(self) -> None:
-        self.watching.result()
 
 
 def block(record: Record, member: Member) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
 from ..ir.printer import format_seconds, op_name
+from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
 from ..planning.event_simulator import Message
@@ -53,7 +54,7 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        usual = [_median_message(same) for same in zip(*self.messages) if same[0].axis in axes]
+        usual = [_combined(same, median) for same in zip(*self.messages) if same[0].axis in axes]
         links = []
         for axis, link in explain(base.links, usual):
             over = [m for m in usual if m.axis == axis]
@@ -83,22 +84,14 @@ def _over_ranks(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     The last rank to start a message may receive its bytes at once, while the other ranks have waited for it. So no
     single rank can tell how long a message takes.
     """
-    return tuple(
-        same[0]._replace(
-            issued=max(m.issued for m in same),
-            done=max(m.done for m in same),
-            spent=median(m.spent for m in same),
-            unpacked=median(m.unpacked for m in same),
-        )
-        for same in zip(*ranks)
-    )
+    return tuple(_combined(same, max) for same in zip(*ranks))
 
 
-def _median_message(same: Sequence[Observed]) -> Observed:
-    """One message with the medians of its times in several steps."""
+def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
+    """One message from several observations of it: medians, and with `moment` when it was issued and when done."""
     return same[0]._replace(
-        issued=median(m.issued for m in same),
-        done=median(m.done for m in same),
+        issued=moment(m.issued for m in same),
+        done=moment(m.done for m in same),
         spent=median(m.spent for m in same),
         unpacked=median(m.unpacked for m in same),
     )
@@ -253,9 +246,7 @@ def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     equations omit it, but the median of whole steps includes it. So all means are scaled to add up to the median step.
     """
     intervals = list(_intervals(graph, runs))
-    medians: dict[str, list[float]] = {}
-    for interval in intervals:
-        medians.setdefault(interval.signature, []).append(median(interval.seconds))
+    medians = grouped((interval.signature, median(interval.seconds)) for interval in intervals)
     total = sum(map(sum, medians.values()))
     step = median(map(sum, zip(*(interval.seconds for interval in intervals)))) if total else 0.0
     return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ir.printer import format_bytes, format_seconds
+from ..ir.relations import grouped
 from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
 
@@ -51,10 +52,8 @@ def _scale(seconds: float) -> tuple[float, str]:
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
-    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for e in timeline.events:
-        bars.setdefault((e.lane, stands_for(e)), []).append((e.start * scale, e.seconds * scale))
-    for (lane, kind), spans in bars.items():
+    bars = (((e.lane, stands_for(e)), (e.start * scale, e.seconds * scale)) for e in timeline.events)
+    for (lane, kind), spans in grouped(bars).items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
         ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[kind][0], edgecolor=_GROUND, linewidth=gap)
     stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]

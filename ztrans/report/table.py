@@ -37,22 +37,13 @@ def table(timeline: Timeline) -> str:
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
-    rows = [["", *map(label, (first, second)), "ratio"]]
-    for name, (a, b) in figures_of(first, second).items():
+    rows, figures = [["", *map(label, (first, second)), "ratio"]], [_figures(first), _figures(second)]
+    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
+    for name in sorted({**figures[0], **figures[1]}, key=lambda name: order.get(name, 4 if name[0] == " " else 2)):
         show = format_bytes if name == "peak memory" else format_seconds
+        a, b = (each.get(name) for each in figures)  # None where a timeline has no such row
         rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
     return _columns(rows, left=(0,))
-
-
-def figures_of(first: Timeline, second: Timeline) -> dict[str, tuple[float | None, float | None]]:
-    """The figures of two timelines by the name of their row: seconds, or bytes for `peak memory`.
-
-    A figure is None if its timeline has no such row.
-    """
-    a, b = _figures(first), _figures(second)
-    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
-    names = sorted({**a, **b}, key=lambda name: order.get(name, 4 if name.startswith(" ") else 2))
-    return {name: (a.get(name), b.get(name)) for name in names}
 
 
 def label(timeline: Timeline) -> str:
@@ -62,7 +53,7 @@ def label(timeline: Timeline) -> str:
 
 def title(eqn: Eqn) -> str:
     """An equation in a few words: its first result, the number of further results, and its operation."""
-    names = [out.name.removesuffix("'") for out in eqn.outs if out is not None]
+    names = [out.name.removesuffix("'") for out in eqn.results]
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
 
@@ -73,6 +64,7 @@ def source_line(eqn: Eqn) -> str:
 
 
 def _figures(timeline: Timeline) -> dict[str, float]:
+    """The figures of a timeline by the name of their row, in seconds, and in bytes for `peak memory`."""
     lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
     exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
     return {"step": timeline.seconds, **lanes, "exposed": timeline.stalled, **exposed, "peak memory": timeline.peak}

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.collectives.user_collectives import by_group
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.layout import local_shape, localize
 from ..ir.update_groups import Group, is_fused_update, list_call
-from ..ir.user_collectives import by_group
 from ..ir.views import Calls, simpler_calls
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams

@@ -15,15 +15,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
-from ..ir.graph import Eqn, Split, Var
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, wire_dtype, without
+from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, part
 from ..ir.reshard import on_axis
 from ..ops.cast_pack import reference as pack
@@ -123,20 +123,19 @@ class Start(torch.nn.Module):
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind, self.op = str(eqn.op), str(eqn.kwargs.get("op", ""))
+        self.kind, self.op = cast(Primitive, eqn.op), str(eqn.kwargs.get("op", ""))
         self.size, self.rank = sizes[axis], at[axis]
         self._channel = channel
         self.direct = channel is not None and channel.is_direct
-        self.outs: Sequence[Var] = [out for out in eqn.outs if out is not None]
+        self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
-        self.wire: torch.dtype = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
+        self.wire = wire_dtype(eqn, eqn.ins[0])
         # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
         self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
         self.groups = _message_groups(eqn, sizes)
-        starts = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}
-        self.start = {str(primitive): start for primitive, start in starts.items()}[self.kind]
+        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[self.kind]
 
     @property
     def channel(self) -> Channel:
@@ -193,7 +192,7 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
-        dim, n = self.dim, self.size
+        dim = self.dim
         rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
@@ -202,7 +201,7 @@ class Start(torch.nn.Module):
         def finish() -> list[torch.Tensor]:
             values, offset = [], 0
             for k in ks:
-                mine = (part(self.shapes[k][0], n, self.rank)[1], *self.shapes[k][1:])
+                mine = self.part_shape(k)
                 here = slice(offset, offset + math.prod(mine))
                 result = None if over is None else over[here]
                 value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result).view(mine)
@@ -218,7 +217,7 @@ class Start(torch.nn.Module):
             received = torch.empty_like(send)
             with self.channel.errors():
                 work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
-            return list(received), [_Holding(work, send)]
+            return list(received), [work]  # which holds what is sent, until it is done
         pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
         return pieces, self.channel.exchange(list(send), pieces)
 
@@ -228,6 +227,11 @@ class Start(torch.nn.Module):
         Over a piece of such a buffer, the sum would keep the whole buffer alive.
         """
         return pieces[0 if self.rank else 1] if self.direct and self.size > 1 else None
+
+    def part_shape(self, k: int) -> tuple[int, ...]:
+        """The shape of this rank's part of a member, with the split dim first."""
+        rows, *others = self.shapes[k]
+        return part(rows, self.size, self.rank)[1], *others
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row for each rank, padded with zeros."""
@@ -264,17 +268,6 @@ class Start(torch.nn.Module):
             return [w.view(s) for w, s in zip(whole, shapes)]
 
         return works, finish
-
-
-@dataclass(eq=False)
-class _Holding:
-    """Work, together with the buffer that it sends, which must live until the work is done."""
-
-    work: Work
-    send: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
 
 
 def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import buffer_bytes, is_start, wire_dtype
+from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import DTYPES, Graph, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_users, is_wait
 from .meeting import Call, everywhere, first_difference, meet
 
 
@@ -22,9 +22,8 @@ def messages(graph: Graph) -> list[str]:
     lines = []
     for e in graph.eqns:
         if is_start(e):
-            outs = [out for out in e.outs if out is not None]
-            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(outs))]
-            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(outs, sizes)]
+            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
+            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.results, sizes)]
             kind = " ".join(filter(None, (op_name(e.op), e.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
 from ..ir.donation import is_constant
-from ..ir.graph import Eqn, Primitive, Split, Var, substitute
-from ..ir.layout import cut
+from ..ir.graph import Eqn, Primitive, Var, substitute
+from ..ir.layout import local_shape, part
 from ..ir.update_groups import list_call
 from .call_forms import call_form
 from .collectives import channel, wait
@@ -53,17 +53,6 @@ class Emission:
 Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 
-class _Cut(torch.nn.Module):
-    """This rank's part of a whole value."""
-
-    def __init__(self, split: Split, size: int, rank: int) -> None:
-        super().__init__()
-        self.split, self.size, self.rank = split, size, rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cut(x, self.split, self.size, self.rank)
-
-
 def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     axis = eqn.kwargs["axis"]
@@ -79,10 +68,11 @@ def waited(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
 
 
 def sharded(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """Emit a submodule that returns this rank's part of a whole value, as a view."""
-    axis = eqn.kwargs["axis"]
-    part = _Cut(Split(axis, eqn.args[1]), emission.sizes[axis], emission.at[axis])
-    return [emission.call(f"shard_{place}", part, eqn.args[0])]
+    """Emit a call that returns this rank's part of a whole value, as a view."""
+    (value, dim), axis = eqn.args, eqn.kwargs["axis"]
+    rows = local_shape(value, emission.sizes, emission.at)[dim]
+    mine = part(rows, emission.sizes[axis], emission.at[axis])
+    return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, *mine))]
 
 
 def unchanged(emission: Emission, eqn: Eqn, place: int) -> list[Any]:

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.relations import grouped
 from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 
 T = TypeVar("T")
@@ -51,7 +52,8 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
         groups.open()
         channel = _ranks_channel(groups)
         record = _RECORD.pack(call.messages, call.steps, call.name.encode()[:112])
-        calls = [Call(_text(name), *numbers) for *numbers, name in map(_RECORD.unpack, _gather(channel, record))]
+        records = map(_RECORD.unpack, _gather(channel, record))
+        calls = [Call(name.rstrip(b"\0").decode(errors="replace"), *numbers) for *numbers, name in records]
     except LostRank as error:
         raise lost(mesh, call.name, error) from error
     groups.calls += 1
@@ -102,7 +104,8 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
             "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
         )
     head = f"{name}: rank {groups.ranks[groups.rank]} has lost other ranks of the mesh.\n"
-    return LostRank(f"{head}{''.join(lines)}The backend says: {_first_line(error)}")
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return LostRank(f"{head}{''.join(lines)}The backend says: {said}")
 
 
 def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
@@ -156,23 +159,13 @@ def _gather(channel: Channel, record: bytes) -> list[bytes]:
     return [bytes(row.tolist()) for row in records]
 
 
-def _text(name: bytes) -> str:
-    return name.rstrip(b"\0").decode(errors="replace")
-
-
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
     """The text of the error when calls differ. `messages` are those of every rank, if only they differ."""
-
-    def ranks_by(key: Callable[[Call], Hashable]) -> dict[Hashable, list[int]]:
-        by_key: dict[Hashable, list[int]] = {}
-        for rank, call in zip(groups.ranks, calls):
-            by_key.setdefault(key(call), []).append(rank)
-        return by_key
-
     names = list(dict.fromkeys(call.name for call in calls))
     head = f"{' and '.join(names)}: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
     if len(names) > 1:
-        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in ranks_by(lambda c: c.name).items()]
+        by_name = grouped((call.name, rank) for call, rank in zip(calls, groups.ranks))
+        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in by_name.items()]
         return (
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
             f"has ended, stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
@@ -183,7 +176,8 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
             f"Batches may differ in size from rank to rank, but every rank must take the same branches, "
             f"with the same transforms. Compare print(step.lower(state, batch)) of two ranks."
         )
-    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in ranks_by(lambda c: c.steps).items()]
+    by_steps = grouped((call.steps, rank) for call, rank in zip(calls, groups.ranks))
+    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in by_steps.items()]
     return (
         f"{head}  The states have taken different numbers of steps since they were sharded:\n{''.join(lines)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
@@ -201,10 +195,6 @@ def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) ->
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:

@@ -103,7 +103,8 @@ class ProcessGroups:
     """The channels of one mesh, in the order in which they were first opened, which is the same on all ranks.
 
     `runner` has the thread that runs a step (see `failure.alone`). `epoch` is how often closed channels were reopened,
-    and `calls` the number of calls that all ranks of the mesh have made together.
+    and `calls` the number of calls that all ranks of the mesh have made together. `is_alone` says that no other rank
+    exists: a mesh of one, or one whose other ranks are fake.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -112,7 +113,7 @@ class ProcessGroups:
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
-        self._is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self._rows: dict[Axis, list[list[int]]] = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
         self._channels: dict[tuple[Axis, str], Channel] = {}
         self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this rank ends
@@ -121,11 +122,6 @@ class ProcessGroups:
     def rank(self) -> int:
         """The index of this rank in the mesh."""
         return self.ranks.index(dist.get_rank())
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank: the mesh has one rank, or its process group is fake."""
-        return self._is_alone
 
     def channel(self, axis: Axis, purpose: str) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""

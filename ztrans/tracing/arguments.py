@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -59,9 +59,6 @@ class Arguments(NamedTuple):
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
         return pytree.tree_flatten((self.state, *self.batch))
-
-    def batch_leaves(self) -> list:
-        return pytree.tree_leaves(self.batch)
 
     def state_key(self) -> StateKey:
         """The properties of the state that a program is specialised on."""
@@ -177,7 +174,7 @@ def flat(
 
 def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
     """The tensors that this rank holds of a batch whose key is that of a batch which `flat` has accepted."""
-    leaves, static = arguments.batch_leaves(), {i - num_state for i, _ in program.static}
+    leaves, static = pytree.tree_leaves(arguments.batch), {i - num_state for i, _ in program.static}
     return [_read(x) for i, x in enumerate(leaves) if i not in static]
 
 
@@ -188,7 +185,7 @@ def _read(x: Any) -> torch.Tensor:
 
 def check_laid_out(
     name: str,
-    mesh: DeviceMesh | AbstractMesh | None,
+    mesh: DeviceMesh,
     paths: Sequence[str],
     leaves: Sequence[Any],
     layouts: Sequence[Layout],
@@ -205,8 +202,6 @@ def check_laid_out(
 
     Raises: TypeError that names the first leaves that are not laid out so.
     """
-    if not isinstance(mesh, DeviceMesh):
-        return
     wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
     wrong = []
     for path, leaf, layout in zip(paths, leaves, layouts):
@@ -241,22 +236,29 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
-    spans = []
-    for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
-        size = x.numel()
-        if i < graph.num_state and (x.is_conj() or x.is_neg()):
+    for v, x in zip(graph.inputs[: graph.num_state], inputs):
+        if x.is_conj() or x.is_neg():
             raise TypeError(_donated(graph, f"{v.name} is conjugated or negated only when it is read"))
         if not x.is_contiguous():
-            if i < graph.num_state:
-                raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
-            size = size and 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
+    for i, j in overlapping(inputs):
+        if min(i, j) < graph.num_state:
+            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """The positions of tensors that lie in the same memory, pair by pair."""
+    spans = []
+    for i, x in enumerate(tensors):
+        size = x.numel()
+        if size and not x.is_contiguous():
+            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
         if size:
-            start = x.data_ptr()
-            spans.append((start, start + size * x.itemsize, i))
+            spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
     spans.sort()
     for (_, end, i), (start, _, j) in itertools.pairwise(spans):
-        if start < end and min(i, j) < graph.num_state:
-            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+        if start < end:
+            yield i, j
 
 
 def _donated(graph: Graph, reason: str) -> str:

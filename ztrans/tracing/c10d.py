@@ -80,7 +80,8 @@ def functionalized(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     name = op._schema.name.removeprefix("c10d::")
     if name not in _FORMS:
-        raise NoForm(_REASONS.get(name, "ranks take different parts in it"))
+        moves_nothing = "it moves no values, and a program runs as soon as its values are there"
+        raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
     declared = op._schema.arguments
     given = {a.name: a.default_value for a in declared} | dict(zip((a.name for a in declared), args)) | kwargs
     written = _FORMS[name](Call(given))
@@ -172,7 +173,4 @@ _FORMS: dict[str, Callable[[Call], Any]] = {
     ),
     "alltoall_": _all_to_all_lists,
 }
-_REASONS = {
-    "barrier": "it moves no values, and a program runs as soon as its values are there",
-    "monitored_barrier_": "it moves no values, and a program runs as soon as its values are there",
-}
+_BARRIERS = ("barrier", "monitored_barrier_")

@@ -23,7 +23,7 @@ from ..ir.printer import op_name
 from ..ir.source import Source, where
 
 aten = torch.ops.aten
-_SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
+_SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
 _INVERSES = {  # the inverses of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,

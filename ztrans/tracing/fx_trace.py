@@ -9,29 +9,27 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
 from .watch import Watch
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """The recorded run of a function."""
 
-    graph: fx.Graph  # the operations of the run
+    graph: Any  # the operations of the run, as FX records them, or imported as a `Graph`
     out_tree: pytree.TreeSpec  # the tree of the result
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
@@ -87,20 +85,14 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-@contextlib.contextmanager
-def _with_caches_that_change() -> Iterator[None]:
+def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
     """Let selective checkpoints cache results that are later changed in place, such as a dropout mask.
 
     PyTorch refuses to read such a cached result. In a trace its value does not matter, only the policy of the
     checkpoint does.
     """
-    cached: Any = torch.utils.checkpoint._VersionWrapper
-    get_val = cached.get_val
-    cached.get_val = lambda self, allow_cache_entry_mutation: self.val
-    try:
-        yield
-    finally:
-        cached.get_val = get_val
+    get_val = lambda self, allow_cache_entry_mutation: self.val
+    return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
 
 
 @functools.cache
@@ -131,10 +123,6 @@ def _quiet() -> Iterator[None]:
 
     There an optimizer keeps its step count as a tensor, which the trace can follow.
     """
-    before = torch.compiler._is_compiling_flag
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
+    compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+        yield

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 
 from .. import ops
+from ..ir.relations import reachable
 from ..ir.source import user_source
 from .errors import refuse_closure
 from .lifting.scalars import with_tensor_scalar
@@ -107,15 +108,6 @@ def _listed(x) -> list:
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
-    leaves: dict[int, torch.Tensor] = {}
-    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return list(leaves.values())
+    last = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    nodes = reachable(last, lambda node: [before for before, _ in node.next_functions if before is not None])
+    return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())

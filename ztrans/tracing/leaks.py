@@ -20,10 +20,9 @@ import operator
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -33,23 +32,11 @@ from torch.utils import _pytree as pytree
 from ..ir.source import Source, user_source, where
 from .captured import constants
 from .errors import changes_python, draws_in_python, leaks_tensor
+from .fx_trace import Recorded
 from .generators import Generators
 from .reached import ABSENT, Reach, is_internal
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-class Recorded(Protocol):
-    """A traced program: its graph, and every tensor of the trace with the line that computes it."""
-
-    @property
-    def graph(self) -> Any: ...
-
-    @property
-    def tensors(self) -> list[tuple[weakref.ref, Source | None]]: ...
-
-
-T = TypeVar("T", bound=Recorded)
 
 
 @dataclass(frozen=True)
@@ -98,7 +85,7 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], T], reach: Reach, step: str) -> T:
+def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
     Warns of lines that print, and of tensors of the trace that an object outside of the step still holds.
@@ -134,7 +121,7 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
 
 
 def _leaks(
-    record: Callable, first: Recorded, changes: list[Change], between: Snapshot, step: str
+    record: Callable[[], Recorded], first: Recorded, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
     """The names that hold tensors of the first trace, with their lines.
 

@@ -93,7 +93,7 @@ def _depending_on_gradients(graph: Graph) -> set[Var]:
     depends: set[Var] = set()
     for e in graph.eqns:
         if e.op is GRADIENT or any(v in depends for v in e.ins):
-            depends.update(o for o in e.outs if o is not None)
+            depends.update(e.results)
     return depends
 
 

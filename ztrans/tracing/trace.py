@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,7 +22,7 @@ from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
 from .errors import no_argument, no_state
-from .fx_trace import record
+from .fx_trace import Recorded, record
 from .import_fx import import_fx
 from .leaks import settled
 from .regions import Fact, label_regions
@@ -66,9 +66,9 @@ class Abstract:
             if not isinstance(leaf, Hashable):
                 raise no_argument(leaf)
             return leaf
-        if is_state:  # state is stored contiguous, whatever strides the caller's leaf has
-            return Abstract(tuple(leaf.shape), leaf.dtype, _contiguous_stride(leaf.shape), _device(leaf))
-        return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
+        # State is stored contiguous, whatever strides the caller's leaf has.
+        stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
+        return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
 
 
 @functools.cache
@@ -153,38 +153,26 @@ def trace(
         _check_result(fn, result, state)
         return result
 
-    def record_program() -> _Traced:
+    def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
-        wants_grad = [_wants_grad(leaves[i]) for i in dynamic]
+        wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
         recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        return _Traced(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
+        return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
 
 
-class _Traced(NamedTuple):
-    """One run of the step: its program, the tree of its results, and the tensors that it created."""
-
-    graph: Graph
-    out_tree: pytree.TreeSpec
-    tensors: list
-
-
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """The program with regions for its equations, and with recomputation of the results that checkpoints drop."""
     graph = dce(label_regions(graph, facts))
-    of_values = {v: fact for e, fact in facts.items() for v in e.outs if v is not None}
+    of_values = {v: fact for e, fact in facts.items() for v in e.results}
     checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
     return checkpointed(graph, checkpoint, {v for v, fact in of_values.items() if fact.dropped})
-
-
-def _wants_grad(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _name(fn: Callable) -> str:

@@ -16,28 +16,13 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.source import Source, user_source, where
-from . import c10d
-from .errors import (
-    cannot_be_traced,
-    draws,
-    draws_again,
-    no_collective,
-    reads_earlier_trace,
-    reads_value,
-    refuse_closure,
-    seeds,
-)
+from . import c10d, errors
 from .overloads import is_written
 
 
@@ -99,15 +84,15 @@ class Watch(TorchDispatchMode):
         """Raises: ValueError for an operation that a program cannot hold."""
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                refuse_closure(func, arg, line, self.step)
+                errors.refuse_closure(func, arg, line, self.step)
             if isinstance(arg, FakeTensor) and arg.fake_mode is not self.mode:
-                raise reads_earlier_trace(arg, line, self.step)
+                raise errors.reads_earlier_trace(arg, line, self.step)
             if isinstance(arg, torch.Generator):
-                raise seeds(f"a torch.Generator ({func})", line, self.step)
-        if backward and draws(func, args, kwargs):
-            raise draws_again(func, line, self.step)
+                raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
+        if backward and errors.draws(func, args, kwargs):
+            raise errors.draws_again(func, line, self.step)
         if c10d.is_point_to_point(func):
-            raise no_collective(func, "one rank sends and another receives", line, self.step)
+            raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
             warnings.warn(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
@@ -119,13 +104,13 @@ class Watch(TorchDispatchMode):
         try:
             return c10d.functionalized(func, args, kwargs) if c10d.is_in_place(func) else func(*args, **kwargs)
         except c10d.NoForm as error:
-            raise no_collective(func, str(error), line, self.step) from None
-        except DynamicOutputShapeException:
-            raise reads_value(func, True, line, self.step) from None
-        except DataDependentOutputException:
-            raise reads_value(func, False, line, self.step) from None
-        except (NotImplementedError, UnsupportedOperatorException) as error:
-            raise cannot_be_traced(func, error, line, self.step) from error
+            raise errors.no_collective(func, str(error), line, self.step) from None
+        except fake_tensor.DynamicOutputShapeException:
+            raise errors.reads_value(func, True, line, self.step) from None
+        except fake_tensor.DataDependentOutputException:
+            raise errors.reads_value(func, False, line, self.step) from None
+        except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
+            raise errors.cannot_be_traced(func, error, line, self.step) from error
 
 
 @functools.cache

@@ -11,7 +11,7 @@ Reductions are linear, so the results are equal up to rounding. Gradients stay w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -154,20 +154,9 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
     casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
     before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
     start = b.start.replace(args=([total],))
-    eqns = []
-    for e in graph.eqns:
-        if e is b.start:
-            eqns += [*casts, before, start]
-        elif e is add and rest is not None:
-            eqns.append(e.replace(args=(rest, b.end.out)))
-        elif e is add or e is a.start or e is a.end:
-            continue
-        else:
-            eqns.append(e)
-    graph = graph.replace(eqns=tuple(eqns))
-    if rest is None:
-        graph = rename(graph, {add.out: b.end.out})
-    return dce(graph)
+    sums = [] if rest is None else [add.replace(args=(rest, b.end.out))]
+    graph = _with(graph, {b.start: [*casts, before, start], a.start: [], a.end: [], add: sums})
+    return dce(graph if sums else rename(graph, {add.out: b.end.out}))
 
 
 def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
@@ -184,17 +173,17 @@ def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn],
 
 def _without(graph: Graph, e: Eqn) -> Graph:
     """The program without `e`; its first argument replaces its result."""
-    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.out: e.args[0]})
+    return rename(_with(graph, {e: []}), {e.out: e.args[0]})
+
+
+def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
+    """The program with other equations in the place of some."""
+    return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
 
 
 def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
     """The program with `reduce(term * c)` in place of `reduce(term) * c`, which `e` computes."""
     scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
     first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
-    eqns = []
-    for old in graph.eqns:
-        if old is r.start:
-            eqns += [first, old.replace(args=([scaled],))]
-        elif old is not e:
-            eqns.append(old)
-    return rename(graph.replace(eqns=tuple(eqns)), {e.out: r.end.out})
+    start = r.start.replace(args=([scaled],))
+    return rename(_with(graph, {r.start: [first, start], e: []}), {e.out: r.end.out})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
@@ -63,13 +64,9 @@ class Transform:
         return ()
 
     @property
-    def as_written(self) -> bool:
-        """Whether it rewrites the program as it was traced, and not that of one rank."""
-        return self.turn < Transform.turn
-
-    @property
     def name(self) -> str:
-        return type(self).__name__.lstrip("_").lower()
+        """The name of the class in small letters: `_MergeEqual` is `merge_equal`."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
         from ..step import Step  # imported here, because `step` imports this module
@@ -147,7 +144,7 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
             f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
             f"Keep one of them."
         )
-    before = [t.name for t in transforms if not t.as_written and t.mesh is None]
+    before = [t.name for t in transforms if t.turn >= Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
             f"{transform.name}: applied after {', '.join(before)}, which work on the program "
@@ -174,3 +171,10 @@ def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layou
     meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     layouts = (t.layout(name, tuple(leaf.shape), meta) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
+
+
+def check_number(option: str, value: object, what: str, least: int, *instead: object) -> None:
+    """Raises: ValueError unless an option of a transform is `what`, a number from `least` on, or one of `instead`."""
+    if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        others = "".join(f", or {other!r}" for other in instead)
+        raise ValueError(f"{option}={value!r}; it is {what}{others}.")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..ir.collectives import GRADIENT
+from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
-from ..ir.user_collectives import is_users, is_wait
-from .base import Transform
+from ..ir.relations import reachable
+from .base import Transform, check_number
 
 
 def delay_weight_grads(*, most: int = 4) -> Transform:
@@ -39,8 +40,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
     >>> delay_weight_grads(most=2)
     delay_weight_grads(most=2)
     """
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ValueError(f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1.")
+    check_number("delay_weight_grads: most", most, "a number of matmuls, at least 1", 1)
     return _DelayWeightGrads(most)
 
 
@@ -49,10 +49,6 @@ class _DelayWeightGrads(Transform):
     most: int = 4
 
     turn: ClassVar[int] = 1
-
-    @property
-    def name(self) -> str:
-        return "delay_weight_grads"
 
     def rewrite(self, graph: Graph) -> Graph:
         used = users(graph)
@@ -85,13 +81,9 @@ class _DelayWeightGrads(Transform):
 
 def _needed(collective: Eqn, since: Sequence[Eqn]) -> set[Eqn]:
     """The equations of `since` that a collective depends on."""
-    makers, needed, read = producers(since), set[Eqn](), [*collective.ins]
-    while read:
-        e = makers.get(read.pop())
-        if e is not None and e not in needed:
-            needed.add(e)
-            read += e.ins
-    return needed
+    makers = producers(since)
+    before = lambda e: [makers[v] for v in e.ins if v in makers]
+    return set(reachable(before(collective), before))
 
 
 def _prepares(e: Eqn) -> bool:
@@ -100,10 +92,5 @@ def _prepares(e: Eqn) -> bool:
 
 def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
     """The equations of `among` that depend on `e`."""
-    after, values = set[Eqn](), [*e.results]
-    while values:
-        for x in used.get(values.pop(), ()):
-            if x in among and x not in after:
-                after.add(x)
-                values += x.results
-    return after
+    readers = lambda e: [x for v in e.results for x in used.get(v, ()) if x in among]
+    return set(reachable(readers(e), readers))

@@ -10,7 +10,8 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, variables
+from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
 from ..ir.layout import part
 from ..ir.operations import shows_argument
 
@@ -175,9 +177,9 @@ def _ask(eqn: Eqn, have: list[Layout], axis: str, size: int) -> tuple[list[Layou
         return have, [()] * len(eqn.outs)
     op: Any = eqn.op
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(eqn.ins, have))
-    args, kwargs = _from_the_front(eqn)
-    literals = repr(_strip(args)) + repr(_strip(kwargs))
-    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, args, kwargs, axis, size))
+    arguments = _from_the_front(eqn)
+    literals = repr(substitute(arguments, lambda v: "v"))
+    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, axis, size, arguments))
     return answer or _whole(eqn)
 
 
@@ -197,30 +199,19 @@ def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     return args, {name: named(name, x) for name, x in eqn.kwargs.items()}
 
 
+@dataclass(frozen=True)
 class _Question:
-    """A hashable question to DTensor. Equal operations on equal types have the same answer, which is cached."""
+    """A question to DTensor. Equal operations on equal types have the same answer, which is cached.
 
-    def __init__(
-        self, op: Any, types: tuple, literals: str, args: tuple, kwargs: dict[str, Any], axis: str, size: int
-    ) -> None:
-        self.op, self.types, self.args, self.kwargs, self.axis, self.size = op, types, args, kwargs, axis, size
-        self.key = (op, types, literals, axis, size)
+    `arguments` are the positional arguments and the keyword arguments.
+    """
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, question: object) -> bool:
-        return isinstance(question, _Question) and self.key == question.key
-
-
-def _strip(tree: Any) -> Any:
-    if isinstance(tree, Var):
-        return "v"
-    if isinstance(tree, (list, tuple)):
-        return [_strip(x) for x in tree]
-    if isinstance(tree, Mapping):
-        return {k: _strip(x) for k, x in tree.items()}
-    return tree
+    op: Any
+    types: tuple
+    literals: str
+    axis: str
+    size: int
+    arguments: tuple[tuple, dict[str, Any]] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,18 +226,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
         spec = DTensorSpec(mesh, (_placement(next(layouts)),), TensorMeta(whole.shape, whole.stride(), v.dtype))
         return DTensor(whole, spec, requires_grad=False)
 
-    def build(tree: Any) -> Any:
-        if isinstance(tree, Var):
-            return tensor(tree)
-        if isinstance(tree, (list, tuple)):
-            return [build(x) for x in tree]
-        if isinstance(tree, Mapping):
-            return {k: build(x) for k, x in tree.items()}
-        return tree
-
-    args, kwargs = tuple(build(a) for a in question.args), build(dict(question.kwargs))
     try:
-        info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
+        info = dispatcher.unwrap_to_op_info(question.op, *substitute(question.arguments, tensor))
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         if "redistribut" in str(error):  # it has a rule, but for whole inputs only
@@ -255,12 +236,9 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
     sharding: Any = info.output_sharding
     specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
     schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
-    wanted = [
-        s
-        for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
-        if isinstance(s, DTensorSpec)
-    ]
-    count = len(list(variables((question.args, question.kwargs))))
+    leaves = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
+    wanted = [spec for spec in leaves if isinstance(spec, DTensorSpec)]
+    count = len(list(variables(question.arguments)))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")
     if any(isinstance(s.placements[0], _StridedShard) for s in (*wanted, *specs) if s is not None):

@@ -38,10 +38,6 @@ def fuse_cast_gather() -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class _FuseCastGather(Transform):
-    @property
-    def name(self) -> str:
-        return "fuse_cast_gather"
-
     def rewrite(self, graph: Graph) -> Graph:
         used, outputs = users(graph), set(variables(graph.outputs))
         new: dict[Var, Var] = {}  # values that become narrower

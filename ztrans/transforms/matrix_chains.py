@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..ir.collectives import GRADIENT
+from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
 from ..ir.operations import is_matmul
-from ..ir.user_collectives import is_users
+from ..ir.relations import reachable
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
             chained |= {e, *before} if before else set()
             before = before | {e}
         if before:
-            depends_on.update((out, before) for out in e.outs if out is not None)
+            depends_on.update((out, before) for out in e.results)
     return chained
 
 
@@ -102,7 +103,7 @@ def _following(update: Iterable[Eqn], sources: Iterable[Var], layout: LayoutOf) 
         reads = [v for v in e.ins if v in inside]
         if reads and _runs_anywhere(e) and all(v in inside or not layout(v) for v in e.ins):
             following.append(e)
-            inside.update(out for out in e.outs if out is not None)
+            inside.update(e.results)
     return following
 
 
@@ -114,18 +115,16 @@ def _runs_anywhere(e: Eqn) -> bool:
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
     """The names of the leaves from whose gradients `sources` are computed; the name of a source that has none."""
     makers, names = producers(graph.eqns), set[str]()
+
+    def alike(v: Var) -> list[Var]:
+        """The values of the shape of `v`, up to the order of its dims, from which the update computes it."""
+        e = makers.get(v)
+        computed = e is not None and e.op is not GRADIENT and e.region == "update"
+        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)] if e is not None and computed else []
+
     for source in sources:
-        leaves, stack, seen = set[str](), [source], {source}
-        while stack:
-            v = stack.pop()
-            e = makers.get(v)
-            if e is not None and e.op is GRADIENT:
-                leaves.add(e.args[1].name)
-            elif e is not None and e.region == "update":
-                alike = {x for x in e.ins if sorted(x.shape) == sorted(v.shape)} - seen
-                stack += alike
-                seen |= alike
-        names |= leaves or {source.name}
+        before = (makers[v] for v in reachable([source], alike) if v in makers)
+        names |= {e.args[1].name for e in before if e.op is GRADIENT} or {source.name}
     order = {v.name: k for k, v in enumerate(graph.inputs)}
     return tuple(sorted(names, key=lambda name: (order.get(name, len(order)), name)))
 

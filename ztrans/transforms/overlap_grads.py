@@ -9,7 +9,7 @@ from typing import Literal
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
-from .base import Transform
+from .base import Transform, check_number
 
 
 def overlap_grads(
@@ -55,15 +55,10 @@ def overlap_grads(
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    for name, value, default in (("max_in_flight", max_in_flight, None), ("bucket", bucket, "auto")):
-        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {default!r}.")
-    most = max_compute_between
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise ValueError(
-            f"overlap_grads: max_compute_between={max_compute_between!r}; "
-            "it is a number of matmuls, at least 1, or None."
-        )
+    check_number("overlap_grads: max_in_flight", max_in_flight, "a number of bytes", 0, None)
+    check_number("overlap_grads: bucket", bucket, "a number of bytes", 0, "auto")
+    between = "overlap_grads: max_compute_between"
+    check_number(between, max_compute_between, "a number of matmuls, at least 1", 1, None)
     if update not in ("eager", "last"):
         raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
     return _OverlapGrads(bucket, max_compute_between, max_in_flight, update)
@@ -75,10 +70,6 @@ class _OverlapGrads(Transform):
     max_compute_between: int | None = 8
     max_in_flight: int | None = None
     update: Literal["eager", "last"] = "eager"
-
-    @property
-    def name(self) -> str:
-        return "overlap_grads"
 
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)

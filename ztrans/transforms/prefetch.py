@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..ir.collectives import rules
 from ..ir.graph import Graph, Order
-from .base import Transform
+from .base import Transform, check_number
 
 
 def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
@@ -36,9 +36,8 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    for name, value, default, least in (("memory", memory, "auto", 1), ("max_in_flight", max_in_flight, None, 0)):
-        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ValueError(f"prefetch: {name}={value!r}; it is a number of bytes, or {default!r}.")
+    check_number("prefetch: memory", memory, "a number of bytes", 1, "auto")
+    check_number("prefetch: max_in_flight", max_in_flight, "a number of bytes", 0, None)
     return _Prefetch(memory, max_in_flight)
 
 
@@ -46,10 +45,6 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
 class _Prefetch(Transform):
     memory: int | str = "auto"
     max_in_flight: int | None = None
-
-    @property
-    def name(self) -> str:
-        return "prefetch"
 
     def rewrite(self, graph: Graph) -> Graph:
         hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None

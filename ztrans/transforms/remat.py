@@ -12,7 +12,7 @@ from ..ir.liveness import liveness
 from ..ir.operations import is_view
 from ..ir.recompute import recompute
 from ..ir.varying import varying
-from .base import Transform
+from .base import Transform, check_number
 
 aten = torch.ops.aten
 _CHEAP = {aten._to_copy.default, aten.clone.default, aten.native_layer_norm.default}
@@ -43,8 +43,7 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
     >>> remat()
     remat()
     """
-    if not isinstance(at_least, int) or isinstance(at_least, bool) or at_least < 0:
-        raise ValueError(f"remat: at_least={at_least!r}; it is a number of bytes.")
+    check_number("remat: at_least", at_least, "a number of bytes", 0)
     return _Remat(at_least)
 
 
@@ -53,10 +52,6 @@ class _Remat(Transform):
     at_least: int = 1 << 16
 
     turn: ClassVar[int] = 0
-
-    @property
-    def name(self) -> str:
-        return "remat"
 
     def rewrite(self, graph: Graph) -> Graph:
         return recompute(graph, _recomputed(graph, self.at_least))

@@ -82,11 +82,13 @@ def shard_params(
         raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
-    return _ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
+    return ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
 
 
 @dataclass(frozen=True, repr=False)
-class _ShardParams(Transform):
+class ShardParams(Transform):
+    """The transform that `shard_params` returns."""
+
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: str
     stage: int
@@ -95,10 +97,6 @@ class _ShardParams(Transform):
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
-
-    @property
-    def name(self) -> str:
-        return "shard_params"
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.collectives.user_collectives import is_users, on_parts
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
 from ..ir.layout import is_worth_cutting
 from ..ir.printer import op_name
 from ..ir.reshard import on_axis
 from ..ir.source import where
-from ..ir.user_collectives import is_users, on_parts
 from ..ir.varying import INVARIANT, varying
 from .dtensor_rules import NoRule, rule
-from .value_layouts import Options, Values
+from .value_layouts import Values
+
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
 
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
@@ -30,7 +33,7 @@ REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 class Sharding:
     """One walk over the program. The equations of the update that are in `whole` run on whole values, on every rank."""
 
-    def __init__(self, graph: Graph, options: Options, whole: Set[Eqn] = frozenset()) -> None:
+    def __init__(self, graph: Graph, options: ShardParams, whole: Set[Eqn] = frozenset()) -> None:
         self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
         self.values = Values(graph, options)
         self.over = varying(graph, self.values.axes)
@@ -128,7 +131,7 @@ class Sharding:
         out = eqn.out
         over = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
         if not over:
-            self.values.same(out, g, eqn)
+            self.values.bind(out, self.values.value(g, eqn))
             return
         split = Split(self.axis)
         to = split if p in self.values.placed and split in self.values.placed[p].layout else None
@@ -157,7 +160,7 @@ class Sharding:
             times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
             self.on_whole(times)
         else:
-            self.values.same(out, x, eqn)
+            self.values.bind(out, self.values.value(x, eqn))
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:
@@ -207,12 +210,10 @@ class Sharding:
     def entry(self, eqn: Eqn | None) -> Eqn | None:
         """The equation through which a varying value enters the update: `eqn` or one that it depends on."""
         makers = self.values.producers
-        while eqn is not None:
-            before = [makers[v] for v in eqn.ins if v in self.over and v in makers and makers[v].region == "update"]
-            if not before:
-                return eqn
+        enters = lambda v: v in self.over and v in makers and makers[v].region == "update"
+        while eqn is not None and (before := [makers[v] for v in eqn.ins if enters(v)]):
             eqn = before[0]
-        return None
+        return eqn
 
     def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Layout, Names, Partial, Provenance, Split, Var, producers, substitute
+from ..ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
 from ..ir.operations import is_view_or_cast
 from ..ir.reshard import Site, redistribute, reduced
 
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
+
 _CAST = torch.ops.aten._to_copy.default
-
-
-class Options(Protocol):
-    """The options of `shard_params`."""
-
-    @property
-    def axis(self) -> str: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def reshard(self) -> Literal["auto", "always"]: ...
-    @property
-    def replicate_axis(self) -> str | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-    @property
-    def outputs(self) -> str: ...
-
-    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout: ...
 
 
 class Values:
@@ -47,9 +31,9 @@ class Values:
     the region and the line of the equation that needs the change.
     """
 
-    def __init__(self, graph: Graph, options: Options) -> None:
+    def __init__(self, graph: Graph, options: ShardParams) -> None:
         self.opt, self.axis = options, options.axis
-        self.axes = [a for a in (options.axis, options.replicate_axis) if a]
+        self.axes = options.axes
         self.eqns: list[Eqn] = []
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.producers = producers(graph.eqns)
@@ -63,10 +47,6 @@ class Values:
     def bind(self, old: Var, new: Var) -> None:
         """Let `new` be the value of the program of one rank that stands for `old` of the plain program."""
         (self.placed if new.layout else self.local)[old] = new
-
-    def same(self, out: Var, v: Var, eqn: Eqn) -> None:
-        """Let `out` of the plain program be the same value as `v`, in the layout of `v`."""
-        self.bind(out, self.value(v, eqn))
 
     def advance(self, eqn: Eqn) -> None:
         """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""

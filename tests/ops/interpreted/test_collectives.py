@@ -28,14 +28,14 @@ def test_kernels_work_between_processes_over_shared_memory():
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64], ids=str)
 def test_all_ranks_gather_in_one_launch(ranks, dtype, skew):
-    sizes, offset = [-(-n // ranks) + 1 for n in NUMELS], skew * dtype.itemsize
-    memories = symmetric.in_one_process(ranks, offset + sum(sizes) * dtype.itemsize)
+    sizes = [-(-n // ranks) + 1 for n in NUMELS]
+    memories = symmetric.in_one_process(ranks, sum(sizes) * dtype.itemsize)
     sent = [bits(sum(sizes), dtype, r) for r in range(ranks)]
     for memory, buffer in zip(memories, sent):
-        memory.mine[offset:].copy_(buffer.view(torch.uint8))
-    outs = [torch.zeros(n, dtype=dtype) for _ in range(ranks) for n in NUMELS]
+        memory.mine.copy_(buffer.view(torch.uint8))
+    outs = [torch.zeros(n + skew, dtype=dtype)[skew:] for _ in range(ranks) for n in NUMELS]
     at = memories[0]
-    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, offset, 2, 9, together=ranks, sync=False)
+    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, 2, 9, together=ranks, sync=False)
     true = [torch.zeros(n, dtype=dtype) for n in NUMELS]
     unpack.reference(torch.cat(sent), sizes, ranks, true)
     assert all(same(out, true[k % len(NUMELS)]) for k, out in enumerate(outs))
@@ -55,17 +55,13 @@ def test_all_ranks_scatter_in_one_launch(ranks, dtype, out, how):
         memory.mine.copy_(terms[r].view(-1).view(torch.uint8))
     outs = [torch.zeros(max(0, min(s, n - r * s)), dtype=out) for r in range(ranks) for n, s in zip(NUMELS, sizes)]
     at = memories[0]
-    squares = reduce_scatter.launch(
-        at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 0, 3, 9, together=ranks, sync=False
-    )
+    reduce_scatter.launch(at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 3, 9, together=ranks, sync=False)
     for r in range(ranks):
         mine, offset = outs[r * len(sizes) : (r + 1) * len(sizes)], 0
         for part, size in zip(mine, sizes):
             here = [t[r, offset : offset + part.numel()] for t in terms]
             assert same(part, reduce(here, how, out))
             offset += size
-        norm = sum(part.double().square().sum() for part in mine)
-        torch.testing.assert_close(squares.view(ranks, -1)[r].double().sum(), norm, rtol=1e-6, atol=0)
 
 
 def test_a_rank_that_never_comes_is_an_error():

@@ -26,7 +26,7 @@ from ztrans.ir.collectives import (
     WAIT,
     all_gather,
     is_start,
-    sends_as_it_lies,
+    rules,
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
@@ -98,7 +98,7 @@ def with_packing(low):
         packed = 0 if is_start(e) or e.op is WAIT else packed
         peak = max(peak, live + packed)
         if is_start(e):
-            copied = (v for k, v in enumerate(e.ins) if not sends_as_it_lies(e, k, axes) and v not in low.graph.inputs)
+            copied = (v for k, v in enumerate(e.ins) if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs)
             packed = sum(v.numel * v.dtype.itemsize for v in copied)
     return peak
 

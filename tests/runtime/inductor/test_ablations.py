@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import ablations
-from benchmarks.ablations import ALTERNATIVES, Part, compiled_step
+from benchmarks.ablations import ONEDNN, Part, compiled_step
 from benchmarks.peers.model import Config
 from ztrans.runtime.inductor import backend
 
@@ -39,11 +39,11 @@ def test_versions_take_turns_and_none_is_always_first():
 def test_a_step_is_compiled_without_the_choices_that_are_left_out(monkeypatch):
     used, real = [], backend.executable
 
-    def executable(*args, alternatives):
-        used.append(list(alternatives))
-        return real(*args, alternatives=alternatives)
+    def executable(*args, onednn):
+        used.append(onednn)
+        return real(*args, onednn=onednn)
 
     monkeypatch.setattr(backend, "executable", executable)
-    for without in (frozenset(), frozenset(ALTERNATIVES)):
+    for without in (frozenset(), frozenset([ONEDNN])):
         assert compiled_step(TINY, False, without)() > 0
-    assert used == [list(ALTERNATIVES.values()), []]
+    assert used == [True, False]

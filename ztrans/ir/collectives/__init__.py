@@ -23,23 +23,5 @@ from .pairing import Pairs, Started, Waited, pair
 from .reduction import ALL_REDUCE, REDUCE_SCATTER, reduce
 from .shard import SHARD
 from .start import Start
-from .table import (
-    PRIMITIVES,
-    STARTS,
-    is_start,
-    lane,
-    received_bytes,
-    rules,
-    sends_as_it_lies,
-    sent_bytes,
-    unpacked_bytes,
-    wire_bytes,
-)
+from .table import PRIMITIVES, STARTS, is_start, lane, rules
 from .trivial import erase_trivial
-
-__all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "ALONE", "GRADIENT", "PMEAN", "PRIMITIVES", "PSUM", "REDUCE_SCATTER", "SHARD", "STARTS",
-    "WAIT", "Memberwise", "Pairs", "Rules", "Start", "Started", "Waited", "all_gather", "bucket_key", "buffer_bytes",
-    "coalesce", "erase_marks", "erase_trivial", "is_alone", "is_start", "lane", "pair", "received_bytes", "reduce",
-    "rules", "sends_as_it_lies", "sent_bytes", "unpacked_bytes", "wait", "wire_bytes", "wire_dtype", "without",
-]  # fmt: skip

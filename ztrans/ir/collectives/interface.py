@@ -74,23 +74,27 @@ class Rules:
         return False
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-        """Whether a member is sent from its own storage, which must then live until the wait."""
+        """Whether a collective sends a member from its own storage, which must then live until the wait."""
         return False
 
     def wire_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """The bytes that one rank receives, padding included."""
+        """The bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
+        whole value, an all_reduce twice that."""
         return 0
 
     def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """The bytes of the send buffers."""
+        """The bytes of the buffers into which a collective packs, casts or pads its members before it sends them."""
         return 0
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-        """The bytes of the buffer in which a member is received."""
+        """The bytes of the buffer in which a member is received: for a gather, the value's."""
         return 0
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        """The bytes of the buffer that receives packed members, which must be copied out of it."""
+        """The bytes of the buffer in which members that are packed together are received.
+
+        They are copied out of it: on a GPU as soon as they have arrived, on a CPU when the first of them is waited for.
+        """
         return 0
 
 

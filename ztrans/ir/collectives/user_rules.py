@@ -12,8 +12,8 @@ import torch
 from ... import ops
 from ..graph import Eqn
 from ..source import where
-from ..user_collectives import functional_name
 from .interface import Memberwise
+from .user_collectives import functional_name
 
 
 class UserStart(Memberwise):

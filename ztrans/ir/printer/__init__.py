@@ -8,9 +8,5 @@ from .differences import Traffic, diff, traffic
 from .equations import WIDTH, equation, fold, op_name, wrap
 from .notebook import html
 from .programs import header, program
+from .stages import Printed
 from .units import format_bytes, format_seconds
-
-__all__ = [
-    "WIDTH", "Traffic", "diff", "equation", "fold", "format_bytes", "format_seconds", "header", "html", "op_name",
-    "program", "traffic", "wrap",
-]  # fmt: skip

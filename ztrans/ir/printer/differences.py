@@ -6,24 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..collectives import is_start, wire_bytes
+from ..collectives import is_start, rules
 from ..graph import Eqn, Graph
 from .programs import entries
+from .stages import HasGraph
 from .units import format_bytes
 
 _RUN = 16  # a longer run of added or removed entries folds
 _PLACES = 24  # the places that print; more of them fold
 
 Code = tuple[str, int, int, int, int]  # of difflib: an action, and the ranges of entries in the old and the new program
-
-
-class HasGraph(Protocol):
-    """A stage of a step: `Traced`, `Lowered` or `Compiled`."""
-
-    @property
-    def graph(self) -> Graph: ...
 
 
 class Traffic(NamedTuple):
@@ -42,8 +36,9 @@ def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
     totals: dict[tuple[str, str], Traffic] = {}
     for eqn in filter(is_start, graph.eqns):
         key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
-        collectives, values, received = totals.get(key, Traffic())
-        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), received + wire_bytes(eqn, graph.axes))
+        collectives, values, total = totals.get(key, Traffic())
+        received = rules(eqn).wire_bytes(eqn, graph.axes)
+        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), total + received)
     return dict(sorted(totals.items()))
 
 
@@ -159,8 +154,10 @@ def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool)
 def _summary(changes: _Changes) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
     removed, added = (Counter(part.text for part in parts if part.eqn) for parts in (changes.removed, changes.added))
-    old = Counter(_names(part.eqn) for part in changes.removed if part.eqn and part.text not in added)
-    new = Counter(_names(part.eqn) for part in changes.added if part.eqn and part.text not in removed)
+    names = lambda parts, others: Counter(
+        tuple(out.name for out in part.eqn.results) for part in parts if part.eqn and part.text not in others
+    )
+    old, new = names(changes.removed, added), names(changes.added, removed)
     counts = {
         "moved": (removed & added).total(),
         "rewritten": (old & new).total(),
@@ -169,10 +166,6 @@ def _summary(changes: _Changes) -> list[str]:
     }
     verbs = [f"{number} {verb}" for verb, number in counts.items() if number]
     return [f"# equations: {', '.join(verbs)}"] if verbs else []
-
-
-def _names(eqn: Eqn) -> tuple[str, ...]:
-    return tuple(out.name for out in eqn.outs if out is not None)
 
 
 def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:

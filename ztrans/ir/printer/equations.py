@@ -87,11 +87,11 @@ def fold(items: Sequence[str], size: str = "") -> str:
     return f"{items[0]}, ... {len(items) - 1} more{size}" if len(items) > 1 else "".join(items)
 
 
-def wrap(line: str, room: int = WIDTH, indent: int = 4) -> list[str]:
+def wrap(line: str, room: int = WIDTH) -> list[str]:
     """Wrap a line into lines of at most `room` columns; those after the first are indented further."""
     if len(line) <= room:
         return [line]
-    margin = " " * (len(line) - len(line.lstrip()) + indent)
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.wrap(line, room, subsequent_indent=margin, break_on_hyphens=False)
 
 

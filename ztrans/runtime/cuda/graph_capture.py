@@ -19,8 +19,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,24 +27,7 @@ from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.update_groups import is_fused_update
-from .streams import Cuda
-
-
-class CaptureCuda(Cuda, Protocol):
-    """The parts of `torch.cuda` that a capture uses. On a machine without a GPU, a test double stands in for it."""
-
-    def synchronize(self) -> None: ...
-    def graph(self, graph: Any, /, *, stream: Any, capture_error_mode: str) -> AbstractContextManager[Any]: ...
-    @property
-    def CUDAGraph(self) -> Callable[[], Any]: ...
-
-
-class Program(Protocol):
-    """A step as a function from flat inputs to flat outputs, such as `executable.Executable`."""
-
-    @property
-    def program(self) -> torch.fx.GraphModule: ...
-    def __call__(self, inputs: Sequence[torch.Tensor], /) -> list[Any]: ...
+from ..executable import Executable
 
 
 def check_device(device: str | None) -> None:
@@ -117,9 +99,9 @@ class Capture:
 
     def __init__(
         self,
-        run: Program,
+        run: Executable,
         graph: Graph,
-        cuda: CaptureCuda = torch.cuda,
+        cuda: Any = torch.cuda,
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
     ) -> None:

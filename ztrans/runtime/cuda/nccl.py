@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
-from ...ir.layout import part
 from ..collectives import Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
@@ -59,7 +58,7 @@ class StreamedStart(Start):
         super().__init__(eqn, sizes, at, channel)
         self.streams, self.lane, self.transport = streams, streams.lane(channel), by
         messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
-        self.message = {primitive.name: message for primitive, message in messages.items()}[self.kind]
+        self.message = messages[self.kind]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, by={self.transport}"
@@ -86,13 +85,13 @@ class StreamedStart(Start):
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received, sent = ([torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent))
         work: Any
-        if self.kind == ALL_GATHER.name:
+        if self.kind is ALL_GATHER:
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
             call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
             work = call(*pairs, options)
-        elif self.kind == ALL_REDUCE.name:
+        elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
         elif self.transport.call == "nccl all_to_all":
             work = None
@@ -127,7 +126,7 @@ class StreamedStart(Start):
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
         n, sizes, new = self.size, [self.parts[k] for k in ks], terms[0].new_empty
-        shapes = [(part(s[0], n, self.rank)[1], *s[1:]) for s in (self.shapes[k] for k in ks)]
+        shapes = [self.part_shape(k) for k in ks]
         dtype, total = self.outs[ks[0]].dtype, sum(sizes)
         sent, pack = self._terms(sizes, terms)
         if self.transport.call == "nccl all_to_all":
@@ -194,7 +193,7 @@ class StreamedStart(Start):
     ) -> None:
         """Copy several values out of a buffer, each to its own memory, with the split dim back at its position."""
         if self.dim == 0 and flat.dtype == values[0].dtype:
-            torch.ops.ztrans.unpack.out(flat, sizes, ranks, out=[v.view(-1) for v in values])
+            torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
         else:
             numels = [math.prod(shape) for shape in shapes]
             for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):

@@ -26,9 +26,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,34 +38,18 @@ HIGH = -1  # the priority of short work that compute waits for
 _AHEAD = 8  # the number of products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
 
 
-class CudaStream(Protocol):
-    """The parts of a stream of `torch.cuda` that are used here."""
-
-    def record_event(self) -> Any: ...
-    def wait_event(self, event: Any, /) -> None: ...
-    def wait_stream(self, stream: Any, /) -> None: ...
-
-
-class Cuda(Protocol):
-    """The parts of `torch.cuda` that are used here. On a machine without a GPU, a test double stands in for it."""
-
-    def __hash__(self) -> int: ...
-    def current_device(self) -> int: ...
-    def current_stream(self) -> CudaStream: ...
-    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
-    @property
-    def Stream(self) -> Callable[..., CudaStream]: ...
-
-
 class Streams:
-    """The streams of a program, and its symmetric memory, if the devices have any."""
+    """The streams of a program, and its symmetric memory, if the devices have any.
 
-    def __init__(self, cuda: Cuda = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
+    `cuda` is `torch.cuda`, or a double of it on a machine without a GPU.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
         self.symmetric = symmetric
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
         self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the event of the last packing, and its members
 
-    def lane(self, communicator: Hashable) -> CudaStream:
+    def lane(self, communicator: Hashable) -> Any:
         """The stream of a communicator. All programs share it, so that the collectives of all of them are in order."""
         return _stream(self.cuda, self.cuda.current_device(), communicator)
 
@@ -82,7 +65,7 @@ class Streams:
         self.packed = self.packing.record_event(), members
 
     @contextlib.contextmanager
-    def communicate(self, lane: CudaStream) -> Iterator[None]:
+    def communicate(self, lane: Any) -> Iterator[None]:
         """A context that launches work on the stream of a communicator, behind the packing."""
         lane.wait_stream(self.packing)
         with self.cuda.stream(lane):
@@ -100,7 +83,7 @@ class Done:
     """The end of the work launched on a lane, and the tensors that must live until compute has waited for it."""
 
     streams: Streams
-    lane: CudaStream
+    lane: Any
     event: Any
     held: Sequence[torch.Tensor]
 
@@ -129,5 +112,5 @@ def back_to_back_seconds(run: Callable[[], object], device: torch.device, times:
 
 
 @functools.cache
-def _stream(cuda: Cuda, device: int, name: Hashable) -> CudaStream:
+def _stream(cuda: Any, device: int, name: Hashable) -> Any:
     return cuda.Stream(priority=HIGH)

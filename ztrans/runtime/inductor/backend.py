@@ -2,8 +2,8 @@
 
 Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
 compiles a few kernels. Nothing is sent while a program is compiled. Results are those of the eager backend up to
-rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision, another library
-may compute a product, and attention may be computed by products.
+rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision, and another
+library may compute a product.
 """
 
 from __future__ import annotations
@@ -15,23 +15,19 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ir.collectives.user_collectives import by_group, is_users
 from ...ir.donation import Donation, donation
 from ...ir.graph import Eqn, Graph, Var, producers, substitute
 from ...ir.layout import localize
-from ...ir.user_collectives import by_group, is_users
+from ...ir.operations import compute
 from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, shown
 from . import cpu_matmul
 from .compiler import bare, fused
-from .fake_layouts import Strided, as_text, infer_layouts, results_of
+from .fake_layouts import Strided, as_text, infer_layouts
 from .fusion import Group, fuse
-
-# A function from an operation, its arguments and its keyword arguments, with layouts in place of tensors, to a function
-# that computes the same in less time on this machine, or to None.
-Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
-ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
 
 class KernelCall:
@@ -101,15 +97,17 @@ def executable(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-    alternatives: Sequence[Alternative] = ALTERNATIVES,
+    onednn: bool = True,
 ) -> tuple[Graph, InductorExecutable]:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
+
+    With `onednn`, matrix products on a CPU may be computed by oneDNN (see `cpu_matmul`).
 
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
     laid_out = _lay_out(*fuse(graph), mesh, coordinates(graph, mesh), inputs)
     kernels, compiled = _compile(laid_out)
-    calls = _calls(laid_out, alternatives)
+    calls = _calls(laid_out) if onednn else {}
     groups = [group.eqns for group in laid_out.groups]
     program = to_fx(laid_out.graph, mesh, True, groups, kernels, calls, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
@@ -169,16 +167,16 @@ class _Kernel:
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
         """Compile the kernel to a function, which returns the results that are not written over an argument."""
 
-        def compute(*args: torch.Tensor) -> list[torch.Tensor]:
+        def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
             for e in self.eqns:
-                env.update((v, x) for v, x in zip(e.outs, results_of(e, env)) if v is not None)
+                env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
             for v, k in zip(self.outs, self.written):
                 if k is not None:
                     args[k].copy_(env[v])
             return [env[v] for v, k in zip(self.outs, self.written) if k is None]
 
-        return fused(compute, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
+        return fused(kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
 
 
 def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str, Callable]]:
@@ -217,14 +215,12 @@ def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
     return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
-def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, Callable]:
-    """Functions for the equations that they compute in less time than the operation of the equation does."""
+def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
+    """For each matrix product that another library computes in less time, the function of that library."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
     calls: dict[Eqn, Callable] = {}
     for e in (e for e in program.graph.eqns if varies(e, e.outs)):
-        args, kwargs = substitute(e.args, layout), substitute(e.kwargs, layout)
-        faster = (alternative(e.op, args, kwargs) for alternative in alternatives)
-        call = next((call for call in faster if call is not None), None)
+        call = cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)
         if call is not None:
             calls[e] = call
     return calls

@@ -9,6 +9,7 @@ A private operation of torch, `mkldnn._linear_pointwise`, lives here; checked on
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,18 +53,16 @@ def _applies(args: Sequence[Any]) -> bool:
 
 @functools.cache
 def _time_share(op: Callable, layouts: tuple, threads: int) -> float:
-    """The time of oneDNN as a share of that of `op`. `threads` is an argument because the time depends on it."""
+    """The time of oneDNN as a share of that of `op`. Both are the best of a few rounds, in turns.
+
+    `threads` is an argument because the time depends on it.
+    """
+    by_onednn, best = _BY_ONEDNN[op], {op: math.inf, _BY_ONEDNN[op]: math.inf}
     with torch.no_grad():
         args = [torch.empty_strided(shape, stride).fill_(0.5) for shape, stride in layouts]
-        return time_share(lambda: _BY_ONEDNN[op](*args), lambda: op(*args))
-
-
-def time_share(alternative: Callable[[], object], call: Callable[[], object]) -> float:
-    """The time of `alternative` as a share of that of `call`. Both are the best of a few rounds, in turns."""
-    best = {alternative: float("inf"), call: float("inf")}
-    for _ in range(_ROUNDS):
-        for each in (call, alternative):
-            start = time.perf_counter()
-            each()
-            best[each] = min(best[each], time.perf_counter() - start)
-    return best[alternative] / best[call]
+        for _ in range(_ROUNDS):
+            for each in best:
+                start = time.perf_counter()
+                each(*args)
+                best[each] = min(best[each], time.perf_counter() - start)
+    return best[by_onednn] / best[op]

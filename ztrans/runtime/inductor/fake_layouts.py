@@ -12,9 +12,9 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
-from ...ir.graph import Eqn, Graph, Var, substitute
+from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
-from ...ir.operations import called
+from ...ir.operations import compute
 from ...ir.update_groups import is_fused_update
 from .compiler import fake
 
@@ -54,7 +54,7 @@ def infer_layouts(
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
     known: dict[str, list[Strided | None]] = {}  # the layouts of results, by the text of their equation
     for e in graph.eqns:
-        shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
+        shapes = [local_shape(v, graph.axes, at) for v in e.results]
         results: Sequence[Strided | None]
         if rules(e).strides == "contiguous":
             results = _contiguous(e, shapes, layouts[e.ins[0]].device)
@@ -63,15 +63,11 @@ def infer_layouts(
         elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:
-            local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)
-            results = _run_fake(local, layouts, known)
+            twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
+            op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
+            results = _run_fake(localize(e.replace(op=op), graph.axes, at), layouts, known)
         layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
     return layouts
-
-
-def _that_runs(e: Eqn, twin: Any) -> Any:
-    """The operation that computes the equation when the program runs: its in-place twin, if that returns results."""
-    return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
 
 
 def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
@@ -79,7 +75,7 @@ def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Stri
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
         with fake():
-            results = results_of(e, {v: layouts[v].empty() for v in e.ins})
+            results = compute(e, {v: layouts[v].empty() for v in e.ins})
         known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
     return known[key]
 
@@ -88,13 +84,6 @@ def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device)
     """The layouts of received values, which are contiguous, whatever was sent."""
     dense = [torch.empty(shape, device="meta").stride() for shape in shapes]
     return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
-
-
-def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
-    """Compute an equation. Returns one result for each of its `outs`."""
-    returned = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
-    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
-    return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
 
 
 def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:

@@ -62,7 +62,7 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
 
 def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Group:
     """The group of part k of the program; `readers` has the parts that read each value."""
-    results = dict.fromkeys(out for e in eqns for out in e.outs if out is not None)
+    results = dict.fromkeys(out for e in eqns for out in e.results)
     ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
     return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
 
@@ -146,7 +146,7 @@ class _Items:
         """Put an equation into an item, or defer it."""
         latest = max(self.read_items(e), key=lambda item: item.position, default=self.items[0])
         if self.is_constant(e):
-            self.deferred.update((out, e) for out in e.outs if out is not None)
+            self.deferred.update((out, e) for out in e.results)
         elif _is_real_view(e):
             self.append(e, latest)
         elif _is_fusible(e):
@@ -179,7 +179,7 @@ class _Items:
                     item.eqns[:0] = earlier.eqns
                     earlier.eqns, earlier.absorbed_by = [], item
         item.eqns.append(e)
-        self.item_of.update((out, item) for out in e.outs if out is not None)
+        self.item_of.update((out, item) for out in e.results)
 
     def new_item(self, e: Eqn, after: _Item | None = None) -> _Item:
         """A new item for an equation, at the end, or next to `after`."""
@@ -199,7 +199,7 @@ class _Items:
         """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
         needed = dict.fromkeys(self.deferred[v] for v in e.ins if v in self.deferred)
         for each in needed:
-            for out in filter(None, each.outs):
+            for out in each.results:
                 self.deferred.pop(out, None)
         return [constant for each in needed for constant in (*self.take_deferred(each), each)]
 

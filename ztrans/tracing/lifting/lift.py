@@ -24,10 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...ir.ambient import having
 from ...ir.source import user_source, where
+from ..trace import is_number
 from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
 from .kept_gradients import KeptGradients, kept
-from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
+from .lifted_state import State, check_apart, check_known, constants, several, state_of
 from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
@@ -204,14 +206,9 @@ def _held(
         if not group.get("fused"):
             group.update({k: v for k, v in changes.items() if k in group})
     held = {names[id(p)]: constants(s) for p, s in old_state.items() if id(p) in names}
-    optimizer.param_groups = groups
-    optimizer.state = defaultdict(
-        dict, {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
-    )
-    try:
+    new_state = {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
+    with having(optimizer, param_groups=groups, state=defaultdict(dict, new_state)):
         yield
-    finally:
-        optimizer.param_groups, optimizer.state = old_groups, old_state
 
 
 def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

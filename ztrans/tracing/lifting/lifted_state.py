@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..arguments import overlapping
+from ..trace import is_number
 from .hyperparameters import groups_of
 
 State = dict[str, Any]
@@ -22,11 +23,6 @@ State = dict[str, Any]
 def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
     """One optimizer or several as a tuple."""
     return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a Python number, which is an input of a program. Truth values are constants."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_state(key: str, value: Any) -> bool:
@@ -101,16 +97,13 @@ def check_apart(state: State) -> None:
     for name, kept in state["optimizer"].items():
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
-    spans = []
-    for name, x in {**state["buffers"], **trained}.items():
-        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
-            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
-        if device == next_device and start < end and (name in trained or next_name in trained):
+    in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
+    held = {name: x for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    names = list(held)
+    for i, j in overlapping(list(held.values())):
+        if names[i] in trained or names[j] in trained:
             raise ValueError(
-                f"lift: {name} and {next_name} share memory, and in a state each would have its own.\n"
+                f"lift: {names[i]} and {names[j]} share memory, and in a state each would have its own.\n"
                 f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
             )
 

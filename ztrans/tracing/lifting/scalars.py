@@ -11,7 +11,7 @@ On a CPU both compute the bits that PyTorch computes with Python numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,13 @@ _HALF = (torch.float16, torch.bfloat16)
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts.
 
-    >>> len(list(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3))))
+    >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
     2
     """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -118,7 +112,7 @@ class Numbers(TorchFunctionMode):
         scaled = with_tensor_scalar(func, args, kwargs)
         if scaled is not NotImplemented:
             return scaled
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         name = getattr(func, "__name__", "")
         if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
             return func(*args, **kwargs)

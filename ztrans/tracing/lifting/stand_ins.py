@@ -38,7 +38,7 @@ class StandIns(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         harmless = name in _METADATA or (name == "__get__" and attribute != "grad")
         taken = next((self.own[id(x)] for x in tensors if id(x) in self.own), None)
         if taken is not None and not harmless:
@@ -51,7 +51,7 @@ class StandIns(TorchFunctionMode):
         """Record that an operation, or the access to an attribute, has used these stand-ins."""
         if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):
             self._set_first |= used - self._computed_with
-        elif used and attribute != "grad" and any(True for _ in tensors_in(result)):
+        elif used and attribute != "grad" and tensors_in(result):
             self._computed_with |= used
 
     def check(self) -> None:

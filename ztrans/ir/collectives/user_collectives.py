@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .graph import Eqn, Graph, Layout, Split
-from .layout import mesh_axes
+from ..graph import Eqn, Graph, Layout, Split
+from ..layout import mesh_axes
 
 _NAMESPACE = "_c10d_functional::"
 _ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor")
