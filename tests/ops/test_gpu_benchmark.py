@@ -143,7 +143,7 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
     sharded, line = gpu_nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"
-    assert int(line["what"].split()[1]) > 10 and line["result"] == "bits of the plain step"
+    assert int(line["what"].split()[1]) >= 8 and line["result"] == "bits of the plain step"
 
 
 def test_a_step_is_counted_in_parameters_and_flops():
