@@ -28,6 +28,8 @@ from .leaks import settled
 from .regions import Fact, label_regions
 from .versions import check_torch
 
+EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
+
 
 @dataclass(frozen=True)
 class Program:
@@ -114,7 +116,8 @@ def trace(
         fn: the train step.
         state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
             global shape, and numbers, which become inputs, never constants.
-        names: the names of the last arguments of `batch`, which are passed by name.
+        names: the names of the last arguments of `batch`, which are passed by name. The one called `EXTRA` is the
+            same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
 
@@ -140,7 +143,8 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
+    end = len(leaves) - len(pytree.tree_leaves(batch[-1])) if EXTRA in names else len(leaves)
+    of_batch = (v for i, v in zip(dynamic, inputs) if num_state <= i < end and isinstance(leaves[i], torch.Tensor))
     batch_vars = frozenset(of_batch)
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
