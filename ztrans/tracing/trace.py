@@ -116,8 +116,8 @@ def trace(
         fn: the train step.
         state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
             global shape, and numbers, which become inputs, never constants.
-        names: the names of the last arguments of `batch`, which are passed by name. The one called `EXTRA` is the
-            same on all ranks.
+        names: the names of the last arguments of `batch`, which are passed by name. What
+            the one called `EXTRA` holds is the same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
 
@@ -143,9 +143,8 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    end = len(leaves) - len(pytree.tree_leaves(batch[-1])) if EXTRA in names else len(leaves)
-    of_batch = (v for i, v in zip(dynamic, inputs) if num_state <= i < end and isinstance(leaves[i], torch.Tensor))
-    batch_vars = frozenset(of_batch)
+    is_of_batch = lambda i: i >= num_state and isinstance(leaves[i], torch.Tensor) and not paths[i].startswith(EXTRA)
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if is_of_batch(i))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)

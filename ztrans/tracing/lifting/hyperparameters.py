@@ -56,7 +56,11 @@ class Hyperparameters:
         it is a learning rate.
         """
         groups = [
-            {k: [*map(_sign, _entries(v))] if self._is_input(i, group, k) else v for k, v in group.items() if k not in ("params", "lr")}
+            {
+                k: [*map(_sign, _entries(v))] if self._is_input(i, group, k) else v
+                for k, v in group.items()
+                if k not in ("params", "lr")
+            }
             for i, group in enumerate(groups_of(self._optimizers))
         ]
         attributes = (vars(o).items() for o in self._optimizers)

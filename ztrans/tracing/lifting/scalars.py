@@ -125,8 +125,12 @@ class Numbers(TorchFunctionMode):
         if "_fused_" in name:
             return by_value(func, args, kwargs)
         compared = _COMPARISONS.get(name.strip("_"))
-        if compared and id(args[0]) in self._signs and args[1:] in ((), (0,)):
+        if compared is not None and id(args[0]) in self._signs and args[1:] in ((), (0,)):
             return compared(self._signs[id(args[0])], 0)
+        return self._with_numbers(func, name, args, kwargs, tensors)
+
+    def _with_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict, tensors: Sequence[Any]) -> Any:
+        """The result of an operation on numbers, or on numbers and tensors."""
         if name == "to":  # a Python number has no dtype
             kwargs = {k: v for k, v in kwargs.items() if k != "dtype"}
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
