@@ -99,8 +99,8 @@ def check_values(graph: Graph) -> None:
         for key, x in e.kwargs.items():
             if is_fused_update(e) and isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
                 raise ValueError(
-                    f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph would "
-                    f"keep that value although it changes from step to step.\n"
+                    f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph "
+                    f"would keep that value although it changes from step to step.\n"
                     f"Keep it constant, as a scheduler does with cycle_momentum=False; or use the optimizer with "
                     f"capturable=True in place of fused=True, or compile without cuda_graph."
                 )

@@ -10,7 +10,9 @@ here refuse such a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,55 +36,81 @@ class Hyperparameters:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._last: list[Group] = []  # the groups at the last call
-        self._changing = set[tuple[int, str]]()  # the numbers of groups, each with a key
+        self._last: list[_Read] = []
+
+    def _read(self) -> list[_Read]:
+        groups = groups_of(self._optimizers)
+        known = [last.then(group) for last, group in zip(self._last, groups)]
+        self._last = known + [_Read.of(group, frozenset()) for group in groups[len(known) :]]
+        return self._last
 
     def inputs(self) -> list[Group]:
-        """For each group the present values of its inputs, by key. Numbers are floats."""
-        groups = groups_of(self._optimizers)
-        for i, (group, last) in enumerate(zip(groups, self._last)):
-            keys = [k for k, v in group.items() if v is not last.get(k) and _has_changed(last.get(k), v)]
-            self._changing.update((i, k) for k in keys)
-        self._last = [{**group} for group in groups]
-        return [
-            {k: _as_inputs(v) for k, v in group.items() if self._is_input(i, group, k)}
-            for i, group in enumerate(groups)
-        ]
+        """For each group the present values of its inputs, by key. Their numbers are floats."""
+        return [read.inputs for read in self._read()]
 
-    def constants(self) -> list[Group]:
-        """The constants of every group, and the numbers among the attributes of every optimizer.
-
-        Optimizers often leave out a term whose factor is zero. So a program is made for the sign of an input, unless
-        it is a learning rate.
-        """
-        groups = [
-            {
-                k: [*map(_sign, _entries(v))] if self._is_input(i, group, k) else v
-                for k, v in group.items()
-                if k not in ("params", "lr")
-            }
-            for i, group in enumerate(groups_of(self._optimizers))
-        ]
-        attributes = (vars(o).items() for o in self._optimizers)
-        numbers = [{k: v for k, v in each if type(v) in (int, float) and k not in _SCHEDULERS} for each in attributes]
-        return [*groups, *numbers]
+    def constants(self) -> tuple[str, ...]:
+        """The constants of every group, and the numbers among the attributes of every optimizer, as text."""
+        return *(read.constants for read in self._read()), *(repr(numbers_of(o)) for o in self._optimizers)
 
     def numbers(self, given: Sequence[Group]) -> list[tuple[Any, int | None]]:
         """What is given in place of each number among the inputs, with its present sign. That of a rate is None."""
-        pairs = [(k, given[k], group[k]) for group, given in zip(groups_of(self._optimizers), given) for k in given]
         return [
             (x, None if key == "lr" else _sign(own))
-            for key, values, present in pairs
-            for x, own in zip(_entries(values), _entries(present))
+            for group, inputs in zip(self.inputs(), given)
+            for key, values in inputs.items()
+            for x, own in zip(_entries(values), _entries(group[key]))
             if is_number(own)
         ]
 
-    def _is_input(self, i: int, group: Group, key: str) -> bool:
-        value = group[key]
-        if key == "lr":
-            return isinstance(value, torch.Tensor) or is_number(value)
-        is_cycled = _CYCLES in group and key == ("betas" if "betas" in group else "momentum")
-        return is_cycled or (i, key) in self._changing or any(isinstance(x, torch.Tensor) for x in _entries(value))
+
+@dataclass(frozen=True)
+class _Read:
+    """A parameter group as it was read at a call, with the keys of the numbers that have changed until then.
+
+    Optimizers often leave out a term whose factor is zero. So a program is made for the sign of an input, unless it is
+    a learning rate: the sign is one of the constants.
+    """
+
+    group: Group
+    changing: frozenset[str]
+    inputs: Group
+    constants: str
+
+    @staticmethod
+    def of(group: Group, changing: frozenset[str]) -> _Read:
+        inputs = {k: _as_inputs(v) for k, v in group.items() if _is_input(group, k, changing)}
+        constants = {k: v for k, v in group.items() if k not in inputs and k != "params"}
+        signs = {k: [*map(_sign, _entries(v))] for k, v in inputs.items() if k != "lr"}
+        return _Read(_copied(group), changing, inputs, f"{constants} {signs}")
+
+    def then(self, group: Group) -> _Read:
+        """The group as it is read at the next call."""
+        if [*group] == [*self.group] and all(map(operator.is_, group.values(), self.group.values())):
+            return self
+        others = [k for k, v in group.items() if v is not self.group.get(k, self)]
+        if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
+            rate = _as_inputs(group["lr"])
+            return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
+        changing = {k for k in others if _has_changed(self.group.get(k), group[k])}
+        return _Read.of(group, self.changing | changing)
+
+
+def _copied(group: Group) -> Group:
+    """A copy of a group. A list of settings, which may be changed in place, is read again at every call."""
+    return {k: [*v] if isinstance(v, list) and k != "params" else v for k, v in group.items()}
+
+
+def _is_input(group: Group, key: str, changing: Collection[str]) -> bool:
+    value = group[key]
+    if key == "lr":
+        return isinstance(value, torch.Tensor) or is_number(value)
+    is_cycled = _CYCLES in group and key == ("betas" if "betas" in group else "momentum")
+    return is_cycled or key in changing or any(isinstance(x, torch.Tensor) for x in _entries(value))
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers among the attributes of an optimizer."""
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k not in _SCHEDULERS}
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -124,7 +152,14 @@ def check_inputs(groups: Sequence[Group], inputs: Sequence[Group], before: Seque
         )
 
 
-def check_unchanged(before: list[Group], after: list[Group]) -> None:
+def constants_in(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
+    """What `check_unchanged` compares: the numbers of optimizers, and all in their groups besides the inputs."""
+    groups = zip(groups_of(optimizers), inputs)
+    held = [{k: v for k, v in group.items() if k not in given and k != "params"} for group, given in groups]
+    return [*held, *map(numbers_of, optimizers)]
+
+
+def check_unchanged(before: Sequence[dict], after: Sequence[dict]) -> None:
     """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, such as a step count."""
     changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from ...ir.ambient import having
 from ...ir.source import user_source, where
 from ..trace import EXTRA, is_number
-from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchanged, groups_of, versions
+from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchanged, constants_in, groups_of, versions
 from .kept_gradients import KeptGradients, kept
 from .lifted_state import State, check_apart, check_known, constants, several, state_of
 from .optimizer_state import make
@@ -99,11 +99,11 @@ def lift(
     had = {name for name, p in own.items() if p.grad is not None}
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
-        groups = named.pop(EXTRA, hyperparameters.inputs())
+        groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
         written, leaves = versions(groups), pytree.tree_leaves(state["optimizer"])
         numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
         with _swapped(model, optimizers, names, state, groups) as (params, buffers):
-            before = hyperparameters.constants()
+            before = constants_in(optimizers, groups)
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
@@ -114,7 +114,7 @@ def lift(
             held = {p: s for o in optimizers for p, s in o.state.items()}
             after = {name: held.get(p, {}) for name, p in params.items()}
             check_inputs(groups_of(optimizers), groups, written)
-            check_unchanged(before, hyperparameters.constants())
+            check_unchanged(before, constants_in(optimizers, groups))
             check_known(after, state["optimizer"])
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
@@ -127,7 +127,7 @@ def lift(
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
-        return _trained(model), repr(hyperparameters.constants())
+        return _trained(model), hyperparameters.constants()
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
@@ -177,7 +177,7 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
 def _swapped(
     model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State, inputs: Sequence[Group]
 ) -> Iterator[tuple]:
-    """While this is active, the module and the optimizers use the tensors of the state, and `inputs` in their groups."""
+    """While this is active, the module and the optimizers use the tensors of the state and these inputs of groups."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
     for name, p in model.named_parameters():
