@@ -143,8 +143,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    is_of_batch = lambda i: i >= num_state and isinstance(leaves[i], torch.Tensor) and not paths[i].startswith(EXTRA)
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if is_of_batch(i))
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and _varies(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
@@ -168,6 +167,11 @@ def trace(
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
+
+
+def _varies(leaf: Any, path: str) -> bool:
+    """Whether an argument other than the state differs from rank to rank: a tensor of the batch."""
+    return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
