@@ -7,7 +7,7 @@ from .ir.interpreter import evaluate, lockstep
 from .ir.layout import AbstractMesh
 from .ir.printer import diff
 from .ir.verifier import ProgramError, check
-from .ops import pmean, psum
+from .ops import global_mean, pmean, psum
 from .planning.cluster import Cluster, Device, Link, cluster
 from .planning.cost import Cost, Memory
 from .planning.plan import Plan
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
-    "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
+    "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather",
+    "global_mean", "ir", "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
     "shard_params", "to_fx",
 ]  # fmt: skip
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops import EVERY_AXIS
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.collectives.user_collectives import is_users, on_parts
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
@@ -144,22 +146,26 @@ class Sharding:
         """
         x, axis = eqn.args
         out = eqn.out
-        if axis not in self.values.axes:
+        axes = self.values.axes if axis == EVERY_AXIS else (axis,)
+        if not set(axes) <= set(self.values.axes):
             raise ValueError(
                 f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
                 f"  at {where(eqn.source)}\n"
                 f"Name the axis that the step is sharded over."
             )
-        if axis in self.over.get(x, INVARIANT):
+        over = self.over.get(x, INVARIANT) & set(axes)
+        times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
+        if times > 1:
+            product = dataclasses.replace(x, name=self.values.names.fresh(x.name)) if over else out
+            self.on_whole(eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, times), outs=(product,)))
+            x = product
+        if over:
             readers = self.readers.get(out)
             only_update = readers and all(e.region == "update" for e in readers)
             cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
-            to = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and cut else None
-            self.values.reduce(eqn, x, out, {axis}, to, "pmean", out.name, REDUCTIONS[eqn.op])
-        elif REDUCTIONS[eqn.op] == "sum":
-            times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
-            self.on_whole(times)
-        else:
+            to = Split(self.axis) if self.axis in over and only_update and self.opt.stage > 0 and cut else None
+            self.values.reduce(eqn, x, out, over, to, "pmean", out.name, REDUCTIONS[eqn.op])
+        elif times == 1:
             self.values.bind(out, self.values.value(x, eqn))
 
     @functools.cached_property
@@ -183,7 +189,7 @@ class Sharding:
             return out
         if out not in self.over:
             return self.values.laid(out, None, self.end(out))
-        if self.opt.outputs == "local":
+        if self.opt.outputs == "local" or out.shape:  # the samples of a batch are not the same on two ranks
             return self.values.local[out]
         return self.averaged(out, None, "output", "output")
 

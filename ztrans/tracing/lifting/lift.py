@@ -45,7 +45,7 @@ _COUNTS = ("step", "eta", "mu")  # in their state
 def lift(
     loop_step: Callable[P, T],
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     carry_grads: bool = False,
 ) -> tuple[Callable[Concatenate[State, P], tuple[State, T]], State]:
@@ -60,7 +60,8 @@ def lift(
         optimizer: the optimizer that the loop steps, or a sequence of all of them. Every call reads its parameter
             groups, so a scheduler may step after the lifted step. Learning rates, and numbers that change, are inputs
             of the program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one
-            has changed, the next call of a `Step` is traced anew.
+            has changed, the next call of a `Step` is traced anew. A loop that evaluates needs none; its step takes the
+            state of the step that trains the module, and returns it with its parameters unchanged.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
             without a zero_grad.
 
@@ -117,10 +118,13 @@ def lift(
             check_unchanged(before, constants_in(optimizers, groups))
             check_known(after, state["optimizer"])
             new = {
+                **state,
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
-                "optimizer": {name: _as_before(after[name], known) for name, known in state["optimizer"].items()},
             }
+            if optimizers:
+                optimized = {name: _as_before(after[name], known) for name, known in state["optimizer"].items()}
+                new["optimizer"] = optimized
         if carried is not None:
             new["grads"] = carried
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
