@@ -51,7 +51,7 @@ def saved_while_steps_go_on(folder: Path, mesh: DeviceMesh, name: str, **options
 def loaded(folder: Path, mesh: DeviceMesh, before, **options) -> None:
     """Load on the ranks of a mesh, which are the first ones, and go on."""
     ranks = mesh.size()
-    if RANK < ranks:
+    if ranks > RANK:
         step = zt.shard_params(mesh, axis="data", **options)(lifted()[2])
         like = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), lifted(seed=1)[3])
         state = zt.load(folder, step, like)
@@ -59,7 +59,9 @@ def loaded(folder: Path, mesh: DeviceMesh, before, **options) -> None:
         wanted = [x.placements for x in pytree.tree_leaves(step.shard(lifted()[3]))]
         same = equal(step.unshard(state), before)
         state, loss = step(state, batch(9).chunk(ranks)[RANK])
-        report("loaded", RANK, ranks=ranks, equal=same, placed=placed == wanted, finite=loss.isfinite().item(), **options)
+        report(
+            "loaded", RANK, ranks=ranks, equal=same, placed=placed == wanted, finite=loss.isfinite().item(), **options
+        )
     dist.barrier()
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ir.files import replacing
 from ..ir.graph import Graph
 from ..ir.printer import WIDTH, Traffic, fold, format_bytes, wrap
 from ..ir.verifier import ProgramError, check
@@ -82,8 +83,16 @@ class Plan:
         A new file in the same folder is written first, and then replaces the old one. If the disk is full or the
         process is killed, the old file stays unchanged.
         """
-        with replacing(Path(path)) as part:
-            part.write_text(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            with part.open("x") as file:
+                file.write(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> Plan:

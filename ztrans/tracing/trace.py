@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
-from ..ir.names import key_parts
 from ..ir.recompute import checkpointed
+from ..ir.relations import key_parts
 from .captured import Captured, Key
 from .errors import no_argument, no_state
 from .fx_trace import Recorded, record

@@ -118,7 +118,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "model.pt"
     zt.save(path, {"w": torch.ones(2)}).result()
     monkeypatch.setattr(torch, "save", lambda tensors, part: part.write_text("half") and 1 / 0)
-    with pytest.raises(RuntimeError, match="save: .*model.pt was not written. ZeroDivisionError: division by zero."):
+    with pytest.raises(RuntimeError, match=r"save: .*model.pt was not written. ZeroDivisionError: division by zero."):
         zt.save(path, {"w": torch.zeros(2)})
     monkeypatch.undo()
     assert pytree.tree_all(lambda x: bool(x.all()), torch.load(path))

@@ -111,9 +111,9 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(trained, 
         raise OSError("No space left on device")
 
     monkeypatch.setattr(FolderWriter, "write_data", fails)
-    with pytest.warns(UserWarning, match="save: .*a was not written. OSError: No space left on device.") as told:
+    with pytest.warns(UserWarning, match=r"save: .*a was not written. OSError: No space left on device.") as told:
         future = zt.save(tmp_path / "a", pytree.tree_map(lambda x: x + 1, state))
-        with pytest.raises(RuntimeError, match="A checkpoint that it had before is whole."):
+        with pytest.raises(RuntimeError, match=r"A checkpoint that it had before is whole."):
             future.result()
     assert len(told) == 1
     assert same(zt.load(tmp_path / "a", step, as_meta(state)), state)
@@ -123,24 +123,24 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(trained, 
 def test_a_save_deletes_no_other_folder(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes").write_text("keep")
-    with pytest.warns(UserWarning, match="runs exists and is no checkpoint; choose a new name"):
-        with pytest.raises(RuntimeError):
-            zt.save(tmp_path / "runs", {"w": torch.ones(2)}).result()
+    told = pytest.warns(UserWarning, match="runs exists and is no checkpoint; choose a new name")
+    with told, pytest.raises(RuntimeError):
+        zt.save(tmp_path / "runs", {"w": torch.ones(2)}).result()
     assert (tmp_path / "runs" / "notes").read_text() == "keep"
 
 
 def test_leaves_that_are_no_tensors_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="save: state name is 'net'; a state holds tensors and numbers."):
+    with pytest.raises(TypeError, match=r"save: state name is 'net'; a state holds tensors and numbers."):
         zt.save(tmp_path / "a", {"name": "net"})
-    with pytest.raises(ValueError, match="two leaves of the state are called 'a.b'"):
+    with pytest.raises(ValueError, match=r"two leaves of the state are called 'a.b'"):
         zt.save(tmp_path / "a", {"a": {"b": 1}, "a.b": 2})
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="load: .*a is no checkpoint.\nzt.save writes one."):
+    with pytest.raises(FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."):
         zt.load(tmp_path / "a", lambda state: state, {})
     (tmp_path / "a.partial").mkdir()
-    with pytest.raises(FileNotFoundError, match="The first save to it was ended before it was complete."):
+    with pytest.raises(FileNotFoundError, match=r"The first save to it was ended before it was complete."):
         zt.load(tmp_path / "a", lambda state: state, {})
 
 

@@ -67,7 +67,7 @@ class FolderWriter(dcp.FileSystemWriter):
             shutil.rmtree(old, ignore_errors=True)
             self.target.rename(old)  # `committed` finds it there if this process is killed now
         self.partial.rename(self.target)
-        _sync(self.target.parent)
+        sync(self.target.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
@@ -104,7 +104,7 @@ class Folder:
 
 
 def partial(path: Path) -> Path:
-    """The folder in which a checkpoint is written."""
+    """Where a checkpoint is written before it is complete."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -112,9 +112,9 @@ def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ...ir.layout import as_tensor, copied
-from ...ir.names import named_leaves
+from ...ir.relations import named_leaves
 from .folder import Folder, committed, partial
 from .model_file import ModelFile, is_model
 

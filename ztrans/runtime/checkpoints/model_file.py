@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...ir.files import replacing
 from ...ir.layout import cut_as
-from ...ir.names import named_leaves
+from ...ir.relations import named_leaves
+from .folder import partial, sync
 
 _TORCH, _SAFE = (".pt", ".pth", ".bin"), ".safetensors"
 
@@ -32,12 +32,17 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises: ImportError if it is a file of safetensors, and safetensors is not installed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
+    part = partial(path)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
         if path.suffix == _SAFE:
             _safetensors().save_file({name: x.contiguous() for name, x in tensors.items()}, part, {"format": "pt"})
         else:
             torch.save(dict(tensors), part)
+        sync(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class ModelFile:
