@@ -1,6 +1,6 @@
 """pmean(x, axis), psum(x, axis): ask for the mean or the sum of `x` over a mesh axis.
 
-    x: any tensor, axis: the name of a mesh axis, or "*" for all axes that the step is sharded over.  ->  a tensor like x
+    x: any tensor, axis: the name of a mesh axis, or "*" for all axes of the sharding.  ->  a tensor like x
 
 In a plain program, which has no axes, both are the identity. A transform that knows the axis replaces them by a
 reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from rank to rank

@@ -171,8 +171,8 @@ class Step(Generic[P, R]):
         """
         arguments = Arguments.of(self.fn, args, kwargs)
         given = Given.of(arguments, self._last)
-        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
         key = self._key(given)
+        tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
@@ -183,7 +183,19 @@ class Step(Generic[P, R]):
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
-        return cast("R", self._compiled(given).run(given, self._last))
+        key = self._key(given)
+        if key not in self._cache:
+            given = Given.of(self._completed(arguments), self._last)
+            key = self._key(given)
+        return cast("R", self._compiled(given, key).run(given, self._last))
+
+    def _completed(self, arguments: Arguments) -> Arguments:
+        """The arguments, with the leaves that the state of a lifted loop lacks if parameters have been unfrozen."""
+        missing = self.fn.missing(arguments.state) if hasattr(self.fn, "missing") else {}
+        if not missing:
+            return arguments
+        more, state = self.shard(missing), arguments.state
+        return arguments._replace(state={**state, **{key: {**state[key], **more[key]} for key in more}})
 
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these. It is compiled when such arguments first occur.
@@ -191,10 +203,10 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
+        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
+        return self._compiled(given, self._key(given))
 
-    def _compiled(self, given: Given) -> Compiled:
-        key = self._key(given)
+    def _compiled(self, given: Given, key: StepKey) -> Compiled:
         if key not in self._cache:
             arguments = given.arguments
             self._check_laid_out(arguments.state)

@@ -57,8 +57,8 @@ def shard_params(
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
             gradients are sent in their own dtype.
-        outputs: "mean" averages the outputs that depend on the batch over the axis, if they are float scalars, such as a
-            loss. Each rank returns its own values of other outputs, such as logits. "local" averages none.
+        outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
+            returns its own values of other outputs, such as logits. "local" averages none.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
         value that depends on the batch enters the state unreduced, if an update cannot run on shards, or if an integer

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops import EVERY_AXIS
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.collectives.user_collectives import is_users, on_parts
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
@@ -23,6 +22,7 @@ from ..ir.printer import op_name
 from ..ir.reshard import on_axis
 from ..ir.source import where
 from ..ir.varying import INVARIANT, varying
+from ..ops import EVERY_AXIS
 from .dtensor_rules import NoRule, rule
 from .value_layouts import Values
 
