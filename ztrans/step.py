@@ -36,7 +36,7 @@ from .stages import Lowered, Traced
 from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
-from .tracing.errors import no_state, warn
+from .tracing.errors import many_programs, no_state, warn
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, layout_of, mesh_of
 
@@ -218,15 +218,7 @@ class Step(Generic[P, R]):
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
                 leaves = pytree.tree_leaves(arguments.batch)
-                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-                warn(
-                    f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
-                    f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
-                    f"batches to a few sizes. So is every new value of a number that the step reads besides its "
-                    f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-                    f"and of the optimizer, except lr: give a scheduler cycle_momentum=False.",
-                    user_source(),
-                )
+                warn(many_programs(self.__name__, len(self._cache), leaves), user_source())
         return self._cache[key]
 
     def _key(self, given: Given) -> StepKey:

@@ -41,6 +41,8 @@ class Marks(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         try:
+            if func in _DERIVATIVES:
+                self._check_differentiable(*args[:1], **(kwargs or {}))
             return self._run(func, args, kwargs or {})
         except _FAILURES as error:
             if type(error) not in _FAILURES or str(error).startswith(("trace:", "lift:")):
@@ -55,11 +57,12 @@ class Marks(TorchFunctionMode):
         name = self._names.get(_storage(x))
         return str(Var(name, x.dtype, tuple(x.shape))) if name else Var("", x.dtype, tuple(x.shape)).type
 
+    def _check_differentiable(self, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
+        losses = outputs if tensors is None else tensors
+        if not any(x.requires_grad for x in _listed(losses)):
+            raise no_gradient(user_source(), self.step)
+
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func in _DERIVATIVES:
-            losses = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
-            if not any([x.requires_grad for x in _listed(losses)]):
-                raise no_gradient(user_source(3), self.step)
         if func is torch.autograd.grad:
             grads = func(*args, **kwargs)
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
