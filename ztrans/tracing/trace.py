@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
+from ..ir.relations import key_parts
 from .captured import Captured, Key
 from .errors import no_argument, no_state
 from .fx_trace import Recorded, record
@@ -198,7 +199,7 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
     paths: list[str] = []
     for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
         for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
-            parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+            parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
