@@ -38,7 +38,7 @@ ARROWS = {
     "report": {"ir", "planning"},
 }
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
-TOP = ("compiled", "stages", "step", "__init__")
+TOP = ("tracebacks", "progress", "compiled", "stages", "step", "__init__")
 
 # The exceptions: imports of a higher module, inside a method.
 DOORS = {
@@ -51,7 +51,8 @@ FILES = 16  # the most files in a package
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
     *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.c10d", "tracing.gradient_marks"),
-    *("tracing.lifting.lift", "ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
+    *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
+    *("ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
@@ -62,7 +63,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional"
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 13_260  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 13_800  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -47,6 +47,11 @@ def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
     """The axes of a mesh and their sizes."""
     if isinstance(mesh, AbstractMesh):
         return mesh.axes
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"the mesh is {mesh!r}, which is neither a DeviceMesh nor an AbstractMesh.\n"
+            f"Make one: zt.make_mesh('cpu', dp=-1), or without devices zt.AbstractMesh(dp=8)."
+        )
     if not mesh.mesh_dim_names:
         raise ValueError(
             "the mesh has no axis names.\nGive it some: init_device_mesh(device, (n,), mesh_dim_names=('dp',))."

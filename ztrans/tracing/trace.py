@@ -67,7 +67,7 @@ class Abstract:
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, Hashable):
-                raise no_argument(leaf)
+                raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
         stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
@@ -159,7 +159,9 @@ def trace(
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
+        recorded = record(
+            call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
+        )
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .accumulate import accumulate_unsharded
-from .base import Transform
+from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
 from .psum_quotients import warn_of_psum_quotients
 from .sharding import Sharding
@@ -26,6 +26,7 @@ from .sharding import Sharding
 Where = Callable[[str, torch.Tensor], bool]
 
 
+@constructor
 def shard_params(
     mesh: DeviceMesh | AbstractMesh,
     *,

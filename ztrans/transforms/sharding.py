@@ -144,15 +144,7 @@ class Sharding:
 
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
         """
-        x, axis = eqn.args
-        out = eqn.out
-        axes = self.values.axes if axis == EVERY_AXIS else (axis,)
-        if not set(axes) <= set(self.values.axes):
-            raise ValueError(
-                f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
-                f"  at {where(eqn.source)}\n"
-                f"Name the axis that the step is sharded over."
-            )
+        x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
         over = self.over.get(x, INVARIANT) & set(axes)
         times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
         if times > 1:
@@ -167,6 +159,20 @@ class Sharding:
             self.values.reduce(eqn, x, out, over, to, "pmean", out.name, REDUCTIONS[eqn.op])
         elif times == 1:
             self.values.bind(out, self.values.value(x, eqn))
+
+    def axes_of(self, eqn: Eqn) -> tuple[str, ...]:
+        """The axes of a pmean or psum.
+
+        Raises: ValueError for an axis that the step is not sharded over.
+        """
+        axis = eqn.args[1]
+        if axis != EVERY_AXIS and axis not in self.values.axes:
+            raise ValueError(
+                f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
+                f"  at {where(eqn.source)}\n"
+                f"Name the axis that the step is sharded over."
+            )
+        return self.values.axes if axis == EVERY_AXIS else (axis,)
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:

@@ -32,9 +32,8 @@ def scale_of(scaler: GradScaler, device: torch.device) -> State:
     """The state of a scaler: its scale, and its count of steps since the scale last changed."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
-    scale, growth = scaler._scale, scaler._growth_tracker
-    assert scale is not None and growth is not None
-    return {"scale": scale.detach(), "growth": growth.detach()}
+    held = {"scale": scaler._scale, "growth": scaler._growth_tracker}
+    return {key: x.detach() for key, x in held.items() if x is not None}
 
 
 @contextlib.contextmanager
