@@ -22,7 +22,7 @@ import pytest
 from radon.visitors import ComplexityVisitor, Function
 
 from ztrans.ir import collectives
-from ztrans.tracing import versions
+from ztrans.tracing import fx_trace
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ztrans"
@@ -239,7 +239,7 @@ def test_private_torch_apis_are_used_only_in_the_modules_listed():
 
 
 def test_pyproject_and_the_package_support_the_same_versions_of_torch():
-    wanted = f"torch>={versions.OLDEST},<{versions.BEFORE}"
+    wanted = f"torch>={fx_trace.OLDEST},<{fx_trace.BEFORE}"
     assert wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 

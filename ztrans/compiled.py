@@ -42,6 +42,7 @@ from .tracing.arguments import (
     flat,
     local_batch,
 )
+from .tracing.containers import opened
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -126,7 +127,7 @@ class Compiled(Printed):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
-        self._accepted[key] = pytree.tree_structure(output)
+        self._accepted[key] = pytree.tree_structure(opened(output))
         last.remember(state, outputs[:n], given.state_key)
         return state, output
 

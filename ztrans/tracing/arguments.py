@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
 from .captured import Key
+from .containers import opened
 from .trace import EXTRA, Abstract, Program
 
 
@@ -57,7 +58,8 @@ class Arguments(NamedTuple):
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
-        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
+        batch = map(opened, (*args[1:], *kwargs.values()))
+        return Arguments(args[0], (*batch, *extra.values()), (*kwargs, *extra))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
