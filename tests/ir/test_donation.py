@@ -8,7 +8,7 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
-from ztrans.ir.donation import donation, onto
+from ztrans.ir.donation import batch_norm_over, donation, onto
 
 aten = torch.ops.aten
 
@@ -79,3 +79,20 @@ def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     for name in ("accumulation", "autocast"):
         over |= {getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()}
     assert {"tanh_backward_over", "_log_softmax_over", "_log_softmax_backward_data_over"} <= over
+
+
+def test_a_batch_norm_writes_its_statistics_in_place():
+    def step(state, x):
+        mean, variance = state["mean"].clone(), state["variance"].clone()
+        y = torch.nn.functional.batch_norm(x, mean, variance, training=True)
+        return {"mean": mean, "variance": variance}, y
+
+    state, x = {"mean": torch.zeros(3), "variance": torch.ones(3)}, torch.randn(4, 3)
+    graph = zt.Step.of(step).trace(state, x).graph
+    (norm,) = (e for e in graph.eqns if "batch_norm" in str(e.op))
+    assert donation(graph).twins[norm] is batch_norm_over
+    expected, y = step(state, x)
+    addresses = [v.data_ptr() for v in state.values()]
+    new, output = zt.Step.of(step)(state, x)
+    assert [v.data_ptr() for v in new.values()] == addresses
+    assert torch.equal(output, y) and all(torch.equal(new[k], expected[k]) for k in expected)

@@ -148,7 +148,9 @@ def _alike(v: Var, out: Var | None) -> bool:
 def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
     """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
-    if twin is not None:
+    if e.op is _BATCH_NORM:
+        yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
+    elif twin is not None:
         yield twin, _written(e, twin)
     elif _into(e.op) is not None:
         for k, v in enumerate(e.args):
@@ -166,6 +168,14 @@ def in_place(op: Any) -> Any:
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
+
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+
+
+def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """A batch norm that writes the new running mean and variance over the old ones, its arguments 3 and 4."""
+    return *torch.ops.aten._native_batch_norm_legit.default(*args, **kwargs), args[3], args[4]
 
 
 # Each row of the result depends on the same row of the arguments only, and is written after that row was read.
