@@ -152,9 +152,9 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
         yield twin, _written(e, twin)
-    elif _into(e.op) is not None:
+    if _into(e.op) is not None:
         for k, v in enumerate(e.args):
-            if isinstance(v, Var):
+            if isinstance(v, Var) and (k or twin is None):
                 yield onto(e.op, k), [(v, e.outs[0])]
 
 
@@ -199,7 +199,9 @@ def _into(op: Any) -> tuple[Any, str] | None:
 
 @functools.cache
 def onto(op: Any, place: int) -> Callable:
-    """`op` as a function that writes its result over argument number `place`, if all its arguments are contiguous.
+    """`op` as a function that writes its result over argument number `place`.
+
+    An operation by rows does so only if all its arguments are contiguous.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
@@ -210,6 +212,7 @@ def onto(op: Any, place: int) -> Callable:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
     tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
+    tensors = tensors if op._schema.name in _BY_ROW else []
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         for k in tensors:
