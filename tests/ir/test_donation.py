@@ -60,6 +60,16 @@ def test_an_argument_that_is_not_contiguous_is_not_overwritten(name):
         assert torch.equal(result, wanted) and torch.equal(args[place], before)
 
 
+@pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor])
+def test_arithmetic_overwrites_either_argument_however_the_other_is_laid_out(op):
+    for place in (0, 1):
+        args = [torch.randn(12, 6), torch.randn(12, 6)]
+        args[1 - place] = args[1 - place].t().contiguous().t()
+        wanted = op(*args)
+        result = onto(op, place)(*args)
+        assert torch.equal(result, wanted) and result.data_ptr() == args[place].data_ptr()
+
+
 def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
     """A scalar may be on the CPU, as a learning rate is, while the result of the operation is on the GPU."""
 

@@ -181,6 +181,9 @@ def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 # Each row of the result depends on the same row of the arguments only, and is written after that row was read.
 _BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
 
+# Each element of the result is computed from the elements at the same place, however the arguments are laid out.
+_ARITHMETIC = {"aten::add", "aten::sub", "aten::mul", "aten::div"}
+
 
 @functools.cache
 def _into(op: Any) -> tuple[Any, str] | None:
@@ -201,7 +204,7 @@ def _into(op: Any) -> tuple[Any, str] | None:
 def onto(op: Any, place: int) -> Callable:
     """`op` as a function that writes its result over argument number `place`.
 
-    An operation by rows does so only if all its arguments are contiguous.
+    All but plain arithmetic does so only if all its arguments are contiguous.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
@@ -212,7 +215,7 @@ def onto(op: Any, place: int) -> Callable:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
     tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
-    tensors = tensors if op._schema.name in _BY_ROW else []
+    tensors = [] if op._schema.name in _ARITHMETIC else tensors
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         for k in tensors:
