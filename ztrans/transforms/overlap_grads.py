@@ -29,8 +29,8 @@ def overlap_grads(
     Otherwise a program that casts all its parameters at the start of the loss would start every reduction at the very
     end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member is
     computed. Its wait moves to the point at which the reduction is complete, and the update of its parameters then runs
-    while backward continues. New state that varies over the ranks, such as the statistics of a batch norm, is reduced in
-    buckets as well.
+    while backward continues. New state that varies over the ranks, such as the statistics of a batch norm, is reduced
+    in buckets as well.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
