@@ -97,6 +97,7 @@ def gaps(lowered) -> list[int]:
     return [b - a for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most, fewest", [(8, 9), (4, 18), (2, 35)])
 @pytest.mark.parametrize("bucket", ["auto", 1 << 30])
 def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, fewest, bucket):
