@@ -152,7 +152,8 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
         yield twin, _written(e, twin)
-    if _into(e.op) is not None and (twin is None or e.op._schema.name in _ARITHMETIC):
+    into = _into(e.op)
+    if into is not None and (twin is None or into[0]._schema.name in _ARITHMETIC):
         for k, v in enumerate(e.args):
             if isinstance(v, Var) and (k or twin is None):
                 yield onto(e.op, k), [(v, e.outs[0])]
