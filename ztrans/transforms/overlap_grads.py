@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
-from .accumulate import SCALES, SUMS
+from .reduce_once import SCALES, SUMS
 from .base import Transform, check_number
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
-from .accumulate import accumulate_unsharded
+from .reduce_once import reduce_once
 from .base import Transform
 from .matrix_chains import matrix_chains, note
 from .sharding import Sharding
@@ -115,4 +115,4 @@ class ShardParams(Transform):
         if whole:
             graph = Sharding(plain, self, whole).run()
             graph = graph.replace(notes=(*graph.notes, note(leaves)))
-        return dce(accumulate_unsharded(graph) if self.stage <= 1 else graph)
+        return dce(reduce_once(graph) if self.stage <= 1 else graph)

@@ -24,7 +24,7 @@ SUMS = (aten.add.Tensor,)
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
-def accumulate_unsharded(graph: Graph) -> Graph:
+def reduce_once(graph: Graph) -> Graph:
     """Rewrite with the patterns above until none of them matches."""
     while (rewritten := _rewritten(graph)) is not None:
         graph = rewritten
