@@ -20,6 +20,7 @@ from .stages import Lowered, Traced
 from .step import Step
 from .tracing.lifting.lift import lift
 from .tracing.lifting.lifted_state import restore
+from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
 from .transforms.delay_weight_grads import delay_weight_grads
 from .transforms.fuse_cast_gather import fuse_cast_gather
@@ -33,7 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
+    "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
     "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
     "shard_params", "to_fx",
 ]  # fmt: skip

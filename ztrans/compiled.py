@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Graph
+from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
@@ -25,11 +26,12 @@ from .profiling.profile import Profile, profile
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, placed, with_rates
 from .runtime.cuda.symmetric_start import check
-from .runtime.executable import executable
+from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
+from .runtime.micro_batches import MicroBatches, example_inputs
 from .runtime.process_groups import process_groups
 from .tracing.arguments import (
     Arguments,
@@ -133,7 +135,8 @@ class Compiled(Printed):
 
         The state is donated and advances. All ranks must call it. The times of operations and links in the result are
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
-        `cuda_graph` is recorded without its graph. See `profile.Profile`.
+        `cuda_graph` is recorded without its graph. Of several micro-batches, the last is recorded. See
+        `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
         leaves, local = self._flat(self._arguments(args, kwargs))
@@ -141,9 +144,14 @@ class Compiled(Printed):
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
             graph, mesh = self._bound[0].lowered.graph, self._mesh
+            micro = run.run if isinstance(run, Capture) else run
+            recording: dict[str, Any] = {"steps": steps}
+            if isinstance(micro, MicroBatches):
+                graph, recording["prepare"] = micro.last, micro.before_last
             if mesh is None:
-                return profile(graph, run.program, local, steps)
-            return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
+                return profile(graph, run.program, local, **recording)
+            recording["together"] = functools.partial(everywhere, None, mesh)
+            return profile(graph, run.program, local, **recording).agreed(mesh)
 
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one.
@@ -233,17 +241,34 @@ class Compiled(Printed):
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
             if self.cuda_graph:
                 local = placed(lowered.graph, local)
-            if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
-                lowered = dataclasses.replace(lowered, graph=graph)
+            if lowered.graph.micro > 1:
+                run = self._micro_batches(lowered.graph, local)
             else:
-                graph, groups = _grouped(lowered.graph)
-                run = executable(graph, self._mesh, self._writes.begin, groups)
+                graph, run = self._executable(lowered.graph, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
+
+    def _executable(
+        self, graph: Graph, local: Sequence[torch.Tensor], on_write: Callable[[], None] | None
+    ) -> tuple[Graph, Executable]:
+        """A program in the order in which it runs, and what runs it."""
+        if self.backend == "inductor":
+            return inductor.executable(graph, self._mesh, local, on_write)
+        graph, groups = _grouped(graph)
+        return graph, executable(graph, self._mesh, on_write, groups)
+
+    def _micro_batches(self, graph: Graph, local: Sequence[torch.Tensor]) -> MicroBatches:
+        """What runs the micro-batches of a program."""
+        programs, runs, n = parts(graph), dict[Graph, Executable](), graph.num_state
+        last = programs.last
+        for part in programs.different:
+            writes = any(new is not old for new, old in zip(part.outputs[:n], part.inputs))
+            inputs = example_inputs(graph, programs, part, self._mesh, local)
+            last, runs[part] = self._executable(part, inputs, self._writes.begin if writes else None)
+        return MicroBatches(graph, programs, runs, last)
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:

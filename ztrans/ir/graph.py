@@ -178,6 +178,9 @@ class Graph:
         history: the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
+        stage: the ZeRO stage, if `shard_params` has sharded the program.
+        micro: the number of micro-batches that the program runs for; it is written for one of them (`micro_batches`).
+        donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         notes: remarks of transforms on what they did, which print with the program.
     """
 
@@ -191,6 +194,9 @@ class Graph:
     history: tuple[str, ...] = ()
     writes_last: bool = False
     budget: int | None = None
+    stage: int | None = None
+    micro: int = 1
+    donated: tuple[tuple[Var, Var], ...] = ()
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
@@ -270,12 +276,12 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
-def dce(graph: Graph) -> Graph:
-    """Drop the equations whose results are never read. Random draws stay, for their effect."""
+def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
+    """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))
     kept = []
     for eqn in reversed(graph.eqns):
-        if is_random(eqn.op) or any(out in live for out in eqn.outs):
+        if has_effect(eqn) or any(out in live for out in eqn.outs):
             kept.append(eqn)
             live.update(eqn.ins)
     return graph.replace(eqns=tuple(reversed(kept)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -16,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
+from ..ir.micro_batches import full_shape
 from .captured import Key
-from .trace import Abstract, Program
+from .trace import Abstract, Program, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -55,6 +57,26 @@ class Arguments(NamedTuple):
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
         return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
+
+    def micro_batch(self, fn: Callable, micro: int) -> Arguments:
+        """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
+
+        Raises: ValueError that names the leaf of the batch that cannot be cut.
+        """
+        paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
+        leaves, tree = pytree.tree_flatten(self.batch)
+        cut = []
+        for path, x in zip(paths[len(paths) - len(leaves) :], leaves):
+            if isinstance(x, torch.Tensor) and x.ndim:
+                if isinstance(x, DTensor) or x.shape[0] % micro:
+                    why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
+                    raise ValueError(
+                        f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
+                        f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
+                    )
+                x = x[: x.shape[0] // micro]
+            cut.append(x)
+        return self._replace(batch=pytree.tree_unflatten(cut, tree))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
@@ -166,9 +188,10 @@ def flat(
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
-        if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-            got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-            raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
+        shape, wanted = tuple(getattr(x, "shape", ())), full_shape(graph, v)
+        if shape != wanted or v.dtype != y.dtype:
+            made_for = dataclasses.replace(v, shape=wanted)
+            raise TypeError(f"{graph.name}: compiled for {made_for}, called with {Var('', y.dtype, shape).type}.")
     return leaves, local
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
-from .reduce_once import SCALES, SUMS
 from .base import Transform, check_number
+from .reduce_once import SCALES, SUMS
 
 
 def overlap_grads(

@@ -1,0 +1,135 @@
+"""Roles in micro-batches: which equations run in each micro-batch, which once a step, and which values enter the update.
+
+Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations that
+reach the state or depend on a gradient, and that neither forward nor backward needs. What is left, such as an accuracy
+that is computed behind backward, runs in each micro-batch too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..ir.collectives import GRADIENT, PMEAN, pair
+from ..ir.graph import Eqn, Graph, Var, producers
+from ..ir.micro_batches import changing
+from ..ir.relations import grouped, reachable
+from ..ir.source import where
+from ..ir.varying import varying
+
+
+class Gradient(NamedTuple):
+    """A value that is averaged over micro-batches: a gradient, or a mean that the user asked for.
+
+    Attributes:
+        term: the value before its reductions.
+        end: the last wait, or a mark.
+        start: the first reduction, or None if there is none.
+        planned: whether a plan places that reduction.
+        paths: the leaves of the state that it is the gradient of.
+    """
+
+    term: Var
+    end: Eqn
+    start: Eqn | None = None
+    planned: bool = False
+    paths: tuple[str, ...] = ()
+
+
+def gradients(graph: Graph) -> dict[Var, Gradient]:
+    """The values of a program that are averaged over micro-batches."""
+    over, averaged = varying(graph, ("batch",)), dict[Var, Gradient]()
+    for e in graph.eqns:
+        if e.op is GRADIENT and e.args[1] not in over:
+            averaged[e.out] = Gradient(e.args[0], e, paths=(e.args[1].name,))
+        elif e.op is PMEAN:
+            averaged[e.out] = Gradient(e.args[0], e)
+    for e, waited in pair(graph).waits.items():
+        start, provenance = waited.start, waited.start.provenance
+        role = provenance.role if provenance else ""
+        if role == "grad" or (role == "pmean" and start.kwargs["op"] == "mean"):
+            member = start.ins[waited.member]
+            first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
+            several = graph.axes[start.kwargs["axis"]] > 1
+            paths = provenance.paths if provenance and role == "grad" else ()
+            this = Gradient(member, e, start, start.order is not None and several, paths)
+            averaged[e.out] = first._replace(end=e) if first else this
+    return averaged
+
+
+class Roles:
+    """The roles of the equations and values of a program."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.makers, self.gradients = graph, producers(graph.eqns), gradients(graph)
+
+    @functools.cached_property
+    def repeated(self) -> set[Eqn]:
+        """The equations that every micro-batch runs: forward and backward, and what they need."""
+        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in self._reductions)
+
+    @functools.cached_property
+    def _reductions(self) -> set[Eqn]:
+        """The means of micro-batches that the user asked for, and reductions of values that need no update."""
+        from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
+        ends = {e: w.start for e, w in pair(self.graph).waits.items()}
+        own = {g.end for g in self.gradients.values() if not g.paths}
+        for e, start in ends.items():
+            role = start.provenance.role if start.provenance else ""
+            if role == "state" or (role == "output" and any(v.shape for v in start.ins)):
+                own.add(e)
+        return {e for e in own if not any(v in from_gradients for v in (*e.ins, *ends.get(e, e).ins))}
+
+    @functools.cached_property
+    def once(self) -> set[Eqn]:
+        """The equations of the update."""
+        state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
+        update = self._needed(state) | {e for e in self.graph.eqns if e.provenance and e.provenance.role == "output"}
+        results = {v for v, g in self.gradients.items() if g.paths}
+        once = set[Eqn]()
+        for e in self.graph.eqns:
+            late = e.region == "update" and e not in self.repeated
+            if late and (e in update or any(v in results for v in e.ins)):
+                once.add(e)
+                results.update(e.results)
+        return once
+
+    @functools.cached_property
+    def changes(self) -> set[Var]:
+        """The values that differ from micro-batch to micro-batch."""
+        return changing(self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self.once)))
+
+    @functools.cached_property
+    def entering(self) -> Mapping[Var, list[Eqn]]:
+        """The values of micro-batches that the update reads, each with the equations that read it."""
+        once = (e for e in self.graph.eqns if e in self.once)
+        return grouped((v, e) for e in once for v in dict.fromkeys(e.ins) if v in self.changes)
+
+    def check_state(self) -> None:
+        """Check that no parameter is updated in the middle of a micro-batch.
+
+        Raises: ValueError that names the leaf.
+        """
+        trained = {path for g in self.gradients.values() for path in g.paths}
+        from_gradients = self._depending(set(self.gradients))
+        for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
+            if old.name in trained and new in self.changes and new in from_gradients:
+                maker = self.makers.get(new)
+                raise ValueError(
+                    f"accumulate: state {old} is updated before the last backward of the step, so every micro-batch "
+                    f"would update it.\n  at {where(maker.source if maker else None)}\n"
+                    f"Compute all gradients first, or make each update a step of its own, with its own zt.accumulate."
+                )
+
+    def _needed(self, eqns: Iterable[Eqn]) -> set[Eqn]:
+        """The equations, and all that they need."""
+        return set(reachable(eqns, lambda e: [self.makers[v] for v in e.ins if v in self.makers]))
+
+    def _depending(self, values: set[Var]) -> set[Var]:
+        """The values, and all that are computed from them."""
+        depending = set(values)
+        for e in self.graph.eqns:
+            if any(v in depending for v in e.ins):
+                depending.update(e.results)
+        return depending
