@@ -121,13 +121,18 @@ class Carry:
 
 
 def changing(graph: Graph) -> set[Var]:
-    """The values that each micro-batch computes anew: those that depend on the batch without a mark in between."""
-    changes = set(graph.batch)
-    for e in graph.eqns:
-        drawn = is_random(e.op) and e.region != "update"
-        if drawn or (e.op not in (ACCUMULATE, JOIN) and any(v in changes for v in e.ins)):
-            changes.update(e.results)
-    return changes
+    """The values that each micro-batch computes anew: those that depend on the batch without a mark in between, and on
+    leaves of the state that change with every micro-batch."""
+    changes, leaves = set(graph.batch), list(zip(graph.inputs, graph.outputs[: graph.num_state]))
+    while True:
+        for e in graph.eqns:
+            drawn = is_random(e.op) and e.region != "update"
+            if drawn or (e.op not in (ACCUMULATE, JOIN) and any(v in changes for v in e.ins)):
+                changes.update(e.results)
+        carried = {old for old, new in leaves if new in changes} - changes
+        if not carried:
+            return changes
+        changes |= carried
 
 
 class _Marks(NamedTuple):
@@ -152,11 +157,11 @@ def parts(graph: Graph) -> Parts:
 def _first(graph: Graph, marks: _Marks) -> Graph:
     returned = [e.args[0] for e in (*marks.sums, *marks.joins, *marks.kept)]
     graph = rename(graph, {e.out: e.args[0] for e in marks.kept})
-    copied = _copied(graph, marks.sums)
+    state, copied = _state(graph), _copied(graph, marks.sums)
     own = [e.out if e in copied else e.args[0] for e in marks.sums]
     clones = {e: e.replace(op=aten.clone.default, kwargs={"memory_format": torch.contiguous_format}) for e in copied}
     graph = graph.replace(eqns=tuple(clones.get(e, e) for e in graph.eqns))
-    return _micro_batch(graph, {}, graph.inputs, (*_state(graph), *own, *returned[len(marks.sums) :]))
+    return _micro_batch(graph, {}, graph.inputs, (*state, *own, *returned[len(marks.sums) :]))
 
 
 def _copied(graph: Graph, sums: Sequence[Eqn]) -> set[Eqn]:

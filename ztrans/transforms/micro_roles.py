@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import GRADIENT, PMEAN, pair
+from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.micro_batches import changing
 from ..ir.relations import grouped, reachable
@@ -71,10 +71,13 @@ class Roles:
 
     @functools.cached_property
     def _reductions(self) -> set[Eqn]:
-        """The means of micro-batches that the user asked for, and reductions of values that need no update."""
+        """The means that the user asked for, and the equations that bring values of a forward into the new state or the
+        output; none of them depends on a gradient."""
         from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
         ends = {e: w.start for e, w in pair(self.graph).waits.items()}
         own = {g.end for g in self.gradients.values() if not g.paths}
+        forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
+        own |= {e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward}
         for e, start in ends.items():
             role = start.provenance.role if start.provenance else ""
             if role == "state" or (role == "output" and any(v.shape for v in start.ins)):
