@@ -34,9 +34,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
-    "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
-    "shard_params", "to_fx",
+    "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
+    "fuse_cast_gather", "ir", "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum",
+    "remat", "restore", "shard_params", "to_fx",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Graph
-from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
@@ -24,14 +23,14 @@ from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
-from .runtime.cuda.graph_capture import Capture, placed, with_rates
+from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
-from .runtime.micro_batches import MicroBatches, example_inputs
+from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
 from .tracing.arguments import (
     Arguments,
@@ -240,35 +239,26 @@ class Compiled(Printed):
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
             if self.cuda_graph:
+                check_values(lowered.graph)
                 local = placed(lowered.graph, local)
             if lowered.graph.micro > 1:
-                run = self._micro_batches(lowered.graph, local)
+                run = micro_batches(lowered.graph, self._mesh, local, self._executable)
             else:
-                graph, run = self._executable(lowered.graph, local, self._writes.begin)
+                graph, run = self._executable(lowered.graph, local)
                 lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
 
-    def _executable(
-        self, graph: Graph, local: Sequence[torch.Tensor], on_write: Callable[[], None] | None
-    ) -> tuple[Graph, Executable]:
+    def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
+        keeps_state = graph.outputs[: graph.num_state] == graph.inputs[: graph.num_state]
+        on_write = None if keeps_state else self._writes.begin
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
         return graph, executable(graph, self._mesh, on_write, groups)
-
-    def _micro_batches(self, graph: Graph, local: Sequence[torch.Tensor]) -> MicroBatches:
-        """What runs the micro-batches of a program."""
-        programs, runs, n = parts(graph), dict[Graph, Executable](), graph.num_state
-        last = programs.last
-        for part in programs.different:
-            writes = any(new is not old for new, old in zip(part.outputs[:n], part.inputs))
-            inputs = example_inputs(graph, programs, part, self._mesh, local)
-            last, runs[part] = self._executable(part, inputs, self._writes.begin if writes else None)
-        return MicroBatches(graph, programs, runs, last)
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:

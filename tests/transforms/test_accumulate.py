@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -45,7 +46,7 @@ def loop(state, x, y, micro):
 
 def new_state():
     torch.manual_seed(0)
-    params = [torch.randn(a, b) for a, b in zip(SIZES, SIZES[1:])]
+    params = [torch.randn(a, b) for a, b in itertools.pairwise(SIZES)]
     return {"params": params, "m": [torch.ones_like(p) for p in params]}
 
 
@@ -58,9 +59,10 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
 
 
-def lower(micro=3, stage=None, ranks=2, keep="auto", fn=train, rows=12, more=(zt.overlap_grads(), zt.prefetch())):
-    sharded = () if stage is None else (zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *more)
-    return zt.chain(zt.accumulate(micro, keep=keep), *sharded)(fn).lower(new_state(), *batch(rows))
+def lower(micro=3, stage=None, ranks=2, keep="auto", rows=12):
+    schedules = zt.overlap_grads(), zt.prefetch()
+    sharded = () if stage is None else (zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *schedules)
+    return zt.chain(zt.accumulate(micro, keep=keep), *sharded)(train).lower(new_state(), *batch(rows))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
@@ -266,7 +268,7 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
         new, loss = train(state, x, y)
         return {**new, "m": [m + x.mean(0).sum() + x[:1].T for m in new["m"][:1]] + new["m"][1:]}, loss
 
-    with pytest.raises(ValueError, match=r"accumulate: the update reads .* is no gradient, so it has no mean.\n  at .*test_accumulate.py"):
+    with pytest.raises(ValueError, match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py"):
         zt.accumulate(2)(step).lower(new_state(), *batch())
 
     def count(state, x, y):

@@ -51,9 +51,11 @@ from .printer import diff, equation, op_name, program
 from .verifier import ProgramError, check
 
 __all__ = [
-    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
-    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Parts", "Primitive", "ProgramError", "Provenance", "Rules",
-    "Split", "Start", "Var",
+    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
+    "WAIT",
+    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Parts", "Primitive", "ProgramError",
+    "Provenance", "Rules", "Split", "Start", "Var",
     "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "lane",
-    "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute", "users", "variables", "wait",
+    "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute", "users",
+    "variables", "wait",
 ]  # fmt: skip

@@ -174,12 +174,11 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh: the axes of the mesh and their sizes.
-        history: the transforms that were applied, in order.
+        mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
         stage: the ZeRO stage, if `shard_params` has sharded the program.
-        micro: the number of micro-batches that the program runs for; it is written for one of them (`micro_batches`).
+        micro: the number of `micro_batches`; the program is written for one of them.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         notes: remarks of transforms on what they did, which print with the program.
     """
@@ -200,7 +199,6 @@ class Graph:
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
-        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -214,7 +212,6 @@ class Graph:
 
     def _repr_html_(self) -> str:
         from .printer import html  # as above
-
         return html(self)
 
     def __repr__(self) -> str:

@@ -116,9 +116,8 @@ def _total(costs: Sequence[Cost]) -> Cost:
     wire: Counter[tuple[str, str]] = Counter()
     for each in costs:
         wire.update(dict(each.wire))
-    operations, traffic, calls, kernels = (
-        sum(n) for n in zip(*((c.flops, c.bytes, c.calls, c.launches) for c in costs))
-    )
+    totals = (sum(getattr(each, field) for each in costs) for field in ("flops", "bytes", "calls", "launches"))
+    operations, traffic, calls, kernels = totals
     return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
@@ -183,8 +182,10 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
 
 
 def memory(graph: Graph) -> Memory:
-    """Count the live bytes at every equation of a program (see `held`), or of that of its micro-batches with the highest
-    peak."""
+    """Count the live bytes at every equation of a program (see `held`).
+
+    Of a program of micro-batches, they are those of the micro-batch with the highest peak.
+    """
     if graph.micro > 1:
         return _highest(graph)
     every, n = held(graph, donation(graph)), len(graph.eqns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph
 from ..ir.layout import local_shape
-from ..ir.micro_batches import Carry, Parts
+from ..ir.micro_batches import Carry, Parts, parts
 from .codegen import coordinates
 from .executable import Executable
 
@@ -45,11 +45,31 @@ class MicroBatches:
         return carry.inputs()
 
 
-def example_inputs(
-    graph: Graph, parts: Parts, part: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]
+def micro_batches(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
+    executable: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
+) -> MicroBatches:
+    """What runs the micro-batches of a program.
+
+    Args:
+        graph: the program.
+        mesh: the mesh that it runs on.
+        inputs: its flat inputs on this rank, or others like them.
+        executable: returns a program in the order in which it runs, and what runs it, for inputs like those given.
+    """
+    programs, runs, last = parts(graph), dict[Graph, Executable](), graph
+    for part in programs.different:
+        last, runs[part] = executable(part, _example(graph, programs, part, mesh, inputs))
+    return MicroBatches(graph, programs, runs, last)
+
+
+def _example(
+    graph: Graph, programs: Parts, part: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Inputs of one of the parts like those that it will get, given inputs of the whole program."""
-    first = Carry(graph, parts, inputs).inputs()
+    first = Carry(graph, programs, inputs).inputs()
     at, device = coordinates(part, mesh), next((x.device for x in inputs if x.ndim), torch.device("cpu"))
     more = part.inputs[len(first) :]
     return [*first, *(torch.empty(local_shape(v, part.axes, at), dtype=v.dtype, device=device) for v in more)]

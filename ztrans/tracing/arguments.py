@@ -19,7 +19,7 @@ from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
 from ..ir.micro_batches import full_shape
 from .captured import Key
-from .trace import Abstract, Program, leaf_names
+from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -28,6 +28,8 @@ class Arguments(NamedTuple):
     The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
     parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
     reads its default as it reads a global.
+
+    A lifted step has an extra argument, which comes last: what `fn.extra()` returns at every call.
     """
 
     state: Any
@@ -56,7 +58,8 @@ class Arguments(NamedTuple):
             args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
-        return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
+        extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
+        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
 
     def micro_batch(self, fn: Callable, micro: int) -> Arguments:
         """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
@@ -67,7 +70,7 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.batch)
         cut = []
         for path, x in zip(paths[len(paths) - len(leaves) :], leaves):
-            if isinstance(x, torch.Tensor) and x.ndim:
+            if is_of_batch(x, path) and x.ndim:
                 if isinstance(x, DTensor) or x.shape[0] % micro:
                     why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
                     raise ValueError(

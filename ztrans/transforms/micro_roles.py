@@ -1,4 +1,4 @@
-"""Roles in micro-batches: which equations run in each micro-batch, which once a step, and which values enter the update.
+"""Roles in micro-batches: which equations run in each of them, which once a step, and which values enter the update.
 
 Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations that
 reach the state or depend on a gradient, and that neither forward nor backward needs. What is left, such as an accuracy
@@ -8,7 +8,7 @@ that is computed behind backward, runs in each micro-batch too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
@@ -37,25 +37,37 @@ class Gradient(NamedTuple):
     paths: tuple[str, ...] = ()
 
 
+def _of_gradient(e: Eqn) -> Gradient:
+    return Gradient(e.args[0], e, paths=(e.args[1].name,))
+
+
+def _of_mean(e: Eqn) -> Gradient:
+    return Gradient(e.args[0], e)
+
+
+_MARKED: Mapping[object, Callable[[Eqn], Gradient]] = {GRADIENT: _of_gradient, PMEAN: _of_mean}
+
+
 def gradients(graph: Graph) -> dict[Var, Gradient]:
     """The values of a program that are averaged over micro-batches."""
-    over, averaged = varying(graph, ("batch",)), dict[Var, Gradient]()
-    for e in graph.eqns:
-        if e.op is GRADIENT and e.args[1] not in over:
-            averaged[e.out] = Gradient(e.args[0], e, paths=(e.args[1].name,))
-        elif e.op is PMEAN:
-            averaged[e.out] = Gradient(e.args[0], e)
+    over = varying(graph, ("batch",))
+    marks = (e for e in graph.eqns if e.op in _MARKED and not any(v in over for v in e.ins[1:]))
+    averaged = {e.out: _MARKED[e.op](e) for e in marks}
     for e, waited in pair(graph).waits.items():
-        start, provenance = waited.start, waited.start.provenance
-        role = provenance.role if provenance else ""
+        start, role = waited.start, role_of(waited.start)
         if role == "grad" or (role == "pmean" and start.kwargs["op"] == "mean"):
             member = start.ins[waited.member]
             first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
             several = graph.axes[start.kwargs["axis"]] > 1
-            paths = provenance.paths if provenance and role == "grad" else ()
+            paths = start.provenance.paths if start.provenance and role == "grad" else ()
             this = Gradient(member, e, start, start.order is not None and several, paths)
             averaged[e.out] = first._replace(end=e) if first else this
     return averaged
+
+
+def role_of(e: Eqn) -> str:
+    """The role of a collective, or "" for any other equation."""
+    return e.provenance.role if e.provenance else ""
 
 
 class Roles:
@@ -71,18 +83,26 @@ class Roles:
 
     @functools.cached_property
     def _reductions(self) -> set[Eqn]:
-        """The means that the user asked for, and the equations that bring values of a forward into the new state or the
-        output; none of them depends on a gradient."""
+        """The equations of the update that every micro-batch runs, because they depend on no gradient.
+
+        These are the means that the user asked for, and what brings values of forward into the new state or the output.
+        """
         from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
-        ends = {e: w.start for e, w in pair(self.graph).waits.items()}
-        own = {g.end for g in self.gradients.values() if not g.paths}
+        means = (g.end for g in self.gradients.values() if not g.paths)
+        independent = lambda e: not any(v in from_gradients for v in e.ins)
+        return {e for e in (*means, *self._brought(), *self._cut()) if independent(e)}
+
+    def _brought(self) -> Iterator[Eqn]:
+        """The waits for reductions of state and of outputs that are no scalars."""
+        for e, waited in pair(self.graph).waits.items():
+            role = role_of(waited.start)
+            if role == "state" or (role == "output" and any(v.shape for v in waited.start.ins)):
+                yield e
+
+    def _cut(self) -> Iterator[Eqn]:
+        """The equations that cut values of forward."""
         forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
-        own |= {e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward}
-        for e, start in ends.items():
-            role = start.provenance.role if start.provenance else ""
-            if role == "state" or (role == "output" and any(v.shape for v in start.ins)):
-                own.add(e)
-        return {e for e in own if not any(v in from_gradients for v in (*e.ins, *ends.get(e, e).ins))}
+        return (e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward)
 
     @functools.cached_property
     def once(self) -> set[Eqn]:

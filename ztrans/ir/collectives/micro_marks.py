@@ -19,6 +19,7 @@ from .interface import Memberwise
 class Accumulate(Memberwise):
     """Rules of accumulate: the sum has a storage of its own."""
 
+    over_all = True
     strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
@@ -30,6 +31,7 @@ class Accumulate(Memberwise):
 class Join(Memberwise):
     """Rules of join: the result has a storage of its own, with the rows of all micro-batches."""
 
+    over_all = True
     strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
