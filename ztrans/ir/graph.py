@@ -177,8 +177,7 @@ class Graph:
         mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
-        stage: the ZeRO stage, if `shard_params` has sharded the program.
-        micro: the number of `micro_batches`; the program is written for one of them.
+        stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         notes: remarks of transforms on what they did, which print with the program.
     """
@@ -212,6 +211,7 @@ class Graph:
 
     def _repr_html_(self) -> str:
         from .printer import html  # as above
+
         return html(self)
 
     def __repr__(self) -> str:
