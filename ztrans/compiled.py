@@ -22,6 +22,7 @@ from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
+from .progress import stage
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
@@ -32,6 +33,7 @@ from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
+from .tracebacks import ends_at_user
 from .tracing.arguments import (
     Arguments,
     BatchKey,
@@ -102,10 +104,11 @@ class Compiled(Printed):
         captured = ", cuda_graph=True" if self.cuda_graph else ""
         return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
 
+    @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(Given.of(self._arguments(args, kwargs), self._last), self._last)
+        return self.run(Given.of(Arguments.of(self.lowered.program.captured.fn, args, kwargs), self._last), self._last)
 
     def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
         """Run the program without checking the captured values.
@@ -128,29 +131,27 @@ class Compiled(Printed):
         last.remember(state, outputs[:n], given.state_key)
         return state, output
 
+    @ends_at_user
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Run `steps` steps on these arguments, and record when each operation and message ran.
 
         The state is donated and advances. All ranks must call it. The times of operations and links in the result are
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
-        `cuda_graph` is recorded without its graph. Of several micro-batches, the last is recorded. See
-        `profile.Profile`.
+        `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
-        leaves, local = self._flat(self._arguments(args, kwargs))
+        leaves, local = self._flat(Arguments.of(self.lowered.program.captured.fn, args, kwargs))
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
             graph, mesh = self._bound[0].lowered.graph, self._mesh
             micro = run.run if isinstance(run, Capture) else run
-            recording: dict[str, Any] = {"steps": steps}
+            with_others: dict[str, Any] = {} if mesh is None else {"together": functools.partial(everywhere, None, mesh)}
             if isinstance(micro, MicroBatches):
-                graph, recording["prepare"] = micro.last, micro.before_last
-            if mesh is None:
-                return profile(graph, run.program, local, **recording)
-            recording["together"] = functools.partial(everywhere, None, mesh)
-            return profile(graph, run.program, local, **recording).agreed(mesh)
+                graph, with_others["prepare"] = micro.last, micro.before_last
+            measured = profile(graph, run.program, local, steps, **with_others)
+            return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one.
@@ -162,6 +163,7 @@ class Compiled(Printed):
             if isinstance(bound.run, Capture):
                 bound.run.close()
 
+    @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
         """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
@@ -214,9 +216,6 @@ class Compiled(Printed):
         except ValueError:
             return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
-    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        return Arguments.of(self.lowered.program.captured.fn, args, kwargs)
-
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
         leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
@@ -241,20 +240,21 @@ class Compiled(Printed):
             if self.cuda_graph:
                 check_values(lowered.graph)
                 local = placed(lowered.graph, local)
-            if lowered.graph.micro > 1:
-                run = micro_batches(lowered.graph, self._mesh, local, self._executable)
-            else:
-                graph, run = self._executable(lowered.graph, local)
-                lowered = dataclasses.replace(lowered, graph=graph)
+            with stage(lowered.graph.name, f"compile ({self.backend})"):
+                if lowered.graph.micro > 1:
+                    run = micro_batches(lowered.graph, self._mesh, local, self._executable)
+                else:
+                    graph, run = self._executable(lowered.graph, local)
+                    lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
-                run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
+                run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
 
     def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
-        keeps_state = graph.outputs[: graph.num_state] == graph.inputs[: graph.num_state]
-        on_write = None if keeps_state else self._writes.begin
+        n, begin = graph.num_state, self._writes.begin
+        on_write = begin if graph.outputs[:n] != graph.inputs[:n] else None
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
@@ -286,7 +286,8 @@ def _agreed(lowered: Lowered) -> Lowered:
         return lowered
     plan, hinted = lowered.plan, lowered.hinted
     mine = Proposal(plan.program, update_fingerprint(hinted), messages(hinted), (plan, landmarks(hinted, plan)))
-    everyone = proposals(name, mesh, mine)
+    with stage(name, "wait for the plans of the other ranks"):
+        everyone = proposals(name, mesh, mine)
     (first, marks), problem = everyone[0].plan, ""
     try:
         if plan.program != everyone[0].program:

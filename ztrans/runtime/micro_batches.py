@@ -34,6 +34,11 @@ class MicroBatches:
         """The FX module of the last micro-batch."""
         return self.runs[self.parts.last].program
 
+    @property
+    def modules(self) -> torch.nn.Module:
+        """The FX modules of all micro-batches."""
+        return torch.nn.ModuleList(run.program for run in self.runs.values())
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         return self.runs[self.parts.last](self.before_last(inputs))
 

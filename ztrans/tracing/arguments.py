@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
-from ..ir.micro_batches import full_shape
+from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
 from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
@@ -68,17 +68,8 @@ class Arguments(NamedTuple):
         """
         paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
         leaves, tree = pytree.tree_flatten(self.batch)
-        cut = []
-        for path, x in zip(paths[len(paths) - len(leaves) :], leaves):
-            if is_of_batch(x, path) and x.ndim:
-                if isinstance(x, DTensor) or x.shape[0] % micro:
-                    why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
-                    raise ValueError(
-                        f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
-                        f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
-                    )
-                x = x[: x.shape[0] // micro]
-            cut.append(x)
+        named = zip(paths[len(paths) - len(leaves) :], leaves)
+        cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
         return self._replace(batch=pytree.tree_unflatten(cut, tree))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
@@ -179,13 +170,20 @@ def check_captured(program: Program, name: str) -> None:
 
 
 def flat(
-    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
+    program: Program,
+    graph: Graph,
+    mesh: DeviceMesh | AbstractMesh | None,
+    arguments: Arguments,
+    caller: str | None = None,
 ) -> tuple[list, list[torch.Tensor]]:
     """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
+    `caller` names the call in errors, by default with the name of the program.
+
     Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
     """
-    leaves = traced_leaves(program, graph.name, arguments)
+    name = caller or graph.name
+    leaves = traced_leaves(program, name, arguments)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
@@ -193,8 +191,11 @@ def flat(
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
         shape, wanted = tuple(getattr(x, "shape", ())), full_shape(graph, v)
         if shape != wanted or v.dtype != y.dtype:
-            made_for = dataclasses.replace(v, shape=wanted)
-            raise TypeError(f"{graph.name}: compiled for {made_for}, called with {Var('', y.dtype, shape).type}.")
+            made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type
+            raise TypeError(
+                f"{name}: compiled for {made_for}, called with {got}.\n"
+                f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
+            )
     return leaves, local
 
 
@@ -244,7 +245,8 @@ def check_laid_out(
             f"{name} was called with state that is not laid out for it. "
             f"{len(wrong)} of {len(layouts)} leaves, including:\n"
             + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop."
+            + "Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
+            + "makes such a step of the body of an ordinary loop."
         )
 
 

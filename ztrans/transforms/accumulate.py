@@ -15,13 +15,14 @@ import torch
 from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair
 from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
 from ..ir.source import Source, where
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 from .edits import Edits
 from .micro_roles import Gradient, Roles
 
 aten = torch.ops.aten
 
 
+@constructor
 def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") -> Transform:
     """Run a step in micro-batches: their gradients are averaged, and the update runs once.
 

@@ -8,10 +8,11 @@ from typing import Literal
 
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 from .reduce_once import SCALES, SUMS
 
 
+@constructor
 def overlap_grads(
     *,
     bucket: int | Literal["auto"] = "auto",

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
-from .base import Transform
+from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
 from .reduce_once import reduce_once
 from .sharding import Sharding
@@ -25,6 +25,7 @@ from .sharding import Sharding
 Where = Callable[[str, torch.Tensor], bool]
 
 
+@constructor
 def shard_params(
     mesh: DeviceMesh | AbstractMesh,
     *,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..graph import Graph, Var
 from .programs import Parts
@@ -19,6 +20,22 @@ def is_cut(graph: Graph, v: Var) -> bool:
 def full_shape(graph: Graph, v: Var) -> tuple[int, ...]:
     """The shape of an argument of the whole step that has the shape of input `v` in each micro-batch."""
     return (v.shape[0] * graph.micro, *v.shape[1:]) if is_cut(graph, v) else v.shape
+
+
+def first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
+    """The first of `micro` equal parts of a leaf of the batch; a scalar belongs to all of them.
+
+    Raises: ValueError that names the leaf if it cannot be cut.
+    """
+    if not x.ndim:
+        return x
+    if isinstance(x, DTensor) or x.shape[0] % micro:
+        why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
+        raise ValueError(
+            f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
+            f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
+        )
+    return x[: x.shape[0] // micro]
 
 
 class Carry:
