@@ -1,6 +1,6 @@
 """ztrans: composable function transforms of PyTorch train steps."""
 
-from . import ir
+from . import ir, testing
 from .compiled import Compiled
 from .ir.graph import Eqn, Graph, Var
 from .ir.interpreter import evaluate, lockstep
@@ -38,7 +38,7 @@ __all__ = [
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
     "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
     "fuse_cast_gather", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch",
-    "psum", "remat", "restore", "save", "shard_params", "to_fx",
+    "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
 ]  # fmt: skip
 
 

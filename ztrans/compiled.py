@@ -126,7 +126,7 @@ class Compiled(Printed):
         for i, old in enumerate(leaves[:n]):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
         self._accepted[key] = pytree.tree_structure(output)
         last.remember(state, outputs[:n], given.state_key)
         return state, output
@@ -147,10 +147,10 @@ class Compiled(Printed):
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
             graph, mesh = self._bound[0].lowered.graph, self._mesh
             micro = run.run if isinstance(run, Capture) else run
-            with_others: dict[str, Any] = {} if mesh is None else {"together": functools.partial(everywhere, None, mesh)}
-            if isinstance(micro, MicroBatches):
-                graph, with_others["prepare"] = micro.last, micro.before_last
-            measured = profile(graph, run.program, local, steps, **with_others)
+            together: Any = () if mesh is None else (functools.partial(everywhere, None, mesh),)
+            more: Any = {"prepare": micro.before_last} if isinstance(micro, MicroBatches) else {}
+            graph = micro.last if isinstance(micro, MicroBatches) else graph
+            measured = profile(graph, run.program, local, steps, *together, **more)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:

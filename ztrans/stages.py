@@ -216,7 +216,8 @@ class Lowered(Printed):
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
         outs = lockstep(graph, ranks)
         new_state = join(graph, outs)
-        results = [pytree.tree_unflatten([*new_state, *out[n:]], program.out_tree) for out in outs]
+        tree = program.returned(graph.added)
+        results = [pytree.tree_unflatten([*new_state, *out[n:]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     @ends_at_user

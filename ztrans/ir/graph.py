@@ -179,6 +179,7 @@ class Graph:
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
         stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
+        added: the names of the outputs that transforms have added, behind those of the step.
         notes: remarks of transforms on what they did, which print with the program.
     """
 
@@ -195,6 +196,7 @@ class Graph:
     stage: int | None = None
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
+    added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
@@ -238,11 +240,8 @@ def variables(tree: Any) -> Iterator[Var]:
     """Every `Var` in nested lists, tuples and dicts, in order."""
     if isinstance(tree, Var):
         yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from variables(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from variables(item)
 
 

@@ -45,6 +45,14 @@ class Program:
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
 
+    def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
+        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
+        transforms have added."""
+        if not added:
+            return self.out_tree
+        state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
+
 
 @dataclass(frozen=True)
 class Abstract:
