@@ -120,7 +120,7 @@ class Compiled(Printed):
         """
         key, n = (given.state_key, given.batch_key), self.lowered.graph.num_state
         out_tree = self._accepted.get(key)
-        leaves, local = self._known_inputs(given, last) if out_tree is not None else self._flat(given.arguments)
+        leaves, local = self._flat(given.arguments) if out_tree is None else self._known_inputs(given, last)
         with self._step(leaves, local) as run:
             outputs = run(local)
         if given.state is not None and out_tree is not None:
@@ -226,8 +226,7 @@ class Compiled(Printed):
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
         """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
-        program, n = self.lowered.program, self.lowered.graph.num_state
-        batch = local_batch(program, n, given.batch)
+        batch = local_batch(self.lowered.program, self.lowered.graph.num_state, given.batch)
         if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
             return self._flat(given.arguments)
         return given.state.leaves, [*given.state.local, *batch]
@@ -269,8 +268,7 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
     twins, peak = donation(graph).twins, memory(graph).peak
-    needs_no_memory = lambda e: e in twins or not any(v.shape for v in e.results)
-    for may_move in (lambda e: True, needs_no_memory):
+    for may_move in (lambda e: True, lambda e: e in twins or not any(v.shape for v in e.results)):
         grouped, groups = group_updates(graph, may_move)
         if memory(grouped).peak <= peak:
             return grouped, groups
