@@ -34,9 +34,10 @@ from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracebacks import ends_at_user
-from .tracing.arguments import Arguments, StepKey, check_laid_out, completed
+from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn
+from .tracing.lifting.lifted_state import completed
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, layout_of, mesh_of
 
@@ -142,7 +143,8 @@ class Step(Generic[P, R]):
         return self._traced(Arguments.of(self.fn, args, kwargs))
 
     def _traced(self, arguments: Arguments) -> Traced:
-        state, batch, names = arguments
+        micro = max((t.micro_batches for t in self.transforms), default=1)
+        state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
@@ -180,8 +182,7 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        arguments = Arguments.of(self.fn, args, kwargs)
-        given = Given.of(arguments, self._last)
+        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
         tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
@@ -195,34 +196,35 @@ class Step(Generic[P, R]):
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
-        key = self._key(given)
-        if key not in self._cache:
-            given = Given.of(completed(self.fn, arguments, self.shard), self._last)
-            key = self._key(given)
+        if (key := self._key(given)) not in self._cache:
+            state = completed(self.fn, arguments.state, self.shard)
+            key = self._key(given := Given.of(arguments._replace(state=state), self._last))
         return cast("R", self._compiled(given, key).run(given, self._last))
 
+    @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these. It is compiled when such arguments first occur.
 
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
-        return self._compiled(given, self._key(given))
+        return self._compiled(given := Given.of(Arguments.of(self.fn, args, kwargs), self._last), self._key(given))
 
     def _compiled(self, given: Given, key: StepKey) -> Compiled:
-        if key not in self._cache:
+        compiled = self._cache.get(key)
+        if compiled is None:
             arguments = given.arguments
             self._check_laid_out(arguments.state)
             first = self._agreed.get(key.any_size())
             if first is None:
-                self._cache[key] = self._agreed[key.any_size()] = self._lowered(arguments).compile()
+                compiled = self._agreed[key.any_size()] = self._lowered(arguments).compile()
             else:
-                self._cache[key] = first.for_other_sizes(self._traced(arguments))
+                compiled = first.for_other_sizes(self._traced(arguments))
+            self._cache[key] = compiled
             if len(self._cache) > _MANY_PROGRAMS:
                 leaves = pytree.tree_leaves(arguments.batch)
                 warn(many_programs(self.__name__, len(self._cache), leaves), user_source())
-        return self._cache[key]
+        return compiled
 
     def _key(self, given: Given) -> StepKey:
         return StepKey(given.state_key, given.batch_key, self._captured.key())

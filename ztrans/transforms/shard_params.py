@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
-from .accumulate import accumulate_unsharded
 from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
 from .psum_quotients import warn_of_psum_quotients
+from .reduce_once import reduce_once
 from .sharding import Sharding
 
 Where = Callable[[str, torch.Tensor], bool]
@@ -110,7 +110,7 @@ class ShardParams(Transform):
         return (Split(self.axis, 0),) if is_worth_cutting(shape[0], dict(mesh_axes(self.mesh))[self.axis]) else ()
 
     def rewrite(self, graph: Graph) -> Graph:
-        plain = graph.replace(mesh=mesh_axes(self.mesh))
+        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage)
         warn_of_psum_quotients(plain, self.axes)
         walk = Sharding(plain, self)
         graph = walk.run()
@@ -118,4 +118,4 @@ class ShardParams(Transform):
         if whole:
             graph = Sharding(plain, self, whole).run()
             graph = graph.replace(notes=(*graph.notes, note(leaves)))
-        return dce(accumulate_unsharded(graph) if self.stage <= 1 else graph)
+        return dce(reduce_once(graph) if self.stage <= 1 else graph)

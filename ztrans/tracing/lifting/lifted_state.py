@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,13 @@ def restore(
 
 def _written(held: Any, value: torch.Tensor) -> Any:
     return held.copy_(value) if isinstance(held, torch.Tensor) else type(held)(value.item())
+
+
+def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
+    """A state with the leaves that it lacks if `fn` is lifted and parameters have been unfrozen, in their layouts."""
+    missing = fn.missing(state) if hasattr(fn, "missing") else {}
+    more = shard(missing) if missing else {}
+    return {**state, **{key: {**state[key], **more[key]} for key in more}} if more else state
 
 
 def check_apart(state: State) -> None:
