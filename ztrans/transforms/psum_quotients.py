@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..ir.collectives import PMEAN, PSUM
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.operations import is_view_or_cast
 from ..ir.relations import reachable
 from ..ir.source import where
 from ..ir.varying import varying
+from .sharding import REDUCTIONS
 
 aten = torch.ops.aten
 # Operations that give the multiple of a result for the multiple of one argument.
@@ -39,7 +39,7 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
     for e in graph.eqns:
         if ranks > 1 and _divides_by_psum(e, over, makers) and not _is_scaled([makers.get(e.args[0])], ranks):
             after = list(_linear([e], read_by))
-            is_averaged = any(x.op is PMEAN or not averaged.isdisjoint(x.results) for x in after)
+            is_averaged = any(REDUCTIONS.get(x.op) == "mean" or not averaged.isdisjoint(x.results) for x in after)
             if is_averaged and not _is_scaled(after, ranks):
                 warnings.warn(
                     f"shard_params: {graph.name} divides a value of this rank, {e.args[0]}, by a psum. Gradients and "
@@ -58,13 +58,13 @@ def _divides_by_psum(e: Eqn, over: Mapping[Var, object], makers: Mapping[Var, Eq
     value, divisor = e.args
     before = lambda x: [makers[v] for v in x.ins if v in makers and v not in over]
     is_sum = divisor not in over and not divisor.shape and divisor in makers
-    return value in over and is_sum and any(x.op is PSUM for x in reachable([makers[divisor]], before))
+    return value in over and is_sum and any(REDUCTIONS.get(x.op) == "sum" for x in reachable([makers[divisor]], before))
 
 
 def _linear(eqns: Iterable[Eqn], read_by: Mapping[Var, list[Eqn]]) -> Iterator[Eqn]:
     """The equations of forward whose results are multiples of those of `eqns`."""
     readers = lambda e: [r for v in e.results for r in read_by.get(v, ()) if r.region != "backward"]
-    follows = lambda e: e.op is PMEAN or e.op in _LINEAR or is_view_or_cast(e)
+    follows = lambda e: REDUCTIONS.get(e.op) == "mean" or e.op in _LINEAR or is_view_or_cast(e)
     return reachable(eqns, lambda e: [r for r in readers(e) if follows(r)])
 
 
