@@ -142,7 +142,8 @@ class Step(Generic[P, R]):
         return self._traced(Arguments.of(self.fn, args, kwargs))
 
     def _traced(self, arguments: Arguments) -> Traced:
-        state, batch, names = arguments
+        micro = max((t.micro_batches for t in self.transforms), default=1)
+        state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -16,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
+from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
-from .trace import EXTRA, Abstract, Program
+from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -58,6 +60,17 @@ class Arguments(NamedTuple):
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
         return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
+
+    def micro_batch(self, fn: Callable, micro: int) -> Arguments:
+        """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
+
+        Raises: ValueError that names the leaf of the batch that cannot be cut.
+        """
+        paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
+        leaves, tree = pytree.tree_flatten(self.batch)
+        named = zip(paths[len(paths) - len(leaves) :], leaves)
+        cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
+        return self._replace(batch=pytree.tree_unflatten(cut, tree))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
@@ -176,10 +189,11 @@ def flat(
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
-        if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-            got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
+        shape, wanted = tuple(getattr(x, "shape", ())), full_shape(graph, v)
+        if shape != wanted or v.dtype != y.dtype:
+            made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type
             raise TypeError(
-                f"{name}: compiled for {v}, called with {got}.\n"
+                f"{name}: compiled for {made_for}, called with {got}.\n"
                 f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
             )
     return leaves, local
