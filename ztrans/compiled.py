@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """The arguments of one call, their keys, and the leaves of the state if it is the one that was returned last."""
+    """The arguments of a call, their keys, the leaves of the batch, and those of the state if it was returned last."""
 
     arguments: Arguments
     state: StateLeaves | None
+    batch: list
     state_key: StateKey
     batch_key: BatchKey
 
@@ -61,7 +62,8 @@ class Given(NamedTuple):
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
         known = last.known if state is not None else None
-        return Given(arguments, state, known.key if known else arguments.state_key(), arguments.batch_key())
+        batch, batch_key = arguments.batch_key()
+        return Given(arguments, state, batch, known.key if known else arguments.state_key(), batch_key)
 
 
 class Bound(NamedTuple):
@@ -116,13 +118,13 @@ class Compiled(Printed):
         A `Step` calls this: it has compared the captured values when it chose the program. `last` holds the state
         that was returned last, and after this run the state that it returns.
         """
-        key, n = (given.state_key, given.batch_key), self.graph.num_state
-        known = given.state is not None and key in self._accepted
-        leaves, local = self._known_inputs(given, last) if known else self._flat(given.arguments)
+        key, n = (given.state_key, given.batch_key), self.lowered.graph.num_state
+        out_tree = self._accepted.get(key)
+        leaves, local = self._flat(given.arguments) if out_tree is None else self._known_inputs(given, last)
         with self._step(leaves, local) as run:
             outputs = run(local)
-        if known:
-            return given.arguments.state, pytree.tree_unflatten(outputs[n:], self._accepted[key])
+        if given.state is not None and out_tree is not None:
+            return given.arguments.state, pytree.tree_unflatten(outputs[n:], out_tree)
         for i, old in enumerate(leaves[:n]):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
@@ -199,7 +201,7 @@ class Compiled(Printed):
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))
                 meet(mesh, call, lambda: messages(bound.lowered.graph))
-            with running(f"step {steps_of(state) + 1} of {name}", state, mesh, self._writes):
+            with running(name, state, mesh, self._writes):
                 if self.cuda_graph:
                     self._writes.begin()
                 yield bound.run
@@ -224,8 +226,7 @@ class Compiled(Printed):
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
         """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
-        program, n = self.lowered.program, self.lowered.graph.num_state
-        batch = local_batch(program, n, given.arguments)
+        batch = local_batch(self.lowered.program, self.lowered.graph.num_state, given.batch)
         if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
             return self._flat(given.arguments)
         return given.state.leaves, [*given.state.local, *batch]
@@ -267,8 +268,7 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
     twins, peak = donation(graph).twins, memory(graph).peak
-    needs_no_memory = lambda e: e in twins or not any(v.shape for v in e.results)
-    for may_move in (lambda e: True, needs_no_memory):
+    for may_move in (lambda e: True, lambda e: e in twins or not any(v.shape for v in e.results)):
         grouped, groups = group_updates(graph, may_move)
         if memory(grouped).peak <= peak:
             return grouped, groups

@@ -81,10 +81,10 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.state)
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    def batch_key(self) -> BatchKey:
-        """The properties of the batch that a program is specialised on."""
+    def batch_key(self) -> tuple[list, BatchKey]:
+        """The leaves of the batch, and the properties of the batch that a program is specialised on."""
         leaves, tree = pytree.tree_flatten(self.batch)
-        return BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        return leaves, BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
 
 
 def _described(x: Any, is_state: bool) -> tuple:
@@ -199,9 +199,9 @@ def flat(
     return leaves, local
 
 
-def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
-    """The tensors that this rank holds of a batch whose key is that of a batch which `flat` has accepted."""
-    leaves, static = pytree.tree_leaves(arguments.batch), {i - num_state for i, _ in program.static}
+def local_batch(program: Program, num_state: int, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that this rank holds of the leaves of a batch whose key is that of one that `flat` has accepted."""
+    static = {i - num_state for i, _ in program.static}
     return [_read(x) for i, x in enumerate(leaves) if i not in static]
 
 

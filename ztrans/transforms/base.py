@@ -210,8 +210,8 @@ def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layou
     return next((layout for layout in layouts if layout is not None), ())
 
 
-def check_number(option: str, value: object, what: str, least: int, *instead: object) -> None:
-    """Raises: ValueError unless an option of a transform is `what`, a number from `least` on, or one of `instead`."""
+def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
+    """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
     if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        others = "".join(f", or {other!r}" for other in instead)
-        raise ValueError(f"{option}={value!r}; it is {what}{others}.")
+        others = "".join(f", or {alternative!r}" for alternative in instead)
+        raise ValueError(f"{option}={value!r}; it is {kind}{others}.")
