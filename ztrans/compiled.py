@@ -22,7 +22,8 @@ from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
@@ -33,7 +34,6 @@ from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
-from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, BatchKey, StateKey, check_captured, check_donation, flat, local_batch
 from .tracing.containers import opened
 

@@ -39,11 +39,11 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
-from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, check_captured, flat
 from .tracing.trace import Program
 from .transforms.base import Transform, mesh_of, rewritten

@@ -27,13 +27,13 @@ from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.failure import check_whole
 from .runtime.known_state import LastState
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn

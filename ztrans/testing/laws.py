@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from .ir.layout import AbstractMesh
-from .ir.verifier import check
-from .stages import Lowered, Traced
-from .step import Step
-from .transforms.base import Transform, chain
-from .transforms.fuse_cast_gather import fuse_cast_gather
-from .transforms.overlap_grads import overlap_grads
-from .transforms.prefetch import prefetch
-from .transforms.shard_params import shard_params
+from ..ir.layout import AbstractMesh
+from ..ir.verifier import check
+from ..stages import Lowered, Traced
+from ..step import Step
+from ..transforms.base import Transform, chain
+from ..transforms.fuse_cast_gather import fuse_cast_gather
+from ..transforms.overlap_grads import overlap_grads
+from ..transforms.prefetch import prefetch
+from ..transforms.shard_params import shard_params
 
 
 class LawError(AssertionError):
