@@ -29,6 +29,7 @@ from .runtime.executable import executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
+from .runtime.leaves import check_laid_out
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
 from .tracing.arguments import (
@@ -37,8 +38,9 @@ from .tracing.arguments import (
     StateKey,
     check_captured,
     check_donation,
-    flat,
     local_batch,
+    local_inputs,
+    traced_leaves,
 )
 
 if TYPE_CHECKING:
@@ -211,9 +213,13 @@ class Compiled(Printed):
         return Arguments.of(self.lowered.program.captured.fn, args, kwargs)
 
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
-        lowered = self.lowered
-        leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
-        check_donation(lowered.graph, local)  # at every call, because the caller may have replaced a leaf by another
+        program, graph, mesh = self.lowered.program, self.lowered.graph, self._mesh
+        leaves = traced_leaves(program, graph.name, arguments)
+        if mesh is not None and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
+            layouts = [v.layout for v in graph.inputs[: graph.num_state]]
+            check_laid_out(graph.name, mesh, program.axes, program.paths, leaves, layouts, lowered=True)
+        local = local_inputs(program, graph, leaves)
+        check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:

@@ -23,20 +23,21 @@ from torch.utils import _pytree as pytree
 from .compiled import Compiled, Given
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
-from .ir.layout import AbstractMesh, copied
+from .ir.layout import AbstractMesh
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
 from .runtime.failure import check_whole
 from .runtime.known_state import LastState
+from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, StepKey, check_laid_out
+from .tracing.arguments import Arguments, StepKey
 from .tracing.captured import Captured
 from .tracing.errors import no_state
 from .tracing.trace import is_number, leaf_names, trace
-from .transforms.base import Transform, appended, layout_of, mesh_of
+from .transforms.base import Transform, appended, axes_of, layout_of, mesh_of
 
 _MANY_PROGRAMS = 8
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
@@ -129,6 +130,11 @@ class Step(Generic[P, R]):
         """The mesh that the step runs on, or None if it runs in one process."""
         return mesh_of(self.transforms)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which the transforms distribute the step."""
+        return axes_of(self.transforms)
+
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         return self._traced(Arguments.of(self.fn, args, kwargs))
@@ -136,7 +142,7 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         state, batch, names = arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
+        program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=self.axes)
         return Traced(program, self.transforms)
 
     def lower(self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any) -> Lowered:
@@ -236,7 +242,7 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, mesh, paths, pytree.tree_leaves(state), layouts)
+            check_laid_out(self.__name__, mesh, self.axes, paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
@@ -264,9 +270,8 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        axes = [axis for t in self.transforms for axis in t.axes]
         target = torch.device(device) if device is not None else None
-        return shard_state(state, mesh, paths, self.layouts(state), axes, source, target)
+        return shard_state(state, mesh, paths, self.layouts(state), self.axes, source, target)
 
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.

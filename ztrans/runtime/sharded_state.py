@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Layout
-from ..ir.layout import relaid, shard_leaf
+from ..ir.layout import Own, mesh_axes
+from .leaves import leaf_mesh, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
 from .replicas import check_same
@@ -42,11 +43,19 @@ def shard_state(
     if source and mesh.ndim > 1:
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
-    parts = [
-        relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
-        for x, layout in zip(leaves, layouts)
-    ]
+    parts = [_part(x, layout, mesh, axes, source, device) for x, layout in zip(leaves, layouts)]
     return pytree.tree_unflatten(parts, tree)
+
+
+def _part(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, axes: Sequence[str], source: int | None, device: torch.device | None
+) -> torch.Tensor:
+    """A leaf as a DTensor in its layout."""
+    own = Own.of(leaf, axes)
+    if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
+        own = None  # it comes from another mesh
+    on = leaf_mesh(mesh, axes, own)
+    return relaid(leaf, layout, on, own) if isinstance(leaf, DTensor) else shard_leaf(leaf, layout, on, source, device)
 
 
 def unshard_state(state: State, mesh: DeviceMesh | None) -> State:

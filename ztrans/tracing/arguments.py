@@ -10,12 +10,11 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph, Layout, Var
-from ..ir.layout import AbstractMesh, placements
+from ..ir.graph import Graph, Var
+from ..ir.layout import Own
 from .captured import Key
 from .trace import Abstract, Program
 
@@ -74,7 +73,7 @@ class Arguments(NamedTuple):
 def _described(x: Any, is_state: bool) -> tuple:
     # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     is_tensor = isinstance(x, torch.Tensor)
-    placements = x.placements if isinstance(x, DTensor) else None
+    placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
     return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
 
 
@@ -153,23 +152,20 @@ def check_captured(program: Program, name: str) -> None:
         )
 
 
-def flat(
-    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
-) -> tuple[list, list[torch.Tensor]]:
-    """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
+def local_inputs(program: Program, graph: Graph, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """This rank's part of each leaf of a call that is an input of the program, as a tensor.
 
-    Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
+    Raises: TypeError if their shapes or dtypes differ from those that the program was compiled for, or if the step
+        divides them in another way.
     """
-    leaves = traced_leaves(program, graph.name, arguments)
-    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
-        layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-        check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
-    for v, x, y in zip(graph.inputs, leaves, local, strict=True):
-        if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-            got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-            raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
-    return leaves, local
+    for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
+        got = Own.of(x, program.axes)
+        shape = own.shape if own else v.shape
+        if own != got or shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
+            given = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
+            raise TypeError(f"{graph.name}: compiled for {v}{own or ''}, called with {given}{got or ''}.")
+    return local
 
 
 def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
@@ -181,45 +177,6 @@ def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[
 def _read(x: Any) -> torch.Tensor:
     """This rank's part of an argument in memory. A lazily conjugated or negated tensor is not what its memory holds."""
     return local_part(x).resolve_conj().resolve_neg()
-
-
-def check_laid_out(
-    name: str,
-    mesh: DeviceMesh,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    layouts: Sequence[Layout],
-    lowered: bool = False,
-) -> None:
-    """Check that each leaf of the state is on this mesh and sharded as its layout says.
-
-    Args:
-        name: the name of the step, for the error.
-        mesh: the mesh of the step; without devices there is nothing to check.
-        paths, leaves: the leaves of the arguments and their paths, those of the state first.
-        layouts: the layouts of the leaves of the state.
-        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
-
-    Raises: TypeError that names the first leaves that are not laid out so.
-    """
-    wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
-    wrong = []
-    for path, leaf, layout in zip(paths, leaves, layouts):
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim or isinstance(leaf, DTensor)):
-            want = wanted[layout]
-            if not isinstance(leaf, DTensor):
-                wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
-            elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
-            elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
-                wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
-    if wrong:
-        raise TypeError(
-            f"{name} was called with state that is not laid out for it. "
-            f"{len(wrong)} of {len(layouts)} leaves, including:\n"
-            + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop."
-        )
 
 
 def local_part(x: Any) -> torch.Tensor:

@@ -79,7 +79,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     name = op._schema.name
     if name.startswith("profiler::"):  # optimizers name their steps for profilers
         return None
-    if op in _SAME and isinstance(args[0], Alias):
+    if isinstance(args[0], Alias) and (op in _SAME or _is_same_view(builder, op, args)):
         return args[0]
     if op is aten.set.source_Tensor:  # the first tensor is the second one from here on
         return args[1]
@@ -95,6 +95,11 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     if any(map(is_written, op._schema.arguments)):
         return _in_place(builder, op, args, kwargs)
     return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
+
+
+def _is_same_view(builder: Builder, op: Any, args: tuple) -> bool:
+    """Whether an operation is a view in the shape that its argument has, as `x.view_as(x)`."""
+    return op is aten.view.default and tuple(args[1]) == builder.read(args[0]).shape
 
 
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:

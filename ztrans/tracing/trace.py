@@ -19,12 +19,14 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
+from ..ir.layout import Own
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
-from .errors import no_argument, no_state
+from .errors import no_argument, no_parts, no_state
 from .fx_trace import Recorded, record
 from .import_fx import import_fx
 from .leaks import settled
+from .parallel.dtensors import around, local_results, spec_of
 from .regions import Fact, label_regions
 from .versions import check_torch
 
@@ -41,6 +43,8 @@ class Program:
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
+    axes: tuple[str, ...] = ()  # the mesh axes over which transforms distribute the step
+    owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,11 @@ class Abstract:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     @staticmethod
-    def of(leaf: Any, is_state: bool) -> Abstract | Any:
-        """The abstract value of a tensor or number, or `leaf` itself if it is neither."""
+    def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Any:
+        """The abstract value of a tensor or number, or `leaf` itself if it is neither.
+
+        With `own` it is that of this rank's part of a leaf that the step itself divides.
+        """
         if is_number(leaf):
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
@@ -67,8 +74,9 @@ class Abstract:
                 raise no_argument(leaf)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
-        stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
-        return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
+        shape = torch.Size(own.local_shape) if own else leaf.shape
+        stride = _contiguous_stride(shape) if is_state or own else leaf.stride()
+        return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
 
 
 @functools.cache
@@ -107,16 +115,19 @@ def trace(
     names: tuple[str, ...] = (),
     device: str | None = None,
     captured: Captured | None = None,
+    axes: tuple[str, ...] = (),
 ) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Args:
         fn: the train step.
-        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
-            global shape, and numbers, which become inputs, never constants.
+        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become
+            inputs, never constants.
         names: the names of the last arguments of `batch`, which are passed by name.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
+        axes: the mesh axes over which transforms distribute the step. On these a DTensor is traced whole. Along other
+            axes the step sees a DTensor, and the program has its local part.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -132,7 +143,12 @@ def trace(
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
-    abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
+    owns = [Own.of(leaf, axes) for leaf in leaves]
+    for path, own in zip(paths, owns):
+        if own is not None and own.problem is not None:
+            raise no_parts(path, own.problem)
+    specs = list(map(spec_of, leaves, owns))
+    abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
     static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
     for i, value in static:
         if i < num_state:
@@ -146,12 +162,14 @@ def trace(
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
-            full[i] = tensor
+            full[i] = around(tensor, specs[i])
         arguments = pytree.tree_unflatten(full, in_tree)
         positional = len(arguments) - len(names)
         result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
-        return result
+        new, tree = pytree.tree_flatten(result[0])
+        new, output = local_results(new, specs, paths, result[1])
+        return pytree.tree_unflatten(new, tree), output
 
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
@@ -164,7 +182,10 @@ def trace(
         return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
-    return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
+    of_inputs = tuple(owns[i] for i in dynamic)
+    return Program(
+        traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, axes, of_inputs
+    )
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
