@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from llama_model import Config, attention, norm, rotate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.func import functional_call
+
+from benchmarks.llama_model import Config, attention, norm, rotate
 
 
 class Norm(nn.Module):
@@ -89,8 +90,11 @@ class Llama(nn.Module):
         return self.out(self.norm(x)).float()
 
 
-def parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """The model with its matrices over `mesh`, an axis of tensor parallelism. Its norms stay whole."""
+def parallel(model: Llama, mesh: DeviceMesh, source: int | None = None) -> Llama:
+    """The model with its matrices over `mesh`, an axis of tensor parallelism. Its norms stay whole.
+
+    `source` is the rank whose weights are used; None where all ranks have the same.
+    """
     columns = ("attention.wq", "attention.wk", "attention.wv", "feed.gate", "feed.up")
     block = {f"layers.*.{name}": ColwiseParallel() for name in columns}
     block |= {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "feed.down")}
@@ -99,7 +103,7 @@ def parallel(model: Llama, mesh: DeviceMesh) -> Llama:
     block["layers.*.feed"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), **block, "out": logits}
-    return parallelize_module(model, mesh, plan)
+    return parallelize_module(model, mesh, plan, src_data_rank=source)
 
 
 def init(model: nn.Module) -> dict:

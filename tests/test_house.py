@@ -50,7 +50,8 @@ FILES = 16  # the most files in a package
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.c10d", "tracing.gradient_marks"),
+    *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.parallel.c10d", "tracing.gradient_marks"),
+    *("tracing.parallel.dtensors", "runtime.leaves"),
     *("tracing.lifting.lift", "ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),

@@ -177,11 +177,12 @@ class Lowered(Printed):
         Returns: The full new state, and the output of each rank.
 
         Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
-            traced for.
+            traced for. ValueError if the step itself divides an argument, as `parallelize_module` does.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_captured(program, graph.name)
+        _check_whole_here(program, graph.name)
         inputs = []
         for batch in batches:
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
@@ -215,3 +216,13 @@ class Lowered(Printed):
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
+
+
+def _check_whole_here(program: Program, name: str) -> None:
+    """Raises: ValueError for an input that the step itself divides, because other ranks hold the other parts."""
+    for own, path in zip(program.owns, program.paths_of_inputs):
+        if own is not None:
+            raise ValueError(
+                f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, own.axes))}, and this process has only "
+                f"its own part of it.\nRun the step on real ranks: lowered.compile() on each."
+            )

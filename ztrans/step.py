@@ -279,7 +279,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh if isinstance(self.mesh, DeviceMesh) else None)
+        return unshard_state(state, self.mesh if isinstance(self.mesh, DeviceMesh) else None, self.axes)
 
 
 class _Methods:

@@ -72,9 +72,7 @@ def _cut(
         local = torch.empty(local.shape, dtype=local.dtype, device=device or mesh.device_type)
     else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
         local = local.to(device or local.device, copy=True, memory_format=torch.contiguous_format)
-    shape = torch.Size(own.shape) if own else whole.shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements(layout, mesh, own), run_check=False, shape=shape, stride=stride)
+    return _dtensor(local, mesh, placements(layout, mesh, own), own.shape if own else whole.shape)
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -93,12 +91,33 @@ def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None) -> 
     with torch.no_grad():
         if held == mesh and own is None:
             return copied(leaf.redistribute(mesh, wanted)).requires_grad_(leaf.requires_grad)
-        if own is None:
-            whole = leaf.full_tensor()
-        else:  # gather over the other axes, and keep the step's own division
-            inside = [p if axis in own.axes else Replicate() for (axis, _), p in zip(mesh_axes(held), leaf.placements)]
-            whole = leaf.redistribute(held, inside).to_local()
+        whole = leaf.full_tensor() if own is None else _gathered(leaf, own)
         return _cut(whole, layout, mesh, own).requires_grad_(leaf.requires_grad)
+
+
+def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
+    """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
+    own, mesh = Own.of(leaf, axes), leaf.device_mesh
+    if own is None:
+        return leaf.full_tensor()
+    over = mesh if mesh.ndim == len(own.axes) else mesh[own.axes]
+    return _dtensor(_gathered(leaf, own), over, own.placements, own.shape).full_tensor()
+
+
+def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
+    """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
+    mesh = leaf.device_mesh
+    others = {axis: p for (axis, _), p in zip(mesh_axes(mesh), leaf.placements) if axis not in own.axes}
+    if not others:
+        return leaf.to_local()
+    # The step's own cut came first, so along the other axes its part is cut as any tensor is.
+    cuts = [p if isinstance(p, Replicate) else Shard(p.dim) for p in others.values()]
+    return _dtensor(leaf.to_local(), mesh[tuple(others)], cuts, own.local_shape).full_tensor()
+
+
+def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def check_laid_out(

@@ -46,6 +46,12 @@ class Program:
     axes: tuple[str, ...] = ()  # the mesh axes over which transforms distribute the step
     owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
 
+    @property
+    def paths_of_inputs(self) -> list[str]:
+        """The paths of the leaves that are inputs of the program."""
+        static = {i for i, _ in self.static}
+        return [path for i, path in enumerate(self.paths) if i not in static]
+
 
 @dataclass(frozen=True)
 class Abstract:
