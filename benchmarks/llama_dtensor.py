@@ -98,9 +98,9 @@ def parallel(model: Llama, mesh: DeviceMesh, source: int | None = None) -> Llama
     columns = ("attention.wq", "attention.wk", "attention.wv", "feed.gate", "feed.up")
     block = {f"layers.*.{name}": ColwiseParallel() for name in columns}
     block |= {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "feed.down")}
-    whole = (Replicate(),)  # so that the gradients of their inputs are summed before they are reduced
-    block["layers.*.attention"] = PrepareModuleInput(input_layouts=(*whole, None, None), desired_input_layouts=(*whole, None, None))
-    block["layers.*.feed"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+    # The gradients of their inputs are summed before they are reduced.
+    for name, layouts in {"attention": (Replicate(), None, None), "feed": (Replicate(),)}.items():
+        block[f"layers.*.{name}"] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), **block, "out": logits}
     return parallelize_module(model, mesh, plan, src_data_rank=source)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
     """The axes of a mesh and their sizes."""
     if isinstance(mesh, AbstractMesh):
         return mesh.axes
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"the mesh is {mesh!r}, which is neither a DeviceMesh nor an AbstractMesh.\n"
+            f"Make one: zt.make_mesh('cpu', dp=-1), or without devices zt.AbstractMesh(dp=8)."
+        )
     if not mesh.mesh_dim_names:
         raise ValueError(
             "the mesh has no axis names.\nGive it some: init_device_mesh(device, (n,), mesh_dim_names=('dp',))."
@@ -150,6 +156,17 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     return [d for d in candidates if x.shape[d : d + 1] == (1,)]
 
 
+def as_tensor(leaf: Any) -> torch.Tensor:
+    """A leaf of a state as a tensor: a number has fp64 or int64.
+
+    >>> as_tensor(0.1)
+    tensor(0.1000, dtype=torch.float64)
+    """
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, Integral) else torch.float64)
+
+
 @dataclass(frozen=True)
 class Own:
     """How the step itself divides a leaf over mesh axes of its own, as `parallelize_module` does.
@@ -182,7 +199,8 @@ class Own:
         """Why no program can hold the parts of the leaf, or None."""
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):
             if isinstance(placement, Shard) and self.shape[placement.dim] % size:
-                return f"its dim {placement.dim} has {self.shape[placement.dim]} rows, which {axis}={size} does not divide"
+                rows = self.shape[placement.dim]
+                return f"its dim {placement.dim} has {rows} rows, which {axis}={size} does not divide"
             if not isinstance(placement, Shard | Replicate):
                 return f"it is {placement} over {axis}"
         return None

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..ir.graph import Layout, Split
-from ..ir.layout import Own, cut, mesh_axes
+from ..ir.layout import Own, as_tensor, cut, mesh_axes
 
 
 def leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
@@ -47,8 +47,7 @@ def shard_leaf(
     The full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor,
     for which uninitialised memory is allocated.
     """
-    if not isinstance(leaf, torch.Tensor):
-        leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+    leaf = as_tensor(leaf)
     leaf, trained = leaf.detach(), leaf.requires_grad
     if source is None:
         return _cut(leaf, layout, mesh, None, device).requires_grad_(trained)
@@ -73,6 +72,18 @@ def _cut(
     else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
         local = local.to(device or local.device, copy=True, memory_format=torch.contiguous_format)
     return _dtensor(local, mesh, placements(layout, mesh, own), own.shape if own else whole.shape)
+
+
+def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank holds of `leaf`, as a view."""
+    if not isinstance(leaf, DTensor):
+        return whole
+    mesh, placed = leaf.device_mesh, list(enumerate(leaf.placements))
+    cuts: list[tuple[int, Any]] = [(axis, p) for axis, p in placed if isinstance(p, Shard)]
+    cuts += [(axis, p) for axis, p in placed if isinstance(p, _StridedShard)]  # made last
+    for axis, placement in cuts:
+        whole = cut(whole, Split("", placement.dim), mesh.size(axis), mesh.get_local_rank(axis))
+    return whole
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -111,7 +122,7 @@ def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
     if not others:
         return leaf.to_local()
     # The step's own cut came first, so along the other axes its part is cut as any tensor is.
-    cuts = [p if isinstance(p, Replicate) else Shard(p.dim) for p in others.values()]
+    cuts = [Shard(p.dim) if isinstance(p, Shard | _StridedShard) else p for p in others.values()]
     return _dtensor(leaf.to_local(), mesh[tuple(others)], cuts, own.local_shape).full_tensor()
 
 
@@ -161,5 +172,6 @@ def check_laid_out(
             f"{name} was called with state that is not laid out for it. "
             f"{len(wrong)} of {len(layouts)} leaves, including:\n"
             + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop."
+            + "Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
+            + "makes such a step of the body of an ordinary loop."
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graph import Layout
 from ..ir.layout import Own, mesh_axes
@@ -18,6 +19,17 @@ from .mesh import check_runs
 from .replicas import check_same
 
 State = TypeVar("State")
+_meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sharded for
+
+
+def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh on which a state is kept, or None if it has no DTensor.
+
+    It is that of its step, also if no leaf lives on all of its axes. If that is not known, as for copies of the leaves,
+    it is the largest mesh of a leaf.
+    """
+    meshes = [_meshes.get(x, x.device_mesh) for x in leaves if isinstance(x, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
 def shard_state(
@@ -44,6 +56,8 @@ def shard_state(
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
     parts = [_part(x, layout, mesh, axes, source, device) for x, layout in zip(leaves, layouts)]
+    for part in parts:
+        _meshes[part] = mesh
     return pytree.tree_unflatten(parts, tree)
 
 

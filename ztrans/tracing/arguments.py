@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph, Var
 from ..ir.layout import Own
 from .captured import Key
-from .trace import Abstract, Program
+from .trace import EXTRA, Abstract, Program
 
 
 class Arguments(NamedTuple):
@@ -25,6 +25,8 @@ class Arguments(NamedTuple):
     The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
     parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
     reads its default as it reads a global.
+
+    A lifted step has an extra argument, which comes last: what `fn.extra()` returns at every call.
     """
 
     state: Any
@@ -53,7 +55,8 @@ class Arguments(NamedTuple):
             args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
-        return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
+        extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
+        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
@@ -152,19 +155,26 @@ def check_captured(program: Program, name: str) -> None:
         )
 
 
-def local_inputs(program: Program, graph: Graph, leaves: Sequence[Any]) -> list[torch.Tensor]:
+def local_inputs(
+    program: Program, graph: Graph, leaves: Sequence[Any], caller: str | None = None
+) -> list[torch.Tensor]:
     """This rank's part of each leaf of a call that is an input of the program, as a tensor.
+
+    `caller` names the call in errors, by default with the name of the program.
 
     Raises: TypeError if their shapes or dtypes differ from those that the program was compiled for, or if the step
         divides them in another way.
     """
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
-        got = Own.of(x, program.axes)
+        now = Own.of(x, program.axes)
         shape = own.shape if own else v.shape
-        if own != got or shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-            given = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-            raise TypeError(f"{graph.name}: compiled for {v}{own or ''}, called with {given}{got or ''}.")
+        if own != now or shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
+            got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
+            raise TypeError(
+                f"{caller or graph.name}: compiled for {v}{own or ''}, called with {got}{now or ''}.\n"
+                f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
+            )
     return local
 
 

@@ -21,6 +21,7 @@ from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.recompute import checkpointed
+from ..ir.relations import key_parts
 from .captured import Captured, Key
 from .errors import no_argument, no_parts, no_state
 from .fx_trace import Recorded, record
@@ -29,6 +30,8 @@ from .leaks import settled
 from .parallel.dtensors import around, local_results, spec_of
 from .regions import Fact, label_regions
 from .versions import check_torch
+
+EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Abstract:
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, Hashable):
-                raise no_argument(leaf)
+                raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
         shape = torch.Size(own.local_shape) if own else leaf.shape
@@ -129,7 +132,8 @@ def trace(
         fn: the train step.
         state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become
             inputs, never constants.
-        names: the names of the last arguments of `batch`, which are passed by name.
+        names: the names of the last arguments of `batch`, which are passed by name. What
+            the one called `EXTRA` holds is the same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
         axes: the mesh axes over which transforms distribute the step. On these a DTensor is traced whole. Along other
@@ -162,8 +166,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
-    batch_vars = frozenset(of_batch)
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and _varies(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
@@ -180,7 +183,9 @@ def trace(
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
+        recorded = record(
+            call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
+        )
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
@@ -192,6 +197,11 @@ def trace(
     return Program(
         traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, axes, of_inputs
     )
+
+
+def _varies(leaf: Any, path: str) -> bool:
+    """Whether an argument other than the state differs from rank to rank: a tensor of the batch."""
+    return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
@@ -216,7 +226,7 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
     paths: list[str] = []
     for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
         for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
-            parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+            parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path

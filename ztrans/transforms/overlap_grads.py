@@ -9,9 +9,10 @@ from typing import Literal
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 
 
+@constructor
 def overlap_grads(
     *,
     bucket: int | Literal["auto"] = "auto",

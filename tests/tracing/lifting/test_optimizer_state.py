@@ -66,7 +66,6 @@ def test_existing_optimizer_state_is_kept():
     lambda m: written.Dampened(m.parameters(), lr=0.1, momentum=0.9),
     lambda m: written.Unseen(m.parameters()),
     lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
-    lambda m: optim.SparseAdam(m.parameters()),
 ])  # fmt: skip
 def test_an_optimizer_with_a_special_first_step_must_take_it_before_lift(make_optimizer):
     model = make_model()

@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks import llama_dtensor
-from tests.support.dtensors import joined, llama, local_leaves, lockstep, loop_of, norm_mlp, on_ranks, sequence_parallel, tokens
+from tests.support.dtensors import (
+    joined,
+    llama,
+    local_leaves,
+    lockstep,
+    loop_of,
+    norm_mlp,
+    on_ranks,
+    sequence_parallel,
+    tokens,
+)
 from tests.support.worlds import ALL, distance
 from ztrans.ir.interpreter import scatter
 
@@ -72,8 +82,8 @@ def mesh():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def on_tp(x: torch.Tensor, mesh: DeviceMesh, placement=Shard(0)) -> DTensor:
-    return DTensor.from_local(x, mesh["tp"], [placement], run_check=False)
+def on_tp(x: torch.Tensor, mesh: DeviceMesh, placement=None) -> DTensor:
+    return DTensor.from_local(x, mesh["tp"], [placement or Shard(0)], run_check=False)
 
 
 @pytest.fixture(scope="module")

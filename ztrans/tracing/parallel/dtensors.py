@@ -64,10 +64,11 @@ def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
 
 
 def marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over the step's own axes, to the layout of `p`."""
+    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
     if not isinstance(g, DTensor) or not isinstance(p, DTensor):
         return ops.gradient(g, p.detach())
     with torch.set_grad_enabled(g.requires_grad):
         g = g.redistribute(p.device_mesh, p.placements)
-        local = ops.gradient(g.to_local(), p.detach().to_local())
+        value: Any = p.detach()
+        local = ops.gradient(g.to_local(), value.to_local())
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
