@@ -45,7 +45,7 @@ from .runtime.mesh import check_runs
 from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, check_captured, local_inputs, traced_leaves
 from .tracing.trace import Program
-from .transforms.base import Transform, mesh_of, rewritten
+from .transforms.base import Transform, axes_of, mesh_of, rewritten
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +101,8 @@ class Traced(Printed):
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        return Lowered(hinted, (*history, ("lower", hinted)), self.program, mesh, Plan(""), cluster, hinted)
+        program = dataclasses.replace(self.program, axes=axes_of(self.transforms))
+        return Lowered(hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted)
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"

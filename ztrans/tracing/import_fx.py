@@ -79,7 +79,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     name = op._schema.name
     if name.startswith("profiler::"):  # optimizers name their steps for profilers
         return None
-    if isinstance(args[0], Alias) and (op in _SAME or _is_same_view(builder, op, args)):
+    if op in _SAME and isinstance(args[0], Alias):
         return args[0]
     if op is aten.set.source_Tensor:  # the first tensor is the second one from here on
         return args[1]
@@ -97,11 +97,6 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
 
 
-def _is_same_view(builder: Builder, op: Any, args: tuple) -> bool:
-    """Whether an operation is a view in the shape that its argument has, as `x.view_as(x)`."""
-    return op is aten.view.default and tuple(args[1]) == builder.read(args[0]).shape
-
-
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
     """Import a mark of a gradient, a pmean or a psum.
 
@@ -117,6 +112,8 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
+    if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:  # as `x.view_as(x)`
+        return base
     if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)

@@ -153,16 +153,10 @@ def trace(
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
-    owns = [Own.of(leaf, axes) for leaf in leaves]
-    for path, own in zip(paths, owns):
-        if own is not None and own.problem is not None:
-            raise no_parts(path, own.problem)
+    owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
-    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
-    for i, value in static:
-        if i < num_state:
-            raise no_state(paths[i], value)
+    static = _static(abstract, num_state, paths)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
@@ -197,6 +191,23 @@ def trace(
     return Program(
         traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, axes, of_inputs
     )
+
+
+def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[str]) -> list[Own | None]:
+    """How the step itself divides each leaf, over mesh axes other than `axes`."""
+    owns = [Own.of(leaf, axes) for leaf in leaves]
+    for path, own in zip(paths, owns):
+        if own is not None and own.problem is not None:
+            raise no_parts(path, own.problem)
+    return owns
+
+
+def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+    """The leaves that are constants of the program, with their indices. None of them is state."""
+    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
+    if static and static[0][0] < num_state:
+        raise no_state(paths[static[0][0]], static[0][1])
+    return static
 
 
 def _varies(leaf: Any, path: str) -> bool:

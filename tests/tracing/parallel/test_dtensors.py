@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_the_program_of_a_parallelized_module_prints(mesh, module, golden):
     state = {k: p.detach() for k, p in module.named_parameters()}
     step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())(train(module))
     lowered = step.lower(state, torch.randn(4, 8))
-    assert str(lowered) == golden
+    assert re.sub(r" *# .*py:.*", "", str(lowered)) == golden
     sharded = step.shard(state)
     assert str(step.lower(sharded, torch.randn(4, 8))) == str(lowered), "a state on dp and tp gives the same program"
 
