@@ -65,8 +65,8 @@ def shard_params(
             its own.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
-        leaf does not have the dim along which it is to be cut, if a value that depends on the batch enters the state unreduced, if an update cannot run on shards, or if an integer
-        output depends on the batch.
+        leaf does not have the dim along which it is to be cut, if a value that depends on the batch enters the state
+        unreduced, if an update cannot run on shards, or if an integer output depends on the batch.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
 
