@@ -55,6 +55,14 @@ class Program:
         static = {i for i, _ in self.static}
         return [path for i, path in enumerate(self.paths) if i not in static]
 
+    def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
+        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
+        transforms have added."""
+        if not added:
+            return self.out_tree
+        state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
+
 
 @dataclass(frozen=True)
 class Abstract:
@@ -160,7 +168,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and _varies(leaves[i], paths[i]))
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
@@ -210,8 +218,8 @@ def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tu
     return static
 
 
-def _varies(leaf: Any, path: str) -> bool:
-    """Whether an argument other than the state differs from rank to rank: a tensor of the batch."""
+def is_of_batch(leaf: Any, path: str) -> bool:
+    """Whether an argument other than the state is a tensor of the batch, which differs from rank to rank."""
     return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 
