@@ -30,7 +30,7 @@ from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
-from .runtime.leaves import check_laid_out
+from .runtime.leaves import check_inputs
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
@@ -221,11 +221,9 @@ class Compiled(Printed):
             return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
-        program, graph, mesh = self.lowered.program, self.lowered.graph, self._mesh
+        program, graph = self.lowered.program, self.lowered.graph
         leaves = traced_leaves(program, graph.name, arguments)
-        if mesh is not None and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
-            layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-            check_laid_out(graph.name, mesh, program.axes, program.paths, leaves, layouts, lowered=True)
+        check_inputs(graph, self._mesh, program.axes, program.paths, leaves)
         local = local_inputs(program, graph, leaves)
         check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local

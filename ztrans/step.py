@@ -137,11 +137,6 @@ class Step(Generic[P, R]):
         """The mesh that the step runs on, or None if it runs in one process."""
         return mesh_of(self.transforms)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh over which the transforms distribute the step."""
-        return axes_of(self.transforms)
-
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
@@ -152,7 +147,8 @@ class Step(Generic[P, R]):
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
-            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=self.axes)
+            axes = axes_of(self.transforms)
+            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
 
     @ends_at_user
@@ -250,7 +246,7 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, mesh, self.axes, paths, pytree.tree_leaves(state), layouts)
+            check_laid_out(self.__name__, mesh, axes_of(self.transforms), paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
@@ -281,7 +277,7 @@ class Step(Generic[P, R]):
             return pytree.tree_map_only(torch.Tensor, copied, state)
         target = torch.device(device) if device is not None else None
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), self.axes, source, target)
+            return shard_state(state, mesh, paths, self.layouts(state), axes_of(self.transforms), source, target)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -290,7 +286,8 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh if isinstance(self.mesh, DeviceMesh) else None, self.axes)
+        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) else None
+        return unshard_state(state, mesh, axes_of(self.transforms))
 
 
 class _Methods:
