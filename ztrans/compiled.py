@@ -43,7 +43,6 @@ from .tracing.arguments import (
     check_donation,
     local_batch,
     local_inputs,
-    traced_leaves,
 )
 
 if TYPE_CHECKING:
@@ -63,9 +62,10 @@ class Given(NamedTuple):
     def of(arguments: Arguments, last: LastState) -> Given:
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
-        known = last.known if state is not None else None
         batch, batch_key = arguments.batch_key()
-        return Given(arguments, state, batch, known.key if known else arguments.state_key(), batch_key)
+        return Given(
+            arguments, state, batch, last.known.key if state and last.known else arguments.state_key(), batch_key
+        )
 
 
 class Bound(NamedTuple):
@@ -105,8 +105,7 @@ class Compiled(Printed):
         return (self._bound[0].lowered if self._bound else self.lowered).graph
 
     def __repr__(self) -> str:
-        captured = ", cuda_graph=True" if self.cuda_graph else ""
-        return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
+        return f"Compiled({self.graph!r}, backend={self.backend!r}{', cuda_graph=True' if self.cuda_graph else ''})"
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -222,9 +221,8 @@ class Compiled(Printed):
 
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         program, graph = self.lowered.program, self.lowered.graph
-        leaves = traced_leaves(program, graph.name, arguments)
+        leaves, local = local_inputs(program, graph, arguments)
         check_inputs(graph, self._mesh, program.axes, program.paths, leaves)
-        local = local_inputs(program, graph, leaves)
         check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 

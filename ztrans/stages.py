@@ -44,7 +44,7 @@ from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
 from .tracebacks import ends_at_user
-from .tracing.arguments import Arguments, check_captured, local_inputs, traced_leaves
+from .tracing.arguments import Arguments, check_captured, local_inputs
 from .tracing.trace import Program
 from .transforms.base import Transform, axes_of, mesh_of, rewritten
 
@@ -214,7 +214,7 @@ class Lowered(Printed):
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
             arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
             name = f"{graph.name}.lockstep, rank {rank}"
-            inputs.append(local_inputs(program, graph, traced_leaves(program, name, arguments), name))
+            inputs.append(local_inputs(program, graph, arguments, name)[1])
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]

@@ -169,15 +169,16 @@ def check_captured(program: Program, name: str) -> None:
 
 
 def local_inputs(
-    program: Program, graph: Graph, leaves: Sequence[Any], caller: str | None = None
-) -> list[torch.Tensor]:
-    """This rank's part of each leaf of a call that is an input of the program, as a tensor.
+    program: Program, graph: Graph, arguments: Arguments, caller: str | None = None
+) -> tuple[list, list[torch.Tensor]]:
+    """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
     `caller` names the call in errors, by default with the name of the program.
 
     Raises: TypeError if their shapes or dtypes differ from those that the program was compiled for, or if the step
         divides them in another way.
     """
+    leaves = traced_leaves(program, caller or graph.name, arguments)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
         now, shape = Own.of(x, program.axes), tuple(getattr(x, "shape", ()))
@@ -188,7 +189,7 @@ def local_inputs(
                 f"{caller or graph.name}: compiled for {made_for}{own or ''}, called with {got}{now or ''}.\n"
                 f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
             )
-    return local
+    return leaves, local
 
 
 def local_batch(program: Program, num_state: int, leaves: Sequence[Any]) -> list[torch.Tensor]:

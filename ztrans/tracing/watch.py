@@ -46,6 +46,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # fake tensors ask it of each other
+            return func(*args, **kwargs)
         if get_proxy_mode() is None:  # DTensor runs an operation on whole fake tensors to find the shape of its result
             return func(*args, **kwargs)
         if any(issubclass(t, DTensor) for t in types):
@@ -118,7 +120,7 @@ class Watch(TorchDispatchMode):
         if c10d.is_point_to_point(func):
             raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
-            errors.warn(
+            errors.warn_of_trace(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
                 line,
             )
