@@ -63,9 +63,8 @@ class Given(NamedTuple):
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
         batch, batch_key = arguments.batch_key()
-        return Given(
-            arguments, state, batch, last.known.key if state and last.known else arguments.state_key(), batch_key
-        )
+        state_key = last.known.key if state and last.known else arguments.state_key()
+        return Given(arguments, state, batch, state_key, batch_key)
 
 
 class Bound(NamedTuple):
@@ -81,8 +80,7 @@ class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
     The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
-    `agreed` skips this: it follows a plan that the ranks have agreed on for another batch size, so it sends the same
-    messages.
+    `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages.
 
     Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
         its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
