@@ -38,6 +38,7 @@ from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, StepKey
 from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn
+from .tracing.lifting.lifted_state import completed
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, axes_of, layout_of, mesh_of
 
@@ -145,9 +146,8 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
-        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        axes, device = axes_of(self.transforms), self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
-            axes = axes_of(self.transforms)
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
 
@@ -183,10 +183,9 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        arguments = Arguments.of(self.fn, args, kwargs)
-        given = Given.of(arguments, self._last)
-        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
+        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
+        tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
@@ -198,7 +197,10 @@ class Step(Generic[P, R]):
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
-        return cast("R", self._compiled(given).run(given, self._last))
+        if (key := self._key(given)) not in self._cache:
+            state = completed(self.fn, arguments.state, self.shard)
+            key = self._key(given := Given.of(arguments._replace(state=state), self._last))
+        return cast("R", self._compiled(given, key).run(given, self._last))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -207,10 +209,9 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
+        return self._compiled(given := Given.of(Arguments.of(self.fn, args, kwargs), self._last), self._key(given))
 
-    def _compiled(self, given: Given) -> Compiled:
-        key = self._key(given)
+    def _compiled(self, given: Given, key: StepKey) -> Compiled:
         compiled = self._cache.get(key)
         if compiled is None:
             arguments = given.arguments
@@ -286,8 +287,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) else None
-        return unshard_state(state, mesh, axes_of(self.transforms))
+        return unshard_state(state, self.mesh, axes_of(self.transforms))
 
 
 class _Methods:

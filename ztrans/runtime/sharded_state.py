@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graph import Layout
-from ..ir.layout import Own, mesh_axes
+from ..ir.layout import AbstractMesh, Own, mesh_axes
 from .leaves import full_tensor, leaf_mesh, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
@@ -72,12 +72,12 @@ def _part(
     return relaid(leaf, layout, on, own) if isinstance(leaf, DTensor) else shard_leaf(leaf, layout, on, source, device)
 
 
-def unshard_state(state: State, mesh: DeviceMesh | None, axes: Sequence[str]) -> State:
+def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[str]) -> State:
     """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
     `axes` are the mesh axes over which transforms distribute the step.
     """
-    if mesh is not None and mesh.size() > 1:
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         meet(mesh, Call("unshard"))
     return pytree.tree_map_only(DTensor, lambda x: full_tensor(x, axes).clone(), state)

@@ -23,13 +23,13 @@ from ..ir.layout import Own
 from ..ir.recompute import checkpointed
 from ..ir.relations import key_parts
 from .captured import Captured, Key
+from .containers import opened
 from .errors import no_argument, no_parts, no_state
-from .fx_trace import Recorded, record
+from .fx_trace import Recorded, check_torch, record
 from .import_fx import import_fx
 from .leaks import settled
 from .parallel.dtensors import around, local_results, spec_of
 from .regions import Fact, label_regions
-from .versions import check_torch
 
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
@@ -61,6 +61,7 @@ class Program:
         if not added:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        output = opened(output)
         return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
 
 
@@ -179,7 +180,7 @@ def trace(
         result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(result[0])
-        new, output = local_results(new, specs, paths, result[1])
+        new, output = local_results(new, specs, paths, opened(result[1]))
         return pytree.tree_unflatten(new, tree), output
 
     def record_program() -> Recorded:
