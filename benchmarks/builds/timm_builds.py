@@ -20,7 +20,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deit_tiny_patch16_224": SMALL,
     "eva02_tiny_patch14_224": SMALL,
     "swin_tiny_patch4_window7_224": {
-        "img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)},
+        "img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4),
+        "drop_path_rate": 0.0},
     "MlpMixer": MIXED,
     "ConvNeXt": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "resnet10t": {},
