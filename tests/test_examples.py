@@ -54,6 +54,7 @@ def test_the_mlp_example_learns(example, capsys):
     assert printed(capsys.readouterr().out).keys() == {0, 20, 29}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_gpt_example_learns(example, bf16):
     gpt = example("gpt")
@@ -61,6 +62,13 @@ def test_the_gpt_example_learns(example, bf16):
     assert losses[-1] < losses[0] - 1
 
 
+def test_the_transforms_of_the_example_obey_the_laws(example):
+    norms = example("transforms").main()
+    assert list(norms) == [f"norm of params.{name}" for name in ("up", "middle", "down")]
+    assert all(norm > 0 for norm in norms.values())
+
+
+@pytest.mark.slow
 def test_the_inspection_example_prints_every_stage(example, capsys):
     config = example("gpt").Config(layers=1, width=32, heads=2, sequence=16)
     example("inspect_a_step").main(config, ranks=4)

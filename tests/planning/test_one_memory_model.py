@@ -25,6 +25,7 @@ def lower(name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Clu
     return on_ranks(CASES[name], ranks, shard, zt.overlap_grads(), prefetch, zt.fuse_cast_gather(), cluster=cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -89,6 +89,7 @@ def free(chance: Random, **counts: int) -> Problem:
     return replace(p, gathers=gathers, reductions=reductions, memory=INF, **limits)
 
 
+@pytest.mark.slow
 @SMALL
 @given(st.randoms(use_true_random=False))
 def test_gathers_alone_are_bucketed_exactly(chance):
@@ -142,6 +143,7 @@ def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, 
 # The bound.
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems | costly | riches)
 def test_no_schedule_beats_the_bound(p):
@@ -195,6 +197,7 @@ def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
 # Plans.
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems | riches)
 def test_plans_are_valid_and_keep_every_limit(p):
@@ -212,6 +215,7 @@ def test_plans_are_valid_and_keep_every_limit(p):
     assert solve(p) == schedule
 
 
+@pytest.mark.slow
 def test_plans_are_near_the_best_if_packing_takes_compute_time():
     """No schedule beats the bound, and few plans are slower than the fastest schedule by more than 0.3%."""
     over = []
@@ -226,6 +230,7 @@ def test_plans_are_near_the_best_if_packing_takes_compute_time():
     assert sum(x > 0.003 for x in over) <= 0.05 * len(over)
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems)
 def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
@@ -242,6 +247,7 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
         assert memory(p, s)[at] >= needs
 
 
+@pytest.mark.slow
 def test_plans_of_small_problems_are_near_the_best():
     """Where a plan is not the best, the best one has a bucket that skips a neighbour, or a lane out of order of use."""
     over = []
@@ -312,6 +318,7 @@ def test_more_memory_buys_time():
 CASES = seven()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_with_the_memory_of_fsdp2_a_plan_is_within_5_percent_of_the_bound(case):
     theirs = evaluate(case.problem, fsdp2(case))
@@ -346,6 +353,7 @@ def test_if_no_order_fits_the_one_with_the_lowest_peak_is_returned():
     assert evaluate(program, schedule).peak == needs
 
 
+@pytest.mark.slow
 def test_a_search_with_little_effort_goes_on_only_if_its_first_schedules_fit():
     p = replace(CASES[3].problem, memory=evaluate(CASES[3].problem, fsdp2(CASES[3])).peak)
     effort, asked = 22 * (len(p.gathers) + len(p.reductions)), []
@@ -358,6 +366,7 @@ def test_a_search_with_little_effort_goes_on_only_if_its_first_schedules_fit():
     assert solve(always, effort) == solve(p, effort)
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_in_every_process():
     """Keys are strings and tuples. Their hashes differ between processes, and must not decide anything."""
     program = (

@@ -29,6 +29,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", WRITTEN.values(), ids=WRITTEN)
 def test_optimizers_outside_of_pytorch_start_from_their_own_first_state(make_optimizer):
     """With the first state of PyTorch's RMSprop, which has the same keys, RMSpropTF's step would be 14 times longer."""
