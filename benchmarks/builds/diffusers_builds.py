@@ -23,7 +23,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "UNet2DConditionModel": {**LATENT, **BLOCKS, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
                              "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16,
                              "attention_head_dim": 4},
-    "DiTTransformer2DModel": {**LATENT, **HEADS, "patch_size": 2, "num_embeds_ada_norm": 100, "norm_num_groups": 4},
     "PixArtTransformer2DModel": {**LATENT, **HEADS, "patch_size": 2, "cross_attention_dim": 32, "caption_channels": 16,
                                  "norm_num_groups": 4},
     "SD3Transformer2DModel": {**LATENT, **HEADS, "patch_size": 2, "joint_attention_dim": 16, "pos_embed_max_size": 8,
@@ -56,10 +55,6 @@ def _on_text(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor
     return F.mse_loss(model(x, t, encoder_hidden_states=text).sample, noise)
 
 
-def _on_class(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor) -> Tensor:
-    return F.mse_loss(model(x, timestep=t, class_labels=t % 10).sample, noise)
-
-
 def _on_caption(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
     added = {"resolution": None, "aspect_ratio": None}
     return F.mse_loss(model(x, encoder_hidden_states=text, timestep=t, added_cond_kwargs=added).sample, noise)
@@ -79,7 +74,6 @@ def builds() -> list[Build]:
     of = {
         "UNet2DModel": (_batch(), _plain),
         "UNet2DConditionModel": (_batch((5, 16)), _on_text),
-        "DiTTransformer2DModel": (_batch(), _on_class),
         "PixArtTransformer2DModel": (_batch((5, 16)), _on_caption),
         "SD3Transformer2DModel": (_batch((5, 16), (8,)), _on_both),
         "AutoencoderKL": (randoms((3, 16, 16)), _restored),

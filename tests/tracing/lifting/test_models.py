@@ -15,11 +15,11 @@ MODELS = {
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel",
         "FalconForCausalLM", "MambaForCausalLM", "BertForMaskedLM", "DebertaV2ForMaskedLM", "T5ForConditionalGeneration",
         "BartForConditionalGeneration", "ViTForImageClassification", "SwinForImageClassification", "CLIPModel",
-        "Wav2Vec2ForCTC",
+        "WhisperForConditionalGeneration",
     ],
     "timm": ["vit_tiny_patch16_224", "resnet10t", "ConvNeXt"],
-    "diffusers": ["UNet2DModel", "DiTTransformer2DModel", "AutoencoderKL"],
-    "peft": ["LoRA", "DoRA", "prefix tuning"],
+    "diffusers": ["UNet2DModel", "UNet2DConditionModel", "PixArtTransformer2DModel"],
+    "peft": ["LoRA", "DoRA", "IA3"],
 }  # fmt: skip
 BUILDS = [(library, name) for library, names in MODELS.items() for name in names]
 
