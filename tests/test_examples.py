@@ -62,6 +62,7 @@ def test_the_gpt_example_learns(example, bf16):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_the_transforms_of_the_example_obey_the_laws(example):
     norms = example("transforms").main()
     assert list(norms) == [f"norm of params.{name}" for name in ("up", "middle", "down")]

@@ -34,15 +34,8 @@ from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
 from .tracebacks import ends_at_user
-from .tracing.arguments import (
-    Arguments,
-    BatchKey,
-    StateKey,
-    check_captured,
-    check_donation,
-    flat,
-    local_batch,
-)
+from .tracing.arguments import Arguments, BatchKey, StateKey, check_captured, check_donation, flat, local_batch
+from .tracing.containers import opened
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -129,7 +122,7 @@ class Compiled(Printed):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
-        self._accepted[key] = pytree.tree_structure(output)
+        self._accepted[key] = pytree.tree_structure(opened(output))
         last.remember(state, outputs[:n], given.state_key)
         return state, output
 

@@ -37,6 +37,7 @@ from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn
+from .tracing.lifting.lifted_state import completed
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, layout_of, mesh_of
 
@@ -181,10 +182,9 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        arguments = Arguments.of(self.fn, args, kwargs)
-        given = Given.of(arguments, self._last)
-        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
+        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
+        tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
@@ -196,7 +196,10 @@ class Step(Generic[P, R]):
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
-        return cast("R", self._compiled(given).run(given, self._last))
+        if (key := self._key(given)) not in self._cache:
+            state = completed(self.fn, arguments.state, self.shard)
+            key = self._key(given := Given.of(arguments._replace(state=state), self._last))
+        return cast("R", self._compiled(given, key).run(given, self._last))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -205,10 +208,9 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
+        return self._compiled(given := Given.of(Arguments.of(self.fn, args, kwargs), self._last), self._key(given))
 
-    def _compiled(self, given: Given) -> Compiled:
-        key = self._key(given)
+    def _compiled(self, given: Given, key: StepKey) -> Compiled:
         compiled = self._cache.get(key)
         if compiled is None:
             arguments = given.arguments

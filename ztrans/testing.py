@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .ir.layout import AbstractMesh
 from .ir.verifier import check
-from .stages import Lowered
+from .stages import Lowered, Traced
 from .step import Step
 from .transforms.base import Transform, chain
 from .transforms.fuse_cast_gather import fuse_cast_gather
@@ -25,16 +25,6 @@ from .transforms.shard_params import shard_params
 
 class LawError(AssertionError):
     """A transform breaks a law."""
-
-
-class _World(NamedTuple):
-    """A number of ranks and a ZeRO stage; None is the plain step in one process."""
-
-    ranks: int
-    stage: Literal[0, 1, 2, 3] | None
-
-    def __str__(self) -> str:
-        return "on one device" if self.stage is None else f"on {self.ranks} ranks, stage {self.stage}"
 
 
 def check_laws(
@@ -74,16 +64,58 @@ def check_laws(
     >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
     """
     _check_value(transform, step)
-    for world in [_World(1, None), *(_World(ranks, stage) for ranks in worlds for stage in stages)]:
-        slices = [_slice(batch, rank, world.ranks) for rank in range(world.ranks)]
-        shard: tuple[Transform, ...] = ()
-        if world.stage is not None:
-            shard = (shard_params(AbstractMesh(dp=world.ranks), stage=world.stage),)
-        without = _results(_lowered(step, shard, state, slices[0], world), state, slices)
-        alone = _lowered(step, (*shard, transform), state, slices[0], world)
-        _check_same(_results(alone, state, slices, bool(alone.graph.added)), without, tolerance, world, "alone")
-        if shard:
-            _check_among(transform, step, shard[0], state, slices, without, tolerance, world)
+    for ranks in (None, *worlds):
+        case = _Case(step, state, [_slice(batch, rank, ranks or 1) for rank in range(ranks or 1)])
+        # On one rank all stages are the same program.
+        for stage in (None,) if ranks is None else stages[-1:] if ranks == 1 else stages:
+            _check_world(transform, case, stage, tolerance)
+
+
+class _Case:
+    """A step, its state, and a slice of the batch for each rank. It is traced once."""
+
+    def __init__(self, step: Any, state: Any, slices: Sequence[tuple]) -> None:
+        self.step, self.state, self.slices = Step.of(step), state, slices
+        self.traces: dict[int, Traced] = {}  # by the number of micro-batches
+
+    def lowered(self, *transforms: Transform) -> Lowered:
+        """The step through some transforms, of which every program is well formed."""
+        step = chain(*transforms)(self.step)
+        micro = max((t.micro_batches for t in step.transforms), default=1)
+        if micro not in self.traces:
+            self.traces[micro] = step.trace(self.state, *self.slices[0])
+        lowered = dataclasses.replace(self.traces[micro], transforms=step.transforms).lower()
+        for _, graph in lowered.history:
+            check(graph)
+        return lowered
+
+    def results(self, lowered: Lowered) -> tuple[Any, list[Any]]:
+        """The new state, and the output of each rank without what a transform has added."""
+        torch.manual_seed(0)  # a step may draw random numbers
+        new, outputs = lowered.lockstep(self.state, self.slices)
+        return new, [output[0] for output in outputs] if lowered.graph.added else outputs
+
+
+def _check_world(transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] | None, tolerance: float) -> None:
+    """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules."""
+    ranks = len(case.slices)
+    world = "on one device" if stage is None else f"on {ranks} ranks, stage {stage}"
+    shard = () if stage is None else (shard_params(AbstractMesh(dp=ranks), stage=stage),)
+    without = case.lowered(*shard)
+    wanted = case.results(without)
+    _check_same(case.results(case.lowered(*shard, transform)), wanted, tolerance, f"{world}, alone")
+    if stage is None:
+        return
+    roles = {e.provenance.role for e in without.hinted.eqns if e.provenance}
+    overlap = (overlap_grads(),) if roles & {"grad", "pmean"} else ()
+    schedules = (*overlap, prefetch(), fuse_cast_gather())
+    first, last = case.lowered(*shard, transform, *schedules), case.lowered(*shard, *schedules, transform)
+    if str(first) != str(last):
+        raise LawError(
+            f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
+            f"Read no hint (`Eqn.order`) in its rewrite, and write none over those of other transforms."
+        )
+    _check_same(case.results(first), wanted, tolerance, f"{world}, among schedules")
 
 
 def _check_value(transform: Transform, step: Any) -> None:
@@ -103,35 +135,6 @@ def _check_value(transform: Transform, step: Any) -> None:
         raise LawError(f"{transform!r} applied twice is not {transform!r} applied once.")
 
 
-def _check_among(
-    transform: Transform,
-    step: Any,
-    shard: Transform,
-    state: Any,
-    slices: Sequence[tuple],
-    without: Sequence[Any],
-    tolerance: float,
-    world: _World,
-) -> None:
-    """Check the transform among the schedules, first and last of them."""
-    schedules = _schedules(step, shard, state, slices[0], world)
-    orders = (shard, transform, *schedules), (shard, *schedules, transform)
-    first, last = (_lowered(step, order, state, slices[0], world) for order in orders)
-    if str(first) != str(last):
-        raise LawError(
-            f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
-            f"Read no hint (`Eqn.order`) in its rewrite, and write none over those of other transforms."
-        )
-    _check_same(_results(first, state, slices, bool(first.graph.added)), without, tolerance, world, "among schedules")
-
-
-def _schedules(step: Any, shard: Transform, state: Any, batch: tuple, world: _World) -> tuple[Transform, ...]:
-    """The schedules that have something to do on a step."""
-    roles = {e.provenance.role for e in _lowered(step, (shard,), state, batch, world).hinted.eqns if e.provenance}
-    overlap = (overlap_grads(),) if roles & {"grad", "pmean"} else ()
-    return (*overlap, prefetch(), fuse_cast_gather())
-
-
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
     def rows(x: torch.Tensor) -> torch.Tensor:
         n = x.shape[0] // ranks if x.ndim else 0
@@ -140,28 +143,13 @@ def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
     return pytree.tree_map_only(torch.Tensor, rows, batch)
 
 
-def _lowered(step: Any, transforms: Sequence[Transform], state: Any, batch: tuple, world: _World) -> Lowered:
-    """The step through some transforms, of which every program is well formed."""
-    lowered = chain(*transforms)(step).lower(state, *batch)
-    for _, graph in lowered.history:
-        check(graph)
-    return lowered
-
-
-def _results(lowered: Lowered, state: Any, slices: Sequence[tuple], added: bool = False) -> list[Any]:
-    """The new state, and the output of each rank without those that were added."""
-    torch.manual_seed(0)  # a step may draw random numbers
-    new, outputs = lowered.lockstep(state, slices)
-    return [new, [output[0] for output in outputs] if added else outputs]
-
-
-def _check_same(got: Sequence[Any], wanted: Sequence[Any], tolerance: float, world: _World, how: str) -> None:
+def _check_same(got: Sequence[Any], wanted: Sequence[Any], tolerance: float, world: str) -> None:
     for path, a, b in _leaves(got, wanted):
         far = _distance(a, b)
         if far > tolerance:
             asked = "the same bits are asked for" if not tolerance else f"at most {tolerance:.1e} is allowed"
             raise LawError(
-                f"the transform changes {path} by {far:.1e} {world}, {how}: {asked}.\n"
+                f"the transform changes {path} by {far:.1e} {world}: {asked}.\n"
                 f"Compare the programs: zt.diff(step.lower(...), transform(step).lower(...))."
             )
 

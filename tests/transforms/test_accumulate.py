@@ -13,7 +13,9 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from benchmarks.peers.memory import Peak, lent
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
+from ztrans.ir.write_order import first_write
 
 SIZES = (8, 16, 16, 4)
 
@@ -351,11 +353,35 @@ def test_compiled_kernels_sum_in_place_and_agree():
     assert torch.allclose(loss, wanted_loss)
 
 
+@pytest.mark.slow
+def test_the_peak_is_the_one_that_was_predicted():
+    layers, width, rows = 4, 256, 512
+
+    def step(state, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = torch.relu(h @ w)
+            return h.square().mean()
+
+        grads, value = grad_and_value(loss)(state)
+        return [p - 0.01 * g for p, g in zip(state, grads)], value
+
+    state, x = [torch.randn(width, width) * 0.05 for _ in range(layers)], torch.randn(rows, width)
+    compiled = zt.accumulate(4)(step).lower(state, x).compile()
+    state, _ = compiled(state, x)
+    memory, before = compiled.lowered.memory_analysis(), lent()
+    with Peak() as peak:
+        for _ in range(8):
+            state, _ = compiled(state, x)
+    predicted = memory.peak - memory.state - x.nbytes
+    assert predicted >= layers * width * width * 4  # the sums
+    assert peak.bytes - before <= predicted * 1.05 + (64 << 10)
+
+
 def test_a_failure_before_the_update_leaves_the_state_whole():
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads(update="last"), zt.accumulate(3))(train)
     last = zt.ir.parts(step.lower(new_state(), *batch(12)).graph).last
-    from ztrans.ir.write_order import first_write
-
     begin = first_write(last)
     assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])
     assert begin > max(k for k, e in enumerate(last.eqns) if is_start(e))

@@ -19,6 +19,7 @@ from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
 from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
+from .containers import opened
 from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
 
@@ -59,7 +60,8 @@ class Arguments(NamedTuple):
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
-        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
+        batch = map(opened, (*args[1:], *kwargs.values()))
+        return Arguments(args[0], (*batch, *extra.values()), (*kwargs, *extra))
 
     def micro_batch(self, fn: Callable, micro: int) -> Arguments:
         """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
@@ -70,7 +72,7 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.batch)
         named = zip(paths[len(paths) - len(leaves) :], leaves)
         cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
-        return self._replace(batch=pytree.tree_unflatten(cut, tree))
+        return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(cut, tree))))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""

@@ -22,12 +22,12 @@ from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from ..ir.relations import key_parts
 from .captured import Captured, Key
+from .containers import opened
 from .errors import no_argument, no_state
-from .fx_trace import Recorded, record
+from .fx_trace import Recorded, check_torch, record
 from .import_fx import import_fx
 from .leaks import settled
 from .regions import Fact, label_regions
-from .versions import check_torch
 
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
@@ -51,6 +51,7 @@ class Program:
         if not added:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        output = opened(output)
         return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
 
 
@@ -162,7 +163,7 @@ def trace(
         positional = len(arguments) - len(names)
         result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
-        return result
+        return result[0], opened(result[1])
 
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]

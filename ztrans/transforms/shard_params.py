@@ -19,6 +19,7 @@ from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
+from .psum_quotients import warn_of_psum_quotients
 from .reduce_once import reduce_once
 from .sharding import Sharding
 
@@ -57,12 +58,12 @@ def shard_params(
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
             gradients are sent in their own dtype.
-        outputs: "mean" averages the float outputs that depend on the batch over the axis; "local" returns to each rank
-            its own.
+        outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
+            returns its own values of other outputs, such as logits. "local" averages none.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
         value that depends on the batch enters the state unreduced, if an update cannot run on shards, or if an integer
-        output depends on the batch.
+        scalar that depends on the batch is an output.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
 
@@ -110,6 +111,7 @@ class ShardParams(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage)
+        warn_of_psum_quotients(plain, self.axes)
         walk = Sharding(plain, self)
         graph = walk.run()
         whole, leaves = matrix_chains(plain, walk.layout_of)

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..arguments import overlapping
 from ..trace import is_number
+from .grad_scaler import scale_of
 
 State = dict[str, Any]
 
@@ -57,7 +59,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
     }
 
 
-def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
+def restore(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: State,
+    *,
+    scaler: GradScaler | None = None,
+) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
 
     Parameter groups stay as they are: learning rates belong to the optimizer and its scheduler, not to the state.
@@ -66,6 +74,7 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
         model: the module that was given to `lift`.
         optimizer: the optimizer or optimizers that were given to `lift`.
         state: what `Step.unshard` returns, or the state of a step without transforms.
+        scaler: the GradScaler that was given to `lift`.
     """
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -83,10 +92,20 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
                 p.grad = gradient.clone()
+        if scaler is not None:
+            for key, value in scale_of(scaler, state["scaler"]["scale"].device).items():
+                value.copy_(state["scaler"][key])
 
 
 def _written(held: Any, value: torch.Tensor) -> Any:
     return held.copy_(value) if isinstance(held, torch.Tensor) else type(held)(value.item())
+
+
+def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
+    """A state with the leaves that it lacks if `fn` is lifted and parameters have been unfrozen, in their layouts."""
+    missing = fn.missing(state) if hasattr(fn, "missing") else {}
+    more = shard(missing) if missing else {}
+    return {**state, **{key: {**state[key], **more[key]} for key in more}} if more else state
 
 
 def check_apart(state: State) -> None:
@@ -113,5 +132,6 @@ def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
         if new:
             raise ValueError(
                 f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
-                f"A parameter that is trained from now on, or another setting of the optimizer: call lift again."
+                f"A parameter that is trained from now on: call the step itself, which adds it to the state. Another "
+                f"setting of the optimizer: call lift again."
             )
