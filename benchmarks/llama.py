@@ -1,10 +1,11 @@
 """Llama-3-8B on 128 ranks: one step as it is written, after PyTorch's own passes, and as ztrans plans it.
 
-    python benchmarks/llama.py                                   # minutes, nearly all of them PyTorch's passes
-    python benchmarks/llama.py --layers 4 --sequence 8192        # a look
+    python -m benchmarks.llama                                   # minutes, nearly all of them PyTorch's passes
+    python -m benchmarks.llama --layers 4 --sequence 8192        # a look
 
 The step (`llama_model.py`) has tensor parallelism over tp=8 written by hand and is sharded over dp=16 by
-`shard_params`; forward, backward, clipping and AdamW are one program. No GPU and no second process: ranks
+`shard_params`; forward, backward, clipping and AdamW are one program. The last column is the same step with tensor
+parallelism by `parallelize_module` (`llama_dtensor.py`). No GPU and no second process: ranks
 are fake, values have shapes only. Times are simulated, for all programs by the same cost model
 (`ztrans.planning.simulate`, H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes
 benchmarks/results/llama.md and .json.
@@ -23,12 +24,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from llama_model import Config, init, make_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_passes import torch_passes
 
 import ztrans as zt
+from benchmarks import llama_dtensor
+from benchmarks.llama_model import Config, init, make_step
+from benchmarks.torch_passes import torch_passes
 from ztrans.ir.collectives import ALL_GATHER, is_start
 from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph, producers, users
@@ -44,6 +46,7 @@ from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"
 DP, TP = 16, 8
+DTENSORS = "ztrans, parallelize_module"
 PREFETCH = (200, 50, 10)  # matmuls that PyTorch's scheduler may look ahead: its default, and smaller
 
 
@@ -56,6 +59,14 @@ def fake_mesh() -> DeviceMesh:
 def trace(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
     tokens = torch.empty(1, sequence + 1, dtype=torch.int64, device="meta")
     return zt.shard_params(mesh, axis="dp")(make_step(config, mesh)).trace(init(config, TP), tokens, 0)
+
+
+def trace_dtensors(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
+    """The same step, tensor parallel by `parallelize_module`."""
+    with torch.device("meta"):
+        model = llama_dtensor.parallel(llama_dtensor.Llama(config), mesh["tp"])
+        tokens = torch.empty(1, sequence + 1, dtype=torch.int64)
+    return zt.shard_params(mesh, axis="dp")(llama_dtensor.make_step(model)).trace(llama_dtensor.init(model), tokens)
 
 
 def lower(traced: Traced, cluster: Cluster, *transforms) -> Lowered:
@@ -170,7 +181,14 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
     planning = time.perf_counter() - start
     rows = {"unscheduled": figures(plain, plain, machines), "ztrans": figures(planned.graph, plain, machines)}
     rows["ztrans"]["passes s"] = planning
-    notes = {"ztrans": "; ".join(planned.plan.notes)}
+    start = time.perf_counter()
+    of_dtensors = trace_dtensors(config, sequence, mesh)
+    tracing_dtensors = time.perf_counter() - start
+    bare = unscheduled(lower(of_dtensors, machines).graph)
+    start = time.perf_counter()
+    parallelized = lower(of_dtensors, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
+    rows[DTENSORS] = {**figures(parallelized.graph, bare, machines), "passes s": time.perf_counter() - start}
+    notes = {"ztrans": "; ".join(planned.plan.notes), DTENSORS: f"traced in {tracing_dtensors:.1f} s"}
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
     least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
@@ -185,7 +203,7 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
 
 def table(found: dict) -> str:
     rows = found["rows"]
-    names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans"]
+    names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans", DTENSORS]
     plain = rows["unscheduled"]
 
     def cell(row: dict, key: str) -> str:

@@ -135,8 +135,8 @@ class Sharding:
         if not over:
             self.values.bind(out, self.values.value(g, eqn))
             return
-        split = Split(self.axis)
-        to = split if p in self.values.placed and split in self.values.placed[p].layout else None
+        have = on_axis(self.values.placed[p].layout, self.axis) if p in self.values.placed else None
+        to = have if isinstance(have, Split) else None
         self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
 
     def explicit(self, eqn: Eqn) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ..arguments import overlapping
+from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
 
@@ -80,25 +81,32 @@ def restore(
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(state["params"][name])
+            _written(p, state["params"][name])
         for o in optimizers:
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
                     o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
         for name, b in model.named_buffers():
-            b.copy_(state["buffers"][name])
+            _written(b, state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
-                p.grad = gradient.clone()
+                p.grad = _laid(gradient, p).clone()
         if scaler is not None:
             for key, value in scale_of(scaler, state["scaler"]["scale"].device).items():
                 value.copy_(state["scaler"][key])
 
 
 def _written(held: Any, value: torch.Tensor) -> Any:
-    return held.copy_(value) if isinstance(held, torch.Tensor) else type(held)(value.item())
+    return held.copy_(_laid(value, held)) if isinstance(held, torch.Tensor) else type(held)(value.item())
+
+
+def _laid(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A full tensor in the layout of `like`; nothing is sent."""
+    if isinstance(value, DTensor) or not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
@@ -115,7 +123,7 @@ def check_apart(state: State) -> None:
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
     in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
-    held = {name: x for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    held = {name: local_part(x) for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
     names = list(held)
     for i, j in overlapping(list(held.values())):
         if names[i] in trained or names[j] in trained:
