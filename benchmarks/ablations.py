@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from ztrans.runtime.inductor import backend
-from ztrans.tracing.arguments import Arguments, flat
+from ztrans.tracing.arguments import Arguments, local_inputs
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
@@ -54,7 +54,7 @@ ONEDNN = "matrix products by oneDNN"
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    _, local = flat(lowered.program, lowered.graph, lowered.mesh, Arguments(state, batch))
+    _, local = local_inputs(lowered.program, lowered.graph, Arguments.of(lowered.program.captured.fn, (state, *batch), {}))
     _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 
     def step() -> float:

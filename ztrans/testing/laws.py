@@ -60,7 +60,7 @@ def check_laws(
 
     >>> import ztrans as zt
     >>> def step(state, x):
-    ...     return {"w": state["w"] - 0.1 * x.mean(0)}, x.sum()
+    ...     return {"w": state["w"] - 0.1 * zt.pmean(x.mean(0))}, x.sum()
     >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
     """
     _check_value(transform, step)

@@ -181,7 +181,7 @@ def trace(
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(result[0])
         new, output = local_results(new, specs, paths, opened(result[1]))
-        return pytree.tree_unflatten(new, tree), output
+        return pytree.tree_unflatten(new, tree), opened(output)
 
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
