@@ -54,7 +54,8 @@ ONEDNN = "matrix products by oneDNN"
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    _, local = local_inputs(lowered.program, lowered.graph, Arguments.of(lowered.program.captured.fn, (state, *batch), {}))
+    arguments = Arguments.of(lowered.program.captured.fn, (state, *batch), {})
+    _, local = local_inputs(lowered.program, lowered.graph, arguments)
     _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 
     def step() -> float:
