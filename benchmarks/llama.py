@@ -19,8 +19,10 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -169,26 +171,35 @@ def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool
     return found, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
 
 
-def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
-    """All figures for one sequence length."""
-    machines = cluster("h100", dp="infiniband", tp="nvlink4")
+class Planned(NamedTuple):
+    """A step without overlap, and as ztrans plans it; the seconds of its trace, and the figures of its plan."""
+
+    plain: Graph
+    lowered: Lowered
+    tracing: float
+    figures: dict
+
+
+def planned_step(make_trace: Callable[[Config, int, DeviceMesh], Traced], machines: Cluster, *step: Any) -> Planned:
+    """Trace a step, whose arguments are those of `make_trace`, and plan it."""
     start = time.perf_counter()
-    traced = trace(config, sequence, mesh)
+    traced = make_trace(*step)
     tracing = time.perf_counter() - start
     plain = unscheduled(lower(traced, machines).graph)
     start = time.perf_counter()
-    planned = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
+    lowered = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
     planning = time.perf_counter() - start
-    rows = {"unscheduled": figures(plain, plain, machines), "ztrans": figures(planned.graph, plain, machines)}
-    rows["ztrans"]["passes s"] = planning
-    start = time.perf_counter()
-    of_dtensors = trace_dtensors(config, sequence, mesh)
-    tracing_dtensors = time.perf_counter() - start
-    bare = unscheduled(lower(of_dtensors, machines).graph)
-    start = time.perf_counter()
-    parallelized = lower(of_dtensors, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
-    rows[DTENSORS] = {**figures(parallelized.graph, bare, machines), "passes s": time.perf_counter() - start}
-    notes = {"ztrans": "; ".join(planned.plan.notes), DTENSORS: f"traced in {tracing_dtensors:.1f} s"}
+    return Planned(plain, lowered, tracing, {**figures(lowered.graph, plain, machines), "passes s": planning})
+
+
+def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
+    """All figures for one sequence length."""
+    machines = cluster("h100", dp="infiniband", tp="nvlink4")
+    by_hand = planned_step(trace, machines, config, sequence, mesh)
+    by_module = planned_step(trace_dtensors, machines, config, sequence, mesh)
+    plain, planned, tracing = by_hand.plain, by_hand.lowered, by_hand.tracing
+    rows = {"unscheduled": figures(plain, plain, machines), "ztrans": by_hand.figures, DTENSORS: by_module.figures}
+    notes = {"ztrans": "; ".join(planned.plan.notes), DTENSORS: f"traced in {by_module.tracing:.1f} s"}
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
     least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))

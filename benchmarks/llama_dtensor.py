@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 
-from benchmarks.llama_model import Config, attention, norm, rotate
+from benchmarks.llama_model import Config, adamw, attention, norm, rotate
 
 
 class Norm(nn.Module):
@@ -122,16 +122,6 @@ def clip(grads: dict, limit: float = 1.0) -> dict:
         square = square + total(split).full_tensor()
     scale = (limit / square.sqrt()).clamp(max=1.0)
     return {k: g * scale for k, g in grads.items()}
-
-
-def adamw(state: dict, grads: dict, lr=3e-4, b1=0.9, b2=0.95, eps=1e-8, decay=0.1) -> dict:
-    step = state["step"] + 1
-    m = {k: b1 * m + (1 - b1) * grads[k] for k, m in state["m"].items()}
-    v = {k: b2 * v + (1 - b2) * grads[k] ** 2 for k, v in state["v"].items()}
-    fix1, fix2 = 1 - b1**step, 1 - b2**step
-    ratio = {k: m[k] / fix1 / ((v[k] / fix2).sqrt() + eps) for k in m}
-    params = {k: p - lr * (ratio[k] + decay * p) for k, p in state["params"].items()}
-    return {"params": params, "m": m, "v": v, "step": step}
 
 
 def make_step(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Callable:

@@ -91,11 +91,17 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
 
-def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None) -> torch.Tensor:
+def relaid(
+    leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None, device: torch.device | None = None
+) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
 
-    If mesh or layout differ it communicates, so every rank must call it.
+    If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are
+    uninitialised, on `device`.
     """
+    if leaf.is_meta:
+        whole = torch.empty(own.local_shape if own else leaf.shape, dtype=leaf.dtype, device="meta")
+        return _cut(whole, layout, mesh, own, device).requires_grad_(leaf.requires_grad)
     held, wanted = leaf.device_mesh, placements(layout, mesh, own)
     if held == mesh and list(leaf.placements) == wanted:
         return copied(leaf)

@@ -69,7 +69,9 @@ def _part(
     if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
         own = None  # it comes from another mesh
     on = leaf_mesh(mesh, axes, own)
-    return relaid(leaf, layout, on, own) if isinstance(leaf, DTensor) else shard_leaf(leaf, layout, on, source, device)
+    if isinstance(leaf, DTensor):
+        return relaid(leaf, layout, on, own, device)
+    return shard_leaf(leaf, layout, on, source, device)
 
 
 def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[str]) -> State:

@@ -143,8 +143,6 @@ def _allocated(part: Any, like: Any) -> torch.Tensor:
         return as_tensor(part)
     if not part.is_meta:
         return part
-    if isinstance(part, DTensor):  # `like` has the layouts already, so `Step.shard` has copied its meta parts
-        return torch.empty_like(part, device=part.device_mesh.device_type).requires_grad_(part.requires_grad)
     device = torch.get_default_device() if like.is_meta else like.device
     return torch.empty(part.shape, dtype=part.dtype, device=device).requires_grad_(part.requires_grad)
 

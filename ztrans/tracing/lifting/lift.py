@@ -83,12 +83,8 @@ def lift(
     """
     optimizers = several(optimizer)
     names = _check_held(model, optimizers)
-    for o in optimizers:
-        make(o, names)
     own = dict(model.named_parameters())
-    today = state_of(model, optimizers, names)
-    if carry_grads:
-        today["grads"] = kept(own)
+    today = _present_state(model, optimizers, names, carry_grads)
     if scaler is not None:
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
@@ -133,11 +129,7 @@ def lift(
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
         _check_held(model, optimizers)
-        for o in optimizers:
-            make(o, names)
-        now = {"optimizer": state_of(model, optimizers, names)["optimizer"], "grads": kept(own) if carry_grads else {}}
-        lacks = {key: {k: v for k, v in now[key].items() if k not in state.get(key, now[key])} for key in now}
-        return {key: leaves for key, leaves in lacks.items() if leaves}
+        return _lacking(state, _present_state(model, optimizers, names, carry_grads))
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
@@ -145,6 +137,23 @@ def lift(
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
+
+
+def _present_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool
+) -> State:
+    """The present state of a loop. An optimizer without a state gets the one that it has before its first step."""
+    for o in optimizers:
+        make(o, names)
+    present = state_of(model, optimizers, names)
+    return present | ({"grads": kept(dict(model.named_parameters()))} if carry_grads else {})
+
+
+def _lacking(state: State, present: State) -> State:
+    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
+    entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
+    lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
+    return {entry: leaves for entry, leaves in lacking.items() if leaves}
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
