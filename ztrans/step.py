@@ -40,7 +40,7 @@ from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn
 from .tracing.lifting.lifted_state import completed
 from .tracing.trace import is_number, leaf_names, trace
-from .transforms.base import Transform, appended, axes_of, layout_of, mesh_of
+from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
 
 _MANY_PROGRAMS = 8
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
@@ -146,7 +146,9 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
-        axes, device = axes_of(self.transforms), self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        of_state = self._leaf_axes(state)
+        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(pytree.tree_leaves(batch))]
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
@@ -247,12 +249,18 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, mesh, axes_of(self.transforms), paths, pytree.tree_leaves(state), layouts)
+            leaves, axes = pytree.tree_leaves(state), self._leaf_axes(state)
+            check_laid_out(self.__name__, mesh, axes, paths, leaves, layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
         names = leaf_names(self.fn, (state,))[0]
         return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
+
+    def _leaf_axes(self, state: Any) -> list[tuple[str, ...]]:
+        """The axes over which transforms shard or replicate each leaf of the state."""
+        names = leaf_names(self.fn, (state,))[0]
+        return [axes_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
     @ends_at_user
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
@@ -278,7 +286,7 @@ class Step(Generic[P, R]):
             return pytree.tree_map_only(torch.Tensor, copied, state)
         target = torch.device(device) if device is not None else None
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), axes_of(self.transforms), source, target)
+            return shard_state(state, mesh, paths, self.layouts(state), self._leaf_axes(state), source, target)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -287,7 +295,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh, axes_of(self.transforms))
+        return unshard_state(state, self.mesh, self._leaf_axes(state))
 
 
 class _Methods:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .axes import with_joint_sizes
 from .relations import grouped
 from .source import Source
 
@@ -175,6 +176,8 @@ class Graph:
     Attributes:
         batch: the inputs that differ from rank to rank.
         mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
+        joint: the joint axes of the program, each of which is several axes of the mesh as one.
+        leaf_shapes: the shapes of the state leaves before the step itself divides them, if it divides any.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
         stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
@@ -190,6 +193,8 @@ class Graph:
     num_state: int
     batch: frozenset[Var] = frozenset()
     mesh: tuple[tuple[str, int], ...] = ()
+    joint: tuple[str, ...] = ()
+    leaf_shapes: tuple[tuple[int, ...], ...] = ()
     history: tuple[str, ...] = ()
     writes_last: bool = False
     budget: int | None = None
@@ -204,7 +209,8 @@ class Graph:
 
     @property
     def axes(self) -> dict[str, int]:
-        return dict(self.mesh)
+        """The sizes of the axes of the mesh and of the joint axes."""
+        return with_joint_sizes(dict(self.mesh), self.joint)
 
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module

@@ -182,8 +182,8 @@ def local_inputs(
     """
     leaves = traced_leaves(program, caller or graph.name, arguments)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
-    for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
-        now, shape = Own.of(x, program.axes), tuple(getattr(x, "shape", ()))
+    for v, own, axes, x, y in zip(graph.inputs, program.owns, program.axes, leaves, local, strict=True):
+        now, shape = Own.of(x, axes), tuple(getattr(x, "shape", ()))
         wanted = own.shape if own else full_shape(graph, v)
         if own != now or shape != wanted or v.dtype != y.dtype:
             made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.axes import members_of
 from ..ir.graph import Graph, Layout
-from ..ir.layout import AbstractMesh, Own
+from ..ir.layout import AbstractMesh, Own, as_tensor
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
 
@@ -66,8 +67,8 @@ class Transform:
 
         Args:
             path: the path of the leaf in the state, such as `params.fc1.weight`.
-            shape: its global shape.
-            leaf: a meta tensor of its shape and dtype.
+            shape: its shape; of a leaf that the step itself divides, that of this rank's part.
+            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
         """
         return None
 
@@ -75,6 +76,19 @@ class Transform:
     def axes(self) -> tuple[str, ...]:
         """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
+
+    def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same state leaf, whole or in parts. By default these are `axes`.
+
+        Args:
+            path: the path of the leaf in the state.
+            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+        """
+        return self.axes
+
+    def joined(self, other: Transform) -> Transform | None:
+        """One transform that does what this and another of its kind do, each to other leaves; None if there is none."""
+        return None
 
     @property
     def micro_batches(self) -> int:
@@ -176,6 +190,9 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
     if transform in transforms:
         return transforms
     same_kind = next((t for t in transforms if type(t) is type(transform)), None)
+    joined = same_kind.joined(transform) if same_kind is not None else None
+    if joined is not None:
+        return tuple(joined if t is same_kind else t for t in transforms)
     if same_kind is not None:
         raise ValueError(
             f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
@@ -201,9 +218,15 @@ def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None
     return next((t.mesh for t in transforms if t.mesh is not None), None)
 
 
-def axes_of(transforms: Iterable[Transform]) -> tuple[str, ...]:
-    """The axes of the mesh over which these transforms distribute a step."""
-    return tuple(dict.fromkeys(axis for t in transforms for axis in t.axes))
+def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
+    """The axes over which these transforms shard or replicate a state leaf."""
+    whole = _meta(leaf)
+    return tuple(dict.fromkeys(axis for t in transforms for axis in t.leaf_axes(name, whole)))
+
+
+def all_axes(transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """The axes of the mesh over which a step is distributed, given those of each leaf of its state."""
+    return members_of([*(axis for t in transforms for axis in t.axes), *(axis for axes in of_leaves for axis in axes)])
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
@@ -213,10 +236,15 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
     """
     if not isinstance(leaf, torch.Tensor):
         return ()
-    own = Own.of(leaf, axes_of(transforms))
-    meta = torch.empty(own.local_shape if own else leaf.shape, dtype=leaf.dtype, device="meta")
-    layouts = (t.layout(name, tuple(meta.shape), meta) for t in transforms)
+    own, whole = Own.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
+    layouts = (t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
+
+
+def _meta(leaf: object) -> torch.Tensor:
+    """A meta tensor of the shape and dtype of a state leaf."""
+    leaf = as_tensor(leaf)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
