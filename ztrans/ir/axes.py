@@ -65,24 +65,23 @@ def with_joint_indices(at: Mapping[str, int], sizes: Mapping[str, int], joint: I
 
 
 def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
-    """The part of a mesh along some axes. All ranks of the mesh must call it together, if an axis is joint.
+    """The part of a mesh along some axes, joint or not. All ranks of the mesh must call it together.
 
-    Raises: ValueError if an axis lies between the members of a joint one, because PyTorch has no such mesh.
+    Raises: ValueError if another axis is between the members of a joint one, because DTensor fails on such meshes.
     """
-    axes, order = set(axes), mesh.mesh_dim_names or ()
-    for axis in axes:
-        if len(members(axis)) > 1:
-            mesh[members(axis)]._flatten(axis)  # a mesh that was flattened before is returned again
-    names = tuple(sorted(axes, key=lambda axis: order.index(members(axis)[0])))
-    if names == order:
-        return mesh
-    try:
-        return mesh[names]
-    except KeyError:
+    order = mesh.mesh_dim_names or ()
+    names = tuple(sorted(set(axes), key=lambda axis: order.index(members(axis)[0])))
+    if all(axis in order for axis in names):
+        return mesh if names == order else mesh[names]
+    # A mesh that was flattened before under the same name is returned again.
+    meshes = [mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names]
+    apart = next((axis for axis in names if _JOINT.join(order).find(axis) < 0), None)
+    if apart and len(names) > 1:
         raise ValueError(
-            f"shard_params: PyTorch has no mesh of the axes {', '.join(names)} of {mesh}, because another axis lies "
-            f"between those of a joint axis.\nPut the axes that a step is sharded over together next to each other."
-        ) from None
+            f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh whose axes are "
+            f"{', '.join(order)}.\nPut {' and '.join(members(apart))} next to each other in the mesh."
+        )
+    return meshes[0] if len(names) == 1 else DeviceMesh._concatenate(meshes)
 
 
 def axis_of_group(mesh: DeviceMesh, name: str) -> str | None:

@@ -107,11 +107,16 @@ class Transform:
 
     def __repr__(self) -> str:
         shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
+            f"{f.name}={_shown(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
             if f.repr and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
         ]
         return f"{self.name}({', '.join(shown)})"
+
+
+def _shown(option: object) -> str:
+    """An option as text; a function by its name, because its address differs from rank to rank."""
+    return getattr(option, "__name__", repr(option)) if inspect.isfunction(option) else repr(option)
 
 
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
