@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
@@ -21,6 +23,11 @@ EXPERTS, WIDTH, INNER = 4, 6, 10
 
 def is_expert(path: str, leaf: Any = None) -> bool:
     return path.rpartition(".")[2] in ("up", "down")
+
+
+def inner(path: str, leaf: Any) -> int:
+    """The dim along which to cut a leaf: that of experts is not the first."""
+    return 1 if is_expert(path) else 0
 
 
 def state(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -45,7 +52,9 @@ def routed(x: torch.Tensor, logits: torch.Tensor, capacity: int) -> tuple[torch.
     return chosen[..., None] * place.to(x.dtype), weight
 
 
-def loss(params: dict[str, torch.Tensor], x: torch.Tensor, exchange: Callable = lambda x: x, ranks: int = 1) -> torch.Tensor:
+def loss(
+    params: dict[str, torch.Tensor], x: torch.Tensor, exchange: Callable = lambda x: x, ranks: int = 1
+) -> torch.Tensor:
     """The loss of one rank's tokens; `exchange` sends row r of its argument to rank r of `ep`, which has that many."""
     h = torch.tanh(x @ params["dense"] + params["bias"])
     places, weight = routed(h, h @ params["router"], len(x))
@@ -80,6 +89,24 @@ def of_rank(full: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return {k: cut(tree) for k, tree in full.items()}
 
 
+def divided(full: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """The full state with its experts as DTensors on `mesh`."""
+    cut = lambda tree: {k: distribute_tensor(x, mesh, [Shard(0)]) if is_expert(k) else x for k, x in tree.items()}
+    return {k: cut(tree) for k, tree in full.items()}
+
+
+def with_dtensors(step: Callable) -> Callable:
+    """A step of `make_step` for a state with DTensors, whose local parts it uses."""
+
+    def wrapped(state, x):
+        local = pytree.tree_map_only(DTensor, DTensor.to_local, state)
+        new, value = step(local, x)
+        again = lambda p, old: DTensor.from_local(p, old.device_mesh, old.placements) if isinstance(old, DTensor) else p
+        return pytree.tree_map(again, new, state), value
+
+    return wrapped
+
+
 def trained(graph: Graph, full: dict[str, Any], data: list[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The full state after a step for each batch on all ranks of a program, and the losses of the last step."""
     places, ranks = coordinates(graph.mesh, graph.joint), graph.axes["ep"]
@@ -90,7 +117,8 @@ def trained(graph: Graph, full: dict[str, Any], data: list[torch.Tensor]) -> tup
         states = [out[: graph.num_state] for out in outs]
     leaves = []
     for i, v in enumerate(graph.inputs[: graph.num_state]):
-        parts = [_joined(v, [s[i] for s, at in zip(states, places) if at["ep"] == e or not is_expert(v.name)]) for e in range(ranks)]
+        has = lambda at, e, v=v: at["ep"] == e or not is_expert(v.name)
+        parts = [_joined(v, [s[i] for s, at in zip(states, places) if has(at, e)]) for e in range(ranks)]
         leaves.append(torch.cat(parts) if is_expert(v.name) else parts[0])
     return pytree.tree_unflatten(leaves, pytree.tree_structure(full)), [out[-1] for out in outs]
 

@@ -305,7 +305,10 @@ def test_leaves_are_traced_on_their_device(mesh):
 
     x = torch.empty(3, device="meta")
     laid = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    assert Abstract.of(laid, True).device == "meta" and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
+    assert (
+        Abstract.of(laid, True).device == "meta"
+        and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
+    )
     assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
 
 

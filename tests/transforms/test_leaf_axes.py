@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import ztrans as zt
-from tests.support.programs import CASES
-from tests.support import experts
+from tests.support import dtensors, experts
 from tests.support.parallel import dual
 from tests.support.parallel import own as c10d
+from tests.support.programs import CASES
 from tests.support.worlds import ALL, default_dtype, distance, plain, sharded
 
 JOINT = zt.AbstractMesh(dp=2, cp=3)
@@ -22,10 +26,12 @@ def test_a_step_over_two_axes_as_one_computes_the_same(stage, hosts):
     hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
     mesh = zt.AbstractMesh(host=hosts, dp=2, cp=2) if hosts > 1 else JOINT
     with default_dtype(torch.float64):
-        for name in ("uneven", "clipped"):
+        for name in ("uneven", "clipped")[:hosts]:
             case = CASES[name]
             truth, outputs = plain(case, steps=3)
-            state, each, lowered = sharded(case, 24 // 4 if hosts == 1 else 8, stage, 3, mesh=mesh, axis=("dp", "cp"), **hsdp)
+            state, each, lowered = sharded(
+                case, 24 // 4 if hosts == 1 else 8, stage, 3, mesh=mesh, axis=("dp", "cp"), **hsdp
+            )
             assert distance(state, truth) < 1e-10
             assert distance(each[-1][0], outputs[-1]) < 1e-10
             assert ("@dp*cp" in str(lowered)) == (stage > 0)
@@ -52,7 +58,7 @@ def two(mesh: zt.AbstractMesh, **options) -> zt.Transform:
 
 
 def of_function(mesh: zt.AbstractMesh, **options) -> zt.Transform:
-    return zt.shard_params(mesh, axis=axis, dim=lambda path, leaf: 2 * experts.is_expert(path), **options)
+    return zt.shard_params(mesh, axis=axis, dim=experts.inner, **options)
 
 
 @pytest.mark.parametrize("shard", [of_function, two])
@@ -73,3 +79,111 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(shard, stage, hosts):
     over = {p: e.kwargs["axis"] for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad" for p in e.provenance.paths
             if e.kwargs["axis"] != "host"}  # fmt: skip
     assert over == {f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]}
+
+
+def test_experts_cost_what_they_hold():
+    """On dp=64, stacked experts [8, 512, 512] that are cut along an inner dim: their own bytes, 63/64 of them."""
+    weight, bias = torch.empty(8, 512, 512, device="meta"), torch.empty(512, device="meta")
+
+    def step(state, x):
+        w, b = (p.detach().requires_grad_() for p in state.values())
+        value = (torch.einsum("nw,ewi->eni", x, w) + b).square().mean()
+        grads = torch.autograd.grad(value, [w, b])
+        return {k: p - 0.1 * g for (k, p), g in zip(state.items(), grads)}, value.detach()
+
+    by_leaf = {
+        "axis": lambda path, leaf: "dp" if leaf.ndim == 3 else ("dp", "ep"),
+        "dim": lambda path, leaf: int(leaf.ndim == 3),
+    }
+    lowered = zt.shard_params(zt.AbstractMesh(dp=64, ep=2), **by_leaf)(step).lower(
+        {"w": weight, "b": bias}, torch.empty(4, 512, device="meta")
+    )
+    cost = lowered.cost_analysis()
+    assert cost.over("dp", "param") == cost.over("dp", "grad") == weight.nbytes * 63 // 64
+    assert cost.over("dp*ep", "grad") == bias.nbytes * 127 // 128
+
+
+def test_a_leaf_in_the_where_of_two_transforms_is_refused():
+    both = [
+        zt.shard_params(EXPERTS, axis=a, where=lambda path, leaf: path.endswith("up")) for a in ("dp", ("dp", "ep"))
+    ]
+    with pytest.raises(ValueError, match=r"shard_params: params.up is in the `where` of two"):
+        zt.chain(*both)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
+
+
+def test_two_transforms_that_differ_in_more_than_their_leaves_are_refused():
+    first = zt.shard_params(EXPERTS, axis=("dp", "ep"), where=lambda path, leaf: True)
+    for options in ({"stage": 2, "where": experts.is_expert}, {"axis": "dp"}):
+        with pytest.raises(ValueError, match="shard_params: applied twice with different options"):
+            zt.chain(first, zt.shard_params(EXPERTS, **options))(experts.make_step())
+
+
+def test_two_transforms_are_one_step_whatever_is_repeated():
+    a, b = (zt.shard_params(EXPERTS, axis=x, where=experts.is_expert) for x in ("dp", ("dp", "ep")))
+    step = experts.make_step()
+    assert a(b(a(step))) == b(b(a(step))) == b(a(step))
+    assert repr(b(a(step))) == (
+        "Step(step, shard_params(axis='dp', stage=3, where=is_expert) + "
+        "shard_params(axis=('dp', 'ep'), stage=3, where=is_expert))"
+    )
+
+
+@pytest.mark.parametrize("options, text", [
+    ({"axis": ("dp", "tp")}, r"axis=\('dp', 'tp'\) is no axis of the mesh, which has 'dp', 'ep'"),
+    ({"axis": ("dp", "ep"), "replicate_axis": "ep"}, r"replicate_axis is the sharded axis, \('dp', 'ep'\)"),
+    ({"axis": lambda path, leaf: "pp"}, r"axis\('params.dense', leaf\)='pp' is no axis of the mesh"),
+])  # fmt: skip
+def test_wrong_axes_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        zt.shard_params(EXPERTS, **options)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
+
+
+def test_a_value_of_one_ranks_experts_does_not_reach_all_ranks():
+    """A norm of the experts of one rank would make the dense layers of two ranks differ."""
+
+    def step(state, x):
+        new, value = experts.make_step(exchanged, 2)(state, x)
+        new["params"]["bias"] = new["params"]["bias"] * new["params"]["up"].square().sum()
+        return new, value
+
+    with pytest.raises(ValueError, match="a value of leaves that differ reaches state params") as error:
+        of_function(EXPERTS)(step).lower(experts.of_rank(experts.state(), 0, 2), experts.batches(1)[0])
+    assert "test_leaf_axes.py" in str(error.value) and "zt.psum" in str(error.value)
+
+
+def test_groups_that_a_step_made_are_named_by_their_axes():
+    """A flattened mesh, and a group of ranks: their names differ from rank to rank, and the program does not."""
+
+    def lowered(mesh):
+        both, column = mesh["dp", "cp"]._flatten("batch"), None
+        for k in range(2):
+            ranks = mesh.mesh[k].flatten().tolist()
+            group = dist.new_group(ranks)
+            column = group if dist.get_rank() in ranks else column
+
+        def step(state, x):
+            w = state["w"].detach().requires_grad_()
+            seen = funcol.all_reduce(x.sum(), "sum", both) + funcol.all_reduce(x.sum(), "max", column)
+            (g,) = torch.autograd.grad((x @ w).square().mean(), [w])
+            return {"w": state["w"] - 0.1 * g}, seen
+
+        return str(zt.shard_params(mesh, axis=("dp", "cp"))(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8)))
+
+    first, *others = dtensors.on_ranks(range(8), lowered, tp=2, dp=2, cp=2)
+    assert "all_reduce(sum, sum, dp*cp)" in first and "max, dp*cp)" in first and "output.mean" not in first
+    assert all(text == first for text in others)
+
+
+def test_routing_without_a_capacity_is_refused_by_name():
+    def step(state, x):
+        counts = (x[:, 0] > 0).sum().reshape(1)
+        received = c10d.wait_tensor(c10d.all_to_all_single(counts, [1], [1], "ep"))
+        return state, c10d.all_to_all_single(x, received.tolist(), counts.tolist(), "ep").sum()
+
+    with pytest.raises(ValueError, match="trace: step routes without dropping: the splits of an all_to_all") as error:
+        zt.Step.of(step).trace({"w": torch.ones(2)}, torch.ones(4, 2))
+    lines, start = inspect.getsourcelines(step)
+    line = start + next(i for i, text in enumerate(lines) if "received.tolist" in text)
+    assert f"test_leaf_axes.py:{line} in " in str(error.value) and "capacity_factor * tokens / experts" in str(
+        error.value
+    )

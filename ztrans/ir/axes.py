@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,13 +79,13 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     apart = next((axis for axis in names if _JOINT.join(order).find(axis) < 0), None)
     if apart and len(names) > 1:
         raise ValueError(
-            f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh whose axes are "
+            f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the axes "
             f"{', '.join(order)}.\nPut {' and '.join(members(apart))} next to each other in the mesh."
         )
     return meshes[0] if len(names) == 1 else DeviceMesh._concatenate(meshes)
 
 
-def axis_of_group(mesh: DeviceMesh, name: str) -> str | None:
+def axis_of_group(mesh: DeviceMesh, name: Any) -> str | None:
     """The axis along which the ranks of the process group `name` lie; None if there is none."""
     try:
         group = dist.distributed_c10d._resolve_process_group(name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ir.graph import is_random
-from ..ir.source import Source, where
+from ..ir.source import Source, user_names, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -77,7 +77,18 @@ def _advice(leaf: Any, otherwise: str) -> str:
 
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
-    """The step reads a value of a tensor, or uses a shape that depends on values."""
+    """The step reads a value of a tensor, or uses a shape that depends on values.
+
+    If it does so in a function that also calls an all_to_all, it sends tokens to experts without a capacity.
+    """
+    if any(name.startswith("all_to_all") for name in user_names()):
+        return ValueError(
+            f"trace: {step} routes without dropping: the splits of an all_to_all would depend on values ({op}), and a "
+            f"program has the same shapes for every batch.\n"
+            f"  at {where(source)}\n"
+            f"Give each expert a capacity, such as capacity_factor * tokens / experts: place tokens in [experts, "
+            f"capacity, width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
+        )
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"

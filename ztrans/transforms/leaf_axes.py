@@ -59,7 +59,7 @@ class LeafAxes:
         axes = [] if leaf is None else [a for a in self.by_leaf.get(leaf, ()) if not over.isdisjoint(members(a))]
         rest = over - {*members_of(axes)}
         for axis in (*self.joint, *self.all):
-            if rest.issuperset(members(axis)):
+            if rest >= {*members(axis)}:
                 axes.append(axis)
                 rest = rest - {*members(axis)}
         return axes

@@ -1,8 +1,8 @@
 """Value layouts: the layout that each value of a plain program has in the program of one rank, and changes of layout.
 
 Every value has one layout on the mesh, over one axis. If equations need it in another layout, collectives change the
-layout, once for all of them. Forward and backward need whole values; at stage 3, each of the two gathers them anew, and computes their
-views and casts anew. The update needs parts.
+layout, once for all of them. Forward and backward need whole values; at stage 3, each of the two gathers them anew, and
+computes their views and casts anew. The update needs parts.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
 
     A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
     """
-    names = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
+    names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
     for group in {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} - {*names, *names.values()}:
         axis = axis_of_group(mesh, group)
         names |= {group: axis} if axis is not None else {}
