@@ -52,7 +52,7 @@ FILES = 16  # the most files in a package
 ROOMS = {
     *("tracing.fx_trace", "tracing.watch", "tracing.leaks", "tracing.parallel.c10d", "tracing.gradient_marks"),
     *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
-    *("ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
+    *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
     *("tracing.parallel.dtensors", "runtime.leaves"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),

@@ -48,6 +48,7 @@ _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 State = TypeVar("State")
 
 
@@ -147,7 +148,7 @@ class Step(Generic[P, R]):
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        of_state = self._leaf_axes(state)
+        of_state = self._chosen(axes_of, state)
         axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(pytree.tree_leaves(batch))]
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
@@ -248,19 +249,17 @@ class Step(Generic[P, R]):
     def _check_laid_out(self, state: Any) -> None:
         mesh = self._devices()
         if mesh is not None:
-            paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            leaves, axes = pytree.tree_leaves(state), self._leaf_axes(state)
-            check_laid_out(self.__name__, mesh, axes, paths, leaves, layouts)
+            paths, axes = leaf_names(self.fn, (state,))[1], self._chosen(axes_of, state)
+            check_laid_out(self.__name__, mesh, axes, paths, pytree.tree_leaves(state), self.layouts(state))
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
-        names = leaf_names(self.fn, (state,))[0]
-        return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
+        return self._chosen(layout_of, state)
 
-    def _leaf_axes(self, state: Any) -> list[tuple[str, ...]]:
-        """The axes over which transforms shard or replicate each leaf of the state."""
+    def _chosen(self, choice: Callable[[tuple[Transform, ...], str, Any], T], state: Any) -> list[T]:
+        """What the transforms choose for each leaf of the state."""
         names = leaf_names(self.fn, (state,))[0]
-        return [axes_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
+        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
     @ends_at_user
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
@@ -286,7 +285,7 @@ class Step(Generic[P, R]):
             return pytree.tree_map_only(torch.Tensor, copied, state)
         target = torch.device(device) if device is not None else None
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), self._leaf_axes(state), source, target)
+            return shard_state(state, mesh, paths, self.layouts(state), self._chosen(axes_of, state), source, target)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -295,7 +294,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh, self._leaf_axes(state))
+        return unshard_state(state, self.mesh, self._chosen(axes_of, state))
 
 
 class _Methods:

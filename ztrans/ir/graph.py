@@ -175,9 +175,9 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
-        joint: the joint axes of the program, each of which is several axes of the mesh as one.
-        leaf_shapes: the shapes of the state leaves before the step itself divides them, if it divides any.
+        mesh, joint: the axes of the mesh and their sizes; the joint axes, each of which is several of these as one.
+        leaf_shapes: the shapes of the state leaves before the step itself divides them.
+        history: the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
         stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
@@ -209,7 +209,6 @@ class Graph:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the axes of the mesh and of the joint axes."""
         return with_joint_sizes(dict(self.mesh), self.joint)
 
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    leaf_shapes = tuple(own.shape if own else v.shape for own, v in zip(owns, inputs[:num_state]))
+    leaf_shapes = tuple(map(_whole_shape, inputs[:num_state], owns))
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
@@ -211,6 +211,11 @@ def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[s
         if own is not None and own.problem is not None:
             raise no_parts(path, own.problem)
     return owns
+
+
+def _whole_shape(leaf: Var, own: Own | None) -> tuple[int, ...]:
+    """The shape of a state leaf before the step itself divides it."""
+    return own.shape if own else leaf.shape
 
 
 def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
 from ..ir.graph import Graph, Layout
-from ..ir.layout import AbstractMesh, Own, as_tensor
+from ..ir.layout import AbstractMesh, Own
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
 
@@ -195,14 +195,9 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
     if transform in transforms:
         return transforms
     same_kind = next((t for t in transforms if type(t) is type(transform)), None)
-    joined = same_kind.joined(transform) if same_kind is not None else None
-    if joined is not None:
-        return tuple(joined if t is same_kind else t for t in transforms)
     if same_kind is not None:
-        raise ValueError(
-            f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
-            f"Keep one of them."
-        )
+        joined = _joined(same_kind, transform)
+        return tuple(joined if t is same_kind else t for t in transforms)
     before = [t.name for t in transforms if t.turn == Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
@@ -216,6 +211,19 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
             f"Give them one mesh, with an axis for each."
         )
     return (*transforms, transform)
+
+
+def _joined(first: Transform, second: Transform) -> Transform:
+    """Two transforms of one kind as one.
+
+    Raises: ValueError if there is no such transform.
+    """
+    joined = first.joined(second)
+    if joined is None:
+        raise ValueError(
+            f"{second.name}: applied twice with different options, {first!r} and {second!r}.\nKeep one of them."
+        )
+    return joined
 
 
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
@@ -247,9 +255,9 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
 
 
 def _meta(leaf: object) -> torch.Tensor:
-    """A meta tensor of the shape and dtype of a state leaf."""
-    leaf = as_tensor(leaf)
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    """A meta tensor of the shape and dtype of a state leaf; of a leaf that is no tensor, a scalar."""
+    whole = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
+    return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
 
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ir.axes import members, members_of
-from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.collectives.user_collectives import is_users, on_parts
-from ..ir.collectives.varying import INVARIANT, differing, varying
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
-from ..ir.layout import is_worth_cutting
-from ..ir.printer import op_name
-from ..ir.reshard import on_axis
-from ..ir.source import where
-from ..ops import EVERY_AXIS
+from ...ir.axes import members, members_of
+from ...ir.collectives import GRADIENT, PMEAN, PSUM
+from ...ir.collectives.user_collectives import is_users, on_parts
+from ...ir.collectives.varying import INVARIANT, differing, varying
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
+from ...ir.layout import is_worth_cutting
+from ...ir.printer import op_name
+from ...ir.reshard import on_axis
+from ...ir.source import where
+from ...ops import EVERY_AXIS
 from .dtensor_rules import NoRule, rule
 from .leaf_axes import LeafAxes, meta_leaf
 from .value_layouts import Values
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
-    from .shard_params import ShardParams
+    from ..shard_params import ShardParams
 
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
-from ..ir.operations import is_view_or_cast
-from ..ir.reshard import Site, redistribute, reduced
+from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
+from ...ir.operations import is_view_or_cast
+from ...ir.reshard import Site, redistribute, reduced
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
-    from .shard_params import ShardParams
+    from ..shard_params import ShardParams
 
 _CAST = torch.ops.aten._to_copy.default
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.axes import members, members_of
-from ..ir.graph import Graph, Var
+from ...ir.axes import members, members_of
+from ...ir.graph import Graph, Var
 
 if TYPE_CHECKING:
-    from .shard_params import ShardParams
+    from ..shard_params import ShardParams
 
 
 @dataclass(frozen=True)
