@@ -157,7 +157,8 @@ def processor() -> str:
 def report(results: dict) -> str:
     lines = [
         '# compile(backend="inductor")\n',
-        f"{processor()}, one core, torch {torch.__version__}; the GPT of `benchmarks/peers/model.py`.\n",
+        f"{processor()}, one core, torch {torch.__version__}; the GPT of "
+        "`benchmarks/peers/model.py`.\n",
     ]
     for precision in ("fp32", "bf16"):
         if precision in results:

@@ -323,9 +323,7 @@ assert not {fails}
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
 def test_a_mesh_of_gpus_needs_a_gpu():
-    with pytest.raises(
-        RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"
-    ):
+    with pytest.raises(RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"):
         zt.make_mesh("cuda", dp=-1)
 
 

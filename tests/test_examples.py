@@ -76,9 +76,7 @@ def test_the_inspection_example_prints_every_stage(example, capsys):
     out = capsys.readouterr().out
     for name in ("shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower"):
         assert f"---- {name}\n" in out
-    assert re.search(
-        r"\+  params.blocks.0.mlp.0.weight.full': bf16\[128,32\]! +# .*\n\+    = all_gather\(\[params", out
-    )
+    assert re.search(r"\+  params.blocks.0.mlp.0.weight.full': bf16\[128,32\]! +# .*\n\+    = all_gather\(\[params", out)
     assert "wire dp param" in out
     assert re.findall(r"stage (\d)   state +[\d,]+   peak +[\d,]+ ", out) == ["0", "1", "2", "3"]
 

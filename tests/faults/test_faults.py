@@ -94,9 +94,7 @@ def test_a_thousand_steps_and_six_process_groups_leave_nothing_behind():
         group_0, group_6 = rank.reports["group 0"], rank.reports["group 6"]
         assert group_6["threads"] <= group_0["threads"] and group_6["descriptors"] <= first["descriptors"]
         assert group_6["resident"] <= group_0["resident"] + (8 << 20)
-        assert rank.reports["called"]["text"].startswith(
-            "ztrans: the process group of this step's mesh has been destroyed."
-        )
+        assert rank.reports["called"]["text"].startswith("ztrans: the process group of this step's mesh has been destroyed.")
 
 
 def check_torn(reports: dict, cause: str) -> None:
@@ -104,9 +102,7 @@ def check_torn(reports: dict, cause: str) -> None:
     assert not reports["then"]["whole"]
     for name, who in (("then", "unshard"), ("shard", "shard"), ("next", "train_step")):
         text = reports[name]["text"]
-        assert text.startswith(f"{who}: this state is half updated, some leaves are new and some are old: {cause}"), (
-            text
-        )
+        assert text.startswith(f"{who}: this state is half updated, some leaves are new and some are old: {cause}"), text
         assert "Load a checkpoint" in text and 'overlap_grads(update="last")' in text
 
 
@@ -119,9 +115,7 @@ def test_an_exception_on_one_rank_ends_the_step_of_all(scenario, error):
     first, second = ended_well(launch(scenario, 2))
     kind = error.split(":")[0]
     assert second.reports["failed"]["kind"] == kind
-    assert second.reports["failed"]["notes"] == [
-        "ztrans: step 3 of train_step was ended by this. The state is half updated."
-    ]
+    assert second.reports["failed"]["notes"] == ["ztrans: step 3 of train_step was ended by this. The state is half updated."]
     assert f"Rank 1 failed in step 3 of train_step with {error}." in first.reports["failed"]["text"]
     assert first.reports["failed"]["after"] < 2, "long before the time-out"
     check_torn(first.reports, f"Rank 1 failed in step 3 of train_step with {kind}")

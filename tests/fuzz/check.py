@@ -83,9 +83,7 @@ def check(case: Case) -> None:
     far = max(distance(sharded, true_state), distance(_means(outputs), true_outputs))
     if not far <= NEAR:
         raise Wrong(f"{far:.3g} from the truth")
-    if dict(options.shard).get("outputs") != "local" and any(
-        distance(output, outputs_of_rank[0]) for outputs_of_rank in outputs for output in outputs_of_rank
-    ):
+    if dict(options.shard).get("outputs") != "local" and any(distance(output, outputs_of_rank[0]) for outputs_of_rank in outputs for output in outputs_of_rank):
         raise Wrong("ranks have outputs of their own")
     same, others = _steps(lowered, program.state(), batches)
     if not _equal((same, others), (sharded, outputs)):

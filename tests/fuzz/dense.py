@@ -12,9 +12,7 @@ from .layer import Layer, Leaf, size
 
 def linear(chance: Random, width: int) -> Layer:
     out = size(chance)
-    return Layer(
-        f"linear {width}-{out}", (Leaf((out, width)), Leaf((out,))), lambda x, ids, w, b: F.linear(x, w, b), out
-    )
+    return Layer(f"linear {width}-{out}", (Leaf((out, width)), Leaf((out,))), lambda x, ids, w, b: F.linear(x, w, b), out)
 
 
 def gated(chance: Random, width: int) -> Layer:

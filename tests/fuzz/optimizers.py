@@ -65,11 +65,7 @@ def adam(chance: Random) -> Optimizer:
         m, v = torch.lerp(k["m"], g, 0.1), k["v"].mul(0.95).addcmul(g, g, value=0.05)
         top = torch.maximum(k["top"], v)
         scale = 0.02 * torch.sqrt(1 - 0.95**t) / (1 - 0.9**t)
-        return p * (1 - 0.02 * decay) - scale * m / ((top if greatest else v).sqrt() + 1e-2), {
-            "m": m,
-            "v": v,
-            "top": top,
-        }
+        return p * (1 - 0.02 * decay) - scale * m / ((top if greatest else v).sqrt() + 1e-2), {"m": m, "v": v, "top": top}
 
     return Optimizer("adam", _zeros("m", "v", "top"), update)
 
@@ -103,10 +99,7 @@ def adadelta(chance: Random) -> Optimizer:
 
 def lion(chance: Random) -> Optimizer:
     """Lion with a steep tanh in place of the sign, so that a rounding error cannot flip the update."""
-    update = lambda p, g, k, t: (
-        p - 0.01 * torch.tanh(100 * torch.lerp(k["m"], g, 0.1)),
-        {"m": torch.lerp(k["m"], g, 0.01)},
-    )
+    update = lambda p, g, k, t: (p - 0.01 * torch.tanh(100 * torch.lerp(k["m"], g, 0.1)), {"m": torch.lerp(k["m"], g, 0.01)})
     return Optimizer("lion", _zeros("m"), update)
 
 
@@ -138,10 +131,7 @@ def adafactor(chance: Random) -> Optimizer:
         rows, columns = torch.lerp(k["rows"], square.mean(-1), 0.1), torch.lerp(k["columns"], square.mean(-2), 0.1)
         v = rows[..., None] * columns[..., None, :] / rows.mean(-1, keepdim=True)[..., None]
         change = g / (v.sqrt() + 0.1)
-        return p - 0.05 * change / torch.clamp(change.square().mean().sqrt(), min=1.0), {
-            "rows": rows,
-            "columns": columns,
-        }
+        return p - 0.05 * change / torch.clamp(change.square().mean().sqrt(), min=1.0), {"rows": rows, "columns": columns}
 
     return Optimizer("adafactor", init, update)
 

@@ -47,9 +47,7 @@ class Options:
         alone = program.micro == 1 and hosts == 1 and not program.together
         if alone and chance.random() < 0.25:
             shard["reduce_dtype"] = chance.choice([torch.bfloat16, torch.float16, torch.float32])
-        as_written = [
-            t for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads()) if chance.random() < 0.3
-        ]
+        as_written = [t for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads()) if chance.random() < 0.3]
         first = [t for t in as_written if chance.random() < 0.5]
         overlap = zt.overlap_grads(
             bucket=chance.choice(["auto", "auto", 0, 64, 1 << 20]),

@@ -52,9 +52,7 @@ class Program:
         names = [f"{i}.{j}" for i, layer in enumerate(layers) for j, leaf in enumerate(layer.leaves) if leaf.trained]
         frozen = {name for name in names[1:] if chance.random() < 0.15}
         style, pattern = chance.choice(STYLES), chance.choice(PATTERNS)
-        if style == "each" and any(
-            layer.together or layer.rounds or not (layer.mapped and layer.placed) for layer in layers
-        ):
+        if style == "each" and any(layer.together or layer.rounds or not (layer.mapped and layer.placed) for layer in layers):
             style = "func"
         if pattern == "alternating" and not all(layer.placed for layer in layers):
             pattern = "once"
@@ -74,11 +72,7 @@ class Program:
     @property
     def name(self) -> str:
         layers = ", ".join(layer.name for layer in self.layers)
-        flags = [
-            name
-            for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place")
-            if getattr(self, name)
-        ]
+        flags = [name for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place") if getattr(self, name)]
         return " | ".join([layers, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags])
 
     @property

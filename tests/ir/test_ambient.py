@@ -51,9 +51,7 @@ def test_a_change_of_autocast_or_default_dtype_is_traced_anew():
             got = run(W.clone(), X)[1]
             assert torch.equal(got, want) and got.dtype == want.dtype
             if k:
-                with pytest.raises(
-                    TypeError, match=r"(autocast on cpu was off|default dtype was torch.float32) and is torch"
-                ):
+                with pytest.raises(TypeError, match=r"(autocast on cpu was off|default dtype was torch.float32) and is torch"):
                     compiled(W.clone(), X)
     assert len(run._cache) == 4
     assert torch.equal(run(W.clone(), X)[1], zeros(W, X)[1]) and len(run._cache) == 4
@@ -79,9 +77,7 @@ def test_a_program_inside_of_torch_func_is_refused(kind):
         "trace: plain": lambda x: run.trace(W, x),
     }
     for name, call in calls.items():
-        with pytest.raises(
-            TypeError, match=rf"^{name.strip()}: called inside torch.func.{kind}.*\nApply torch.func.{kind} inside"
-        ):
+        with pytest.raises(TypeError, match=rf"^{name.strip()}: called inside torch.func.{kind}.*\nApply torch.func.{kind} inside"):
             TRANSFORMS[kind](call)
 
 

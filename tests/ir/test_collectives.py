@@ -79,9 +79,7 @@ def program(ranks=RANKS):
     start = broadcast(twice.outs, ["first"], "dp", provenance=Provenance("param", ("x",), "dp"))
     between = Eqn(aten.add.Tensor, (twice.outs[0], b), (var("between", 8, 4),), region="update")
     end = wait(start.outs[0], region="update")
-    cast = Eqn(
-        aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16}, "update"
-    )
+    cast = Eqn(aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16}, "update")
     y = Eqn(aten.add.Tensor, (between.outs[0], cast.outs[0]), (var("y", 8, 4),), region="update")
     eqns = (twice, start, between, end, cast, y)
     return Graph("f", (x, b), eqns, (x, y.outs[0]), 1, batch=frozenset([b]), mesh=(("dp", ranks),))
@@ -118,11 +116,7 @@ def test_the_value_that_a_new_collective_sends_lives_until_its_wait():
     sent = graph.eqns[0].outs[0]
     assert liveness(graph).last[sent] == started.first_wait
     assert graph.eqns[2] not in donation(graph).twins, "it may not overwrite `twice`, which is still being sent"
-    assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == [
-        "",
-        "broadcast",
-        "wait",
-    ]
+    assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
     assert first_write(writes_last(graph)) == 3
 
 
@@ -182,9 +176,7 @@ def test_every_primitive_has_rows_in_the_tables():
 def test_starts_are_paired_with_their_waits():
     """Also those of buckets, and of the collectives that the step itself contains."""
     a, b, c = var("a", 4), var("b", 4), var("c", 4)
-    start = coalesce(
-        [broadcast([v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")) for v in (a, b)]
-    )
+    start = coalesce([broadcast([v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")) for v in (a, b)])
     late, early = wait(start.outs[0]), wait(start.outs[1])
     c10d = torch.ops._c10d_functional
     own = Eqn(c10d.all_reduce.default, (c, "sum", "tp"), (var("s", 4),))

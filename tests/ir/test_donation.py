@@ -42,9 +42,7 @@ CALLS = {
 def test_a_result_overwrites_a_contiguous_argument(name, dtype, shape, dim):
     op, arguments, places = CALLS[name]
     for place in places:
-        args = tuple(
-            a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments(rows(*shape, dtype=dtype), dim)
-        )
+        args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments(rows(*shape, dtype=dtype), dim))
         wanted, target = op(*args), args[place]
         result = onto(op, place)(*args)
         assert result.data_ptr() == target.data_ptr()
@@ -89,9 +87,7 @@ def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
 def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     over = set()
     for name in ("accumulation", "autocast"):
-        over |= {
-            getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()
-        }
+        over |= {getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()}
     assert {"tanh_backward_over", "_log_softmax_over", "_log_softmax_backward_data_over"} <= over
 
 

@@ -90,8 +90,5 @@ def test_such_a_value_can_be_viewed_as_another_dtype_and_as_complex():
         return state, (y.transpose(1, 2).contiguous().view(torch.float64), pairs, y.contiguous().view(torch.int16))
 
     want = step(torch.zeros(1), X)[1]
-    for got in (
-        zt.Step.of(step)(torch.zeros(1), X)[1],
-        zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0],
-    ):
+    for got in (zt.Step.of(step)(torch.zeros(1), X)[1], zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0]):
         assert all(map(torch.equal, got, want))

@@ -48,18 +48,8 @@ def odd_equations() -> list[Eqn]:
         Eqn(aten.relu.default, (y,), (y,)),
         Eqn(aten.split_with_sizes.default, (x, [4] * 64), parts, source=SOURCE),
         Eqn(aten.cat.default, (list(parts),), (x,), source=SOURCE),
-        Eqn(
-            aten.add.Tensor,
-            (x, torch.full((8,), 1 / 3)),
-            (Var(f"{LONG}.again", torch.bfloat16, x.shape),),
-            source=SOURCE,
-        ),
-        Eqn(
-            aten.native_layer_norm.default,
-            (x, [16], x, x, 1e-05),
-            (Var(f"{LONG}.0", x.dtype, x.shape), None, None),
-            source=SOURCE,
-        ),
+        Eqn(aten.add.Tensor, (x, torch.full((8,), 1 / 3)), (Var(f"{LONG}.again", torch.bfloat16, x.shape),), source=SOURCE),
+        Eqn(aten.native_layer_norm.default, (x, [16], x, x, 1e-05), (Var(f"{LONG}.0", x.dtype, x.shape), None, None), source=SOURCE),
     ]
 
 
@@ -78,9 +68,7 @@ def test_the_full_form_leaves_nothing_out(eqn):
     """Apart from line breaks and trailing commas, the full form is the canonical text."""
     squeeze = lambda text: re.sub(r"\s|,(?=\s*\])", "", text)
     first, *rest = lines(eqn, full=True)
-    assert squeeze("".join([first.rpartition("  # ")[0] or first if eqn.source else first, *rest])) == squeeze(
-        equation(eqn)
-    )
+    assert squeeze("".join([first.rpartition("  # ")[0] or first if eqn.source else first, *rest])) == squeeze(equation(eqn))
 
 
 def test_a_bucket_folds():
@@ -100,10 +88,7 @@ def test_a_bucket_folds():
 def test_the_full_form_of_a_bucket_has_a_line_for_each_member():
     shown = lines(gathers(27), full=True)
     assert len(shown) == 27 + 1 + 27 + 1
-    assert (
-        shown[1] == "  params.blocks.0.w1.full': f32[16,16]!,"
-        and shown[26] == "  params.blocks.0.w26.full': f32[16,16]!"
-    )
+    assert shown[1] == "  params.blocks.0.w1.full': f32[16,16]!," and shown[26] == "  params.blocks.0.w26.full': f32[16,16]!"
     assert shown[27:29] == ["    = all_gather([", "        params.blocks.0.w0,"] and shown[-1] == "    ], axis=dp)"
 
 
@@ -207,15 +192,9 @@ def test_a_program_in_a_notebook():
     assert sum(int(count) for _, count in summaries) == len(lowered.graph.eqns)
     wanted = [line for line in str(lowered).splitlines() if not re.fullmatch(r"  # \w+", line)]
     assert [line for line in wanted if line not in cell.text] == [], "every line is there, with its columns"
-    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, (
-        "no tag runs or loads anything"
-    )
+    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, "no tag runs or loads anything"
     assert all(not {"src", "href", "onload", "onclick"} & attrs.keys() for _, attrs in cell.tags)
-    borders = {
-        re.search(r"border-left: [^;]*", attrs["style"])[0]
-        for tag, attrs in cell.tags
-        if "border-left" in attrs.get("style", "")
-    }
+    borders = {re.search(r"border-left: [^;]*", attrs["style"])[0] for tag, attrs in cell.tags if "border-left" in attrs.get("style", "")}
     assert len(borders) == 3, "each region has a border of its own"
 
 
@@ -225,11 +204,7 @@ def test_names_are_escaped_in_a_notebook(name):
     graph = Graph(name, (x,), (Eqn(aten.relu.default, (x,), (x,), source=Source(f"{name}.py", 1, name)),), (x,), 0)
     plain = Page(html(Graph("f", *(getattr(graph, field) for field in ("inputs", "eqns", "outputs", "num_state")))))
     assert name.replace("/", "") in unescape(Page(html(graph)).text).replace("/", "")
-    assert (
-        {tag for tag, _ in Page(html(graph)).tags}
-        == {tag for tag, _ in plain.tags}
-        <= {"div", "pre", "details", "summary", "span"}
-    )
+    assert {tag for tag, _ in Page(html(graph)).tags} == {tag for tag, _ in plain.tags} <= {"div", "pre", "details", "summary", "span"}
 
 
 def test_a_long_program_is_cut_in_a_notebook():
@@ -275,6 +250,4 @@ def test_short_reprs_are_one_short_line():
         assert len(repr(stage).splitlines()) == 1 and len(repr(stage)) < 200, repr(stage)
         assert repr(stage).startswith(f"{type(stage).__name__}("), repr(stage)
     assert re.fullmatch(r"Memory\(peak [\d.]+ KiB, state [\d.]+ KiB, \d+ equations\)", repr(stages[3]))
-    assert re.fullmatch(
-        r"Plan\(\w{16}, \d+ gather buckets, \d+ reduction buckets(, \d+ kept)?, update='\w+'\)", repr(stages[2])
-    )
+    assert re.fullmatch(r"Plan\(\w{16}, \d+ gather buckets, \d+ reduction buckets(, \d+ kept)?, update='\w+'\)", repr(stages[2]))

@@ -89,9 +89,7 @@ def test_a_checkpoint_changes_no_bit(kind, stage):
 def test_dropped_values_take_no_memory_until_backward():
     """Where no product is saved, one of the two products of each block is repeated; nothing reads the other's result."""
     lowered = {kind: zt.Step.of(make(kind)[0]).lower(make(kind)[1], X, Y) for kind in KINDS}
-    repeated = {
-        kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()
-    }
+    repeated = {kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()}
     assert repeated == {"none": 0, "whole": 4, "products": 0, "by policy": 0, "nothing saved": 4, "all saved": 0}
     # The bytes above the state: activations, and the values that backward computes.
     peaks = {kind: low.memory_analysis().peak - low.memory_analysis().state for kind, low in lowered.items()}
@@ -178,9 +176,7 @@ def test_a_checkpoint_may_hold_a_thousand_operations():
         return state - torch.autograd.grad(y.square().mean(), [w])[0], y.detach().mean()
 
     lowered = zt.Step.of(step).lower(torch.ones(1), X)
-    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, (
-        "the last one is not repeated: its derivative reads its argument"
-    )
+    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "the last one is not repeated: its derivative reads its argument"
     assert distance(lowered.lockstep(torch.ones(1), [(X,)])[0], step(torch.ones(1), X)[0]) == 0
 
 
@@ -189,25 +185,19 @@ def test_operations_after_a_checkpoint_are_not_dropped():
 
     def step(state, x):
         w = state.detach().requires_grad_()
-        y = checkpoint(
-            torch.tanh, x @ w, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [])
-        )
+        y = checkpoint(torch.tanh, x @ w, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
         z = torch.sigmoid(torch.exp(y))
         (g,) = torch.autograd.grad(z.square().mean(), [w])
         return state - g, z.detach().mean()
 
     graph = zt.Step.of(step).lower(torch.eye(16), X).graph
-    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), (
-        "only tanh was dropped, and exp keeps its result alive"
-    )
+    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), "only tanh was dropped, and exp keeps its result alive"
 
 
 @pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy")
 def test_values_are_not_moved_to_the_cpu():
     step, state = make("moved")
-    with pytest.warns(
-        UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it"
-    ) as told:
+    with pytest.warns(UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it") as told:
         lowered = zt.Step.of(step).lower(state, X, Y)
     assert f"{Path(__file__).name}:" in str(told[0].message)
     assert lowered.memory_analysis().peak == zt.Step.of(make("none")[0]).lower(state, X, Y).memory_analysis().peak

@@ -135,32 +135,19 @@ def test_code_in_a_console_is_the_users_line():
 
 
 def test_code_in_a_doctest_is_the_users_line():
-    text = ">>> import torch\n" + "".join(
-        f"{'...' if k else '>>>'} {row}\n" for k, row in enumerate(STEP.strip().splitlines())
-    )
+    text = ">>> import torch\n" + "".join(f"{'...' if k else '>>>'} {row}\n" for k, row in enumerate(STEP.strip().splitlines()))
     test = doctest.DocTestParser().get_doctest(text, {}, "train", None, 0)
     doctest.DocTestRunner().run(test, clear_globs=False)
     assert sources(test.globs["step"]) == {"<doctest train[1]>:2 step", "<doctest train[1]>:3 step"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("-i",),
-        ("-",),
-        ("-c", f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))"),
-    ],
-)
+@pytest.mark.parametrize("how", [("-i",), ("-",), ("-c", f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))")])
 def test_code_at_a_prompt_is_the_users_line(how):
     """A Python process reads its code from a prompt, from a pipe, or from its command line."""
-    typed = (
-        f"import torch, ztrans as zt\n{STEP.strip()}\n\nprint(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))\n"
-    )
+    typed = f"import torch, ztrans as zt\n{STEP.strip()}\n\nprint(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSTARTUP": ""}
-    run = subprocess.run(
-        [sys.executable, *how], input=typed, env=environment, capture_output=True, text=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, *how], input=typed, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     margins = {line.rpartition("# ")[2] for line in run.stdout.splitlines() if " = " in line}
     name = "<string>" if how[0] == "-c" else r"<(stdin|python-input)(-\d+)?>"

@@ -72,9 +72,7 @@ FAIL_ON_NOTHING = {
     "least": lambda p, g: p - g / (3 + torch.linalg.vector_norm(g, -float("inf"))),
     "rfft": lambda p, g: p - torch.fft.irfft(torch.fft.rfft(g, dim=-1), n=p.shape[-1], dim=-1),
     "fft": lambda p, g: p - torch.fft.fft(g, dim=-1).real,
-    "instance_norm": lambda p, g: (
-        p - F.instance_norm(g[None, :, :, None] if g.ndim == 2 else g[None])[0].reshape(p.shape)
-    ),
+    "instance_norm": lambda p, g: p - F.instance_norm(g[None, :, :, None] if g.ndim == 2 else g[None])[0].reshape(p.shape),
     "greatest": lambda p, g: p - g / (3 + g.amax().abs()),
     "argmax": lambda p, g: p - g / (1 + g.argmax(1, keepdim=True)),
     "median": lambda p, g: p - g.median(),

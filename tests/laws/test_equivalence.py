@@ -145,9 +145,7 @@ def test_an_update_may_mix_whole_and_cut_matrices():
         mixed = torch.addmm(state["mixed"], state["mixed"], grads, alpha=-0.1)
         return {"w": state["w"] - 0.1 * mixed, "mixed": mixed}, value
 
-    case = Case(
-        "mixed", step, lambda: {"w": torch.eye(6), "mixed": torch.ones(6, 6)}, lambda n: ((torch.randn(n, 6),),)
-    )
+    case = Case("mixed", step, lambda: {"w": torch.eye(6), "mixed": torch.ones(6, 6)}, lambda n: ((torch.randn(n, 6),),))
     with default_dtype(torch.float64):
         truth, _ = plain(case)
         state, _, _ = sharded(case, 4, where=lambda path, leaf: path == "w")

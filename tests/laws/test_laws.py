@@ -76,9 +76,7 @@ def test_fuse_cast_gather_is_bitwise(name, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"]
-)
+@pytest.mark.parametrize("schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"])
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_schedules_permute(name, stage, schedules):

@@ -17,9 +17,7 @@ def run_ranks(*worlds: int, **environment: str) -> None:
         command = [sys.executable, "-m", "tests.ops.rank", folder]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **environment}
         started = [
-            subprocess.Popen(
-                [*command, *map(str, (r, *worlds))], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
+            subprocess.Popen([*command, *map(str, (r, *worlds))], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for r in range(max(worlds))
         ]
         try:

@@ -45,7 +45,9 @@ def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None
         send = memory.mine[: sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(cut[memory.rank], sizes, 1, send)
         outs = [torch.full((n,), 7.0, dtype=dtype) for n in NUMELS]
-        run("all_gather", kernels)(memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, CHANNELS, SPINS)
+        run("all_gather", kernels)(
+            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, CHANNELS, SPINS
+        )
         memory.check()
         for out, whole in zip(outs, parts(0, round_, 0)):
             assert torch.equal(out, whole.to(dtype)), f"gather of rank {memory.rank}, round {round_}"

@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from ztrans.ops.kernel import element
 
 module = {
-    name: importlib.import_module(f"ztrans.ops.{name}") for name in ("all_gather", "barrier", "move", "reduce_scatter")
+    name: importlib.import_module(f"ztrans.ops.{name}")
+    for name in ("all_gather", "barrier", "move", "reduce_scatter")
 }
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
@@ -35,11 +36,7 @@ def check(kernel, loads: int, stores: int, registers: int) -> None:
 
 @pytest.mark.parametrize(
     "src, dst, loads, stores",
-    [
-        (torch.float32, torch.bfloat16, 4, 2),
-        (torch.bfloat16, torch.bfloat16, 2, 2),
-        (torch.float32, torch.float32, 4, 4),
-    ],
+    [(torch.float32, torch.bfloat16, 4, 2), (torch.bfloat16, torch.bfloat16, 2, 2), (torch.float32, torch.float32, 4, 4)],
     ids=str,
 )
 def test_move(capability, tmp_path, src, dst, loads, stores):

@@ -170,15 +170,9 @@ WRONG = {
     "buffer": (lambda: ops.unpack(X, [1, 2], [(1,), (2,)], 2), "hold 2 times 3 elements"),
     "shape": (lambda: ops.unpack(X, [1, 1], [(3,), (1,)], 2), "value 0 has 3 elements, the buffer 2 times 1"),
     "gather": (lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]), "1200 bytes are read of a buffer of 1024"),
-    "gather dtypes": (
-        lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]),
-        "value 1 must be contiguous, torch.float32",
-    ),
+    "gather dtypes": (lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]), "value 1 must be contiguous, torch.float32"),
     "gather size": (lambda: ops.all_gather(MEMORY, [X], [3]), "value 0 has 4 elements, 1 ranks send 3 each"),
-    "gather width": (
-        lambda: ops.all_gather(MEMORY, [X.to(torch.complex128)], [4]),
-        "values of torch.complex128 cannot",
-    ),
+    "gather width": (lambda: ops.all_gather(MEMORY, [X.to(torch.complex128)], [4]), "values of torch.complex128 cannot"),
     "scatter": (lambda: ops.reduce_scatter(MEMORY, [X], [4], "max", BF16), "unknown operation 'max'; use sum or mean"),
     "scatter size": (lambda: ops.reduce_scatter(MEMORY, [X], [3], "sum", BF16), "part 0 has 4 elements, room is for 3"),
     "channels": (lambda: ops.all_gather(MEMORY, [X], [4], channels=200), "channels must be 1 to 128"),

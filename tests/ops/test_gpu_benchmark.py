@@ -21,7 +21,6 @@ def no_group_is_left():
     if dist.is_initialized():
         dist.destroy_process_group()
 
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
@@ -134,9 +133,7 @@ def test_all_subjects_train_alike():
     import gpu_step
 
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
-    losses = [
-        gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"] for name in ("torch, eager", "ztrans, eager")
-    ]
+    losses = [gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"] for name in ("torch, eager", "ztrans, eager")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 

@@ -72,9 +72,9 @@ def test_collectives(kernels, together):
         outs = [torch.empty(n) for _ in range(together) for n in (10, 6)]
         op["all_gather"].launch(*tables, outs, [5, 3], 0, channels, 100, together=together)
         parts = [torch.empty(n) for _ in range(together) for n in (5, 3)]
-        op["reduce_scatter"].launch(*tables, parts, [5, 3], "mean", torch.bfloat16, 0, channels, 100, together=together)
+        op["reduce_scatter"].launch(
+            *tables, parts, [5, 3], "mean", torch.bfloat16, 0, channels, 100, together=together
+        )
     assert len(kernels) == 5 and all("cubin" in k.asm for k in kernels)
     assert kernels[1].metadata.launch_cooperative_grid == (together > 1)
-    assert (
-        kernels[1] is kernels[3] and kernels[2] is kernels[4]
-    )  # one kernel each: arguments that vary from call to call are no constants of it
+    assert kernels[1] is kernels[3] and kernels[2] is kernels[4]  # one kernel each: arguments that vary from call to call are no constants of it

@@ -36,9 +36,7 @@ def precision():
 def product_seconds(f, *shapes) -> float:
     """The seconds of the only product or convolution in the program of `f`, on an H100 without launch costs."""
     bare = dataclasses.replace(H100, launch=0.0, bandwidth=INF)
-    program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(
-        torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
-    )
+    program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes))
     return max(seconds(program.graph, zt.cluster(bare)))
 
 
@@ -78,18 +76,7 @@ def test_tf32_is_a_rate_of_its_own(name):
 def test_newer_devices_and_links_are_faster():
     assert H200.bandwidth > H100.bandwidth > A100.bandwidth > CPU.bandwidth
     assert H100.rate("bf16") > A100.rate("bf16") and H200.memory > H100.memory
-    speeds = [
-        LINKS[name].bandwidth
-        for name in (
-            "nvlink4",
-            "nvlink3",
-            "infiniband-rail",
-            "infiniband",
-            "ethernet-100g",
-            "ethernet-10g",
-            "ethernet-1g",
-        )
-    ]
+    speeds = [LINKS[name].bandwidth for name in ("nvlink4", "nvlink3", "infiniband-rail", "infiniband", "ethernet-100g", "ethernet-10g", "ethernet-1g")]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -143,9 +130,7 @@ def test_every_axis_that_is_communicated_over_needs_a_link(missing):
     shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     links = {axis: "infiniband" for axis in ("host", "dp") if axis != missing}
     with pytest.raises(ValueError, match=f"cluster: no link for mesh axis '{missing}'; it knows '"):
-        on_ranks(
-            CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=zt.cluster("h100", **links)
-        )
+        on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=zt.cluster("h100", **links))
 
 
 def test_a_timeline_needs_a_link_too():
@@ -159,10 +144,7 @@ def test_a_timeline_needs_a_link_too():
 def test_the_cost_of_unpacking_counts_for_every_message_of_its_kind():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     lowered = on_ranks(CASES["mlp_momentum"], 2, shard, zt.overlap_grads(), zt.prefetch())
-    known, cluster = (
-        Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)),
-        zt.cluster("cpu", dp=Link("w", 1e-6, 1e6)),
-    )
+    known, cluster = Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)), zt.cluster("cpu", dp=Link("w", 1e-6, 1e6))
     slow = dataclasses.replace(cluster, links=(("dp", known),))
     s = skeleton(lowered.hinted)
     problem = formulate(s, slow, INF)

@@ -154,9 +154,7 @@ def test_without_shared_links_less_work_makes_nothing_later(program, data):
     messages = [m._replace(link=m.lane) for m in messages]
     less = [c * data.draw(st.sampled_from([0.0, 0.5, 1.0])) for c in compute]
     faster = [
-        m._replace(
-            **{field: getattr(m, field) * data.draw(st.sampled_from([0.25, 1.0])) for field in ("latency", "seconds")}
-        )
+        m._replace(**{field: getattr(m, field) * data.draw(st.sampled_from([0.25, 1.0])) for field in ("latency", "seconds")})
         for m in messages
     ]
     slow, fast = play(compute, messages), play(less, faster)

@@ -107,12 +107,7 @@ def gradients(lines: list[Line]) -> dict[str, tuple[int, int]]:
                 spans[name] = (spans[name][0], i)
         for name, kind in line.outs.items():
             root[name] = root.get(line.args[0], line.args[0]) if line.op in VIEWS else name
-            if (
-                root[name] == name
-                and line.region == "backward"
-                and line.op in ("mm", "add")
-                and kind == f"f32[{W},{W}]"
-            ):
+            if root[name] == name and line.region == "backward" and line.op in ("mm", "add") and kind == f"f32[{W},{W}]":
                 spans[name] = (i, i)
     return spans
 
@@ -124,9 +119,7 @@ def at_once(spans: dict[str, tuple[int, int]], at: range) -> int:
 @functools.cache
 def lower(step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how) -> zt.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage, outputs="local")
-    lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(
-        state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster
-    )
+    lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster)
     zt.check(lowered.graph)
     return lowered
 
@@ -160,12 +153,7 @@ def test_at_most_two_whole_gradients_are_live(step, stage, wire):
 # The bytes above state and batch, computed by hand. A reduce_scatter receives three shards of p bytes each, and an
 # all_reduce sums into a copy of P bytes. Stages 1 and 2 gather five layers and drop them from last to first. Stage 3
 # gathers one layer at a time.
-BACKWARD = {
-    0: 2 * P + P + P,
-    1: 5 * P + 2 * P + 3 * p + 2 * p,
-    2: 5 * P + 2 * P + 3 * p + 2 * p,
-    3: P + 2 * P + 3 * p + 2 * p,
-}
+BACKWARD = {0: 2 * P + P + P, 1: 5 * P + 2 * P + 3 * p + 2 * p, 2: 5 * P + 2 * P + 3 * p + 2 * p, 3: P + 2 * P + 3 * p + 2 * p}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -216,20 +204,14 @@ def test_gradients_of_micro_batches_are_added_as_soon_as_they_are_computed(stage
     """The sum of a leaf's two gradients is computed and reduced while the second backward pass still runs."""
     lines = read(lower(accumulated, stage, FAST, 2 * ROWS, **ONE))
     products = [i for i, line in enumerate(lines) if line.op == "mm"]
-    starts = [
-        i
-        for i, line in enumerate(lines)
-        if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))
-    ]
+    starts = [i for i, line in enumerate(lines) if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))]
     assert len(starts) == (LAYERS if stage < 2 else 2 * LAYERS)
     assert sum(start < products[-1] for start in starts) == len(starts) - 1
     assert at_once(gradients(lines), range(len(lines))) <= most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["gpt_adam", "cast_inside", "clipped", "lora", "sam", "accumulation", "weight_penalty"]
-)
+@pytest.mark.parametrize("name", ["gpt_adam", "cast_inside", "clipped", "lora", "sam", "accumulation", "weight_penalty"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
     lowered = on_ranks(CASES[name], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
@@ -248,11 +230,7 @@ def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
     """A large weight is sent from its own storage. If only one bias is left, that is too; both live until the wait."""
     shapes = {"w": (4096, 64), "b": (64,), "c": (64,)}
     weight, bias, bias_2 = (Var(name, torch.float32, shape) for name, shape in shapes.items())
-    for members, unpacked in (
-        ((weight, bias), [True, True]),
-        ((weight, bias, bias_2), [True, False, False]),
-        ((bias,), [True]),
-    ):
+    for members, unpacked in (((weight, bias), [True, True]), ((weight, bias, bias_2), [True, False, False]), ((bias,), [True])):
         eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
         start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
         assert [rules(eqn).sends_own(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked

@@ -14,9 +14,7 @@ from ztrans.planning.plan_names import resolve
 from ztrans.planning.program_order import skeleton
 from ztrans.planning.solver.evaluation import evaluate
 
-SLOW, FAST = (
-    zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11))
-)
+SLOW, FAST = (zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11)))
 # They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 

@@ -63,11 +63,7 @@ def test_the_fingerprint_of_a_program_depends_on_what_it_computes():
         return zt.Step(scope["step"]).lower(torch.ones(9), torch.ones(9)).hinted
 
     text = "def step(s, x):\n    return s * torch.tensor([{0}.0] * 9), x\n"
-    first, moved, changed = (
-        program(text.format(1)),
-        program("\n# a comment\n" + text.format(1)),
-        program(text.format(2)),
-    )
+    first, moved, changed = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
     assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(changed)
 
 
@@ -81,7 +77,7 @@ def test_a_plan_for_another_program_is_refused():
         lower(stage=2, plan=lower().plan)
     plan = lower().plan
     wrong = dataclasses.replace(plan, reductions=((("nobody'",), ""), *plan.reductions[1:]))
-    with pytest.raises(ValueError, match='plan: the program has no reduction "nobody\'"'):
+    with pytest.raises(ValueError, match="plan: the program has no reduction \"nobody'\""):
         lower(plan=wrong)
 
 

@@ -58,9 +58,7 @@ def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
 
 def test_a_file_without_a_json_object_is_refused(tmp_path):
     (tmp_path / "step.plan").write_text("[1, 2]")
-    with pytest.raises(
-        ValueError, match=r"step\.plan does not hold a plan \(it is a list, and no object with program, "
-    ):
+    with pytest.raises(ValueError, match=r"step\.plan does not hold a plan \(it is a list, and no object with program, "):
         zt.Plan.load(tmp_path / "step.plan")
 
 
@@ -81,22 +79,15 @@ def test_a_plan_with_a_gather_that_starts_after_its_use_is_refused(tmp_path):
     lowered = lower()
     (members, _), *rest = lowered.plan.gathers
     wrong = dataclasses.replace(lowered.plan, gathers=(*rest, (members, "")))
-    with pytest.raises(
-        ValueError,
-        match=r"plan: the gather \[params.0.weight.full', .*\] starts at the end, and is waited for before \w+: out of order",
-    ):
+    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full', .*\] starts at the end, and is waited for before \w+: out of order"):
         lowered.planned(wrong)
 
 
 def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
     lowered = lower()
     (members, at), *rest = lowered.plan.gathers
-    wrong = dataclasses.replace(
-        lowered.plan, gathers=((members[1:], at), *rest), dropped=(*lowered.plan.dropped, members[0])
-    )
-    with pytest.raises(
-        ValueError, match=r"plan: the gather \[params.0.weight.full'\] is dropped, and no value is kept for it"
-    ):
+    wrong = dataclasses.replace(lowered.plan, gathers=((members[1:], at), *rest), dropped=(*lowered.plan.dropped, members[0]))
+    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full'\] is dropped, and no value is kept for it"):
         lowered.planned(wrong)
 
 
@@ -106,7 +97,5 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
     within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
     lowered = on_ranks(CASE, 4, SHARD, *within)
     tight = dataclasses.replace(lowered, hinted=lowered.hinted.replace(budget=lowered.memory_analysis().peak - 1))
-    with pytest.raises(
-        ValueError, match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+"
-    ):
+    with pytest.raises(ValueError, match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+"):
         tight.planned(lowered.plan)

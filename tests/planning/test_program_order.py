@@ -52,11 +52,7 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
             suffix = ".again" if repeated else ""
             start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if repeated else None))
             w = wait(start.outs[0])
-            eqns += [
-                start.replace(order=GATHER),
-                w,
-                Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),)),
-            ]
+            eqns += [start.replace(order=GATHER), w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),))]
             h = out
     return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
 

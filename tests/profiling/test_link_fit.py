@@ -32,22 +32,15 @@ def test_latency_and_bandwidth_are_recovered_from_noisy_samples(latency, bandwid
     # As in calibration, sizes on both sides of the size at which latency and transfer take equal times.
     middle = latency * bandwidth
     link = fit(dataclasses.replace(GUESS, hop=0.0), samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]), 2)
-    assert link.latency == pytest.approx(latency, rel=tolerance) and link.bandwidth == pytest.approx(
-        bandwidth, rel=tolerance
-    )
+    assert link.latency == pytest.approx(latency, rel=tolerance) and link.bandwidth == pytest.approx(bandwidth, rel=tolerance)
     if not noise:
         assert link.efficiency == ()
 
 
 def test_the_efficiency_of_each_kind_is_recovered():
-    true = dataclasses.replace(
-        GUESS, latency=2e-4, bandwidth=1e8, efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8))
-    )
+    true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8)))
     link = fit(GUESS, samples(true, 0.05), 2)
-    assert dict(link.efficiency) == {
-        "all_reduce": pytest.approx(0.5, rel=0.1),
-        "reduce_scatter": pytest.approx(0.8, rel=0.1),
-    }
+    assert dict(link.efficiency) == {"all_reduce": pytest.approx(0.5, rel=0.1), "reduce_scatter": pytest.approx(0.8, rel=0.1)}
     assert link.bandwidth == pytest.approx(1e8, rel=0.1), "the bandwidth of a link is that of its gathers"
 
 
@@ -114,9 +107,7 @@ def test_a_link_is_recovered_from_messages_that_queue(noise, tolerance):
     ((axis, link),) = explain((("dp", GUESS),), played(true, noise))
     assert axis == "dp" and link.bandwidth == pytest.approx(1e8, rel=tolerance)
     naive = max(m.done - m.issued for m in played(true, noise))
-    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), (
-        "the messages must queue, else the test is too easy"
-    )
+    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "the messages must queue, else the test is too easy"
 
 
 def test_equal_messages_do_not_separate_latency_from_bandwidth():

@@ -161,13 +161,9 @@ def test_the_time_of_a_message_is_counted_from_the_rank_that_starts_it_last(pret
         here.append(message._replace(issued=first, done=max(first, second + moving)))
         there.append(message._replace(issued=second, done=max(second, first + moving)))
     timeline = zt.Timeline("f", 1.0, (), ())
-    monkeypatch.setattr(
-        "ztrans.profiling.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))]
-    )
+    monkeypatch.setattr("ztrans.profiling.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
     agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
-    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, (
-        "operations are those of the rank that computes longest"
-    )
+    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "operations are those of the rank that computes longest"
     assert [m.done - m.issued for m in agreed.messages[0]] == pytest.approx(took, abs=1e-9)
     assert [m.issued for m in agreed.messages[0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
 
@@ -194,15 +190,12 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     measured = profile(lowered.graph, program, local, steps=2, together=lambda: waited.append(None))
     simulated = lowered.timeline()
     assert measured.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
-    counted = lambda t: {
-        lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane))
-        for lane in t.lanes[1:]
-    }
+    counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
     assert counted(measured.timeline) == counted(simulated)
     for messages in measured.messages:
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
         assert all(0 <= m.issued <= m.done and m.spent > 0 and m.unpacked > 0 for m in messages)
-    ((_, link),) = measured.cluster(lowered.cluster).links
+    (_, link), = measured.cluster(lowered.cluster).links
     assert link.call > 0 and link.host > 0
     assert [kind for kind, each in link.unpack if each > 0] == ["all_gather", "all_reduce", "reduce_scatter"]
     assert len(measured.messages) == len(waited) == 2, "ranks start each step together"

@@ -38,9 +38,7 @@ def simulated() -> Timeline:
 @pytest.fixture(scope="module")
 def measured(simulated) -> Timeline:
     """A stand-in for a measured timeline: everything takes twice as long, and there is no bound."""
-    events = tuple(
-        dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall) for e in simulated.events
-    )
+    events = tuple(dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall) for e in simulated.events)
     curve = tuple((2 * at, live) for at, live in simulated.memory)
     return Timeline("step, measured", 2 * simulated.seconds, events, curve)
 
@@ -112,10 +110,7 @@ def test_a_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_
         assert shown["lanes"] == t.lanes == [COMPUTE, "dp gather", "dp reduce"]
         assert shown["memory"] == [[round(at * 1e6, 3), live] for at, live in t.memory] and shown["peak"] == t.peak
         assert len(shown["bars"]) == len(t.events) and shown["table"] == str(t)
-        assert all(
-            0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2
-            for bar in shown["bars"]
-        )
+        assert all(0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2 for bar in shown["bars"])
         texts = [[data["texts"][i] for i in bar[6:]] for bar in shown["bars"]]
         assert any(re.fullmatch(r"test_timeline\.py:\d+ step\.loss", line) for _, _, line in texts)
         assert [title for title, _, _ in texts if title.startswith("up.full =")] == ["up.full = all_gather"] or any(
@@ -167,15 +162,7 @@ def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path)
     drawn = (tmp_path / f"step{ending}").read_bytes()
     assert drawn.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
     if ending == ".svg":
-        words = {
-            "step, simulated",
-            "step, measured",
-            "compute",
-            "dp gather",
-            "dp reduce",
-            "memory",
-            "compute stands still",
-        }
+        words = {"step, simulated", "step, measured", "compute", "dp gather", "dp reduce", "memory", "compute stands still"}
         assert {w for w in words if f">{w}<" in drawn.decode()} == words
 
 

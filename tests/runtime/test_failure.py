@@ -110,9 +110,7 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"]
-)
+@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"])
 def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
     """The bits are those of eager updates."""
     case = CASES[name]
@@ -137,9 +135,7 @@ def test_state_that_forward_changes_is_written_at_the_end_too():
     graph = step.lower(state, torch.randn(8, 4)).graph
     given, start = donation(graph), first_write(graph)
     counters = {v for v in graph.inputs[: graph.num_state] if "num_batches" in v.name}
-    writes = [
-        i for i, e in enumerate(graph.eqns) if e in given.twins and any(given.owner[o] in counters for o in e.outs)
-    ]
+    writes = [i for i, e in enumerate(graph.eqns) if e in given.twins and any(given.owner[o] in counters for o in e.outs)]
     assert counters and all(i >= start for i in writes)
 
 

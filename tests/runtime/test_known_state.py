@@ -180,12 +180,7 @@ def test_what_is_known_keeps_no_leaf_alive():
 
 def test_trees_of_any_kind():
     leaves = [torch.ones(n) for n in range(1, 6)]
-    tree = {
-        "a": Pair(leaves[0], [leaves[1]]),
-        "b": OrderedDict(x=leaves[2]),
-        "c": ((), (leaves[3], {})),
-        "d": leaves[4],
-    }
+    tree = {"a": Pair(leaves[0], [leaves[1]]), "b": OrderedDict(x=leaves[2]), "c": ((), (leaves[3], {})), "d": leaves[4]}
     known = KnownState(tree, pytree.tree_leaves(tree), "key")
     assert all(x is y for x, y in zip(known.recognise(tree).leaves, leaves, strict=True))
     assert known.recognise({**tree, "a": (leaves[0], [leaves[1]])}) is None

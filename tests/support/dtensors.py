@@ -84,9 +84,7 @@ def lockstep(graphs: Sequence[Graph], inputs: Sequence[Sequence[torch.Tensor]]) 
     own = lambda v: by_name[v.name]
     for eqns in zip(*(graph.eqns for graph in graphs)):
         of_rank = [eqns[0].replace(args=substitute(e.args, own), kwargs=substitute(e.kwargs, own)) for e in eqns]
-        for group in grouped(
-            (_others(at, rules(eqns[0]).axis(eqns[0])), rank) for rank, at in enumerate(places)
-        ).values():
+        for group in grouped((_others(at, rules(eqns[0]).axis(eqns[0])), rank) for rank, at in enumerate(places)).values():
             localized = [localize(of_rank[rank], first.axes, places[rank]) for rank in group]
             for rank, outs in zip(group, rules(eqns[0]).meaning(localized, [values[rank] for rank in group])):
                 values[rank].update((v, x) for v, x in zip(eqns[0].outs, outs) if v is not None)

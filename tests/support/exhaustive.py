@@ -68,9 +68,7 @@ def rich(chance: Random) -> Problem:
     others = []
     for issue in sorted(chance.randint(0, ops) for _ in range(chance.randint(0, 2))):
         latency, seconds = chance.choice([0.0, 0.5]), float(chance.randint(0, 3))
-        others.append(
-            Message(issue, chance.randint(issue, ops), chance.choice(lanes), chance.choice(links), latency, seconds)
-        )
+        others.append(Message(issue, chance.randint(issue, ops), chance.choice(lanes), chance.choice(links), latency, seconds))
     small = {key: chance.random() < 0.6 for key in p.wires}
     reductions = []
     for r in p.reductions:

@@ -566,9 +566,7 @@ def complex_weights() -> Case:
     def state():
         torch.manual_seed(0)
         dtype = torch.complex(*torch.zeros(2)).dtype
-        params = {
-            k: torch.randn(*shape, dtype=dtype) for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()
-        }
+        params = {k: torch.randn(*shape, dtype=dtype) for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()}
         return {"params": params, "m": zeros(params), "v": {k: p.abs() * 0 for k, p in params.items()}}
 
     return Case("complex_weights", step, state, regression(6, 6))

@@ -237,15 +237,7 @@ def memory(mesh) -> None:
                 state, _ = stepped(state, *batch)
         predicted = stepped.compiled(state, *batch).lowered.memory_analysis()
         kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
-        report(
-            "memory",
-            stage=stage,
-            state=predicted.state,
-            held=held,
-            predicted=predicted.peak - predicted.state,
-            peak=peak.bytes - before,
-            kept=kept,
-        )
+        report("memory", stage=stage, state=predicted.state, held=held, predicted=predicted.peak - predicted.state, peak=peak.bytes - before, kept=kept)
         del state, stepped
 
 
@@ -352,9 +344,7 @@ def four() -> None:
     pipeline()
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
-    equals_lockstep_and_plain(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), ["uneven"], axis=("dp", "cp")
-    )
+    equals_lockstep_and_plain(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), ["uneven"], axis=("dp", "cp"))
     mixture_of_experts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(mesh)

@@ -115,7 +115,9 @@ def settle(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with each reduction waited for at the first place where it has arrived, so that nothing stalls."""
     end = len(problem.seconds)
     needs = [min(problem.reductions[i].need or end for i in bucket.members) for bucket in schedule.reductions]
-    late = replace(schedule, reductions=tuple(replace(b, wait=need) for b, need in zip(schedule.reductions, needs)))
+    late = replace(
+        schedule, reductions=tuple(replace(b, wait=need) for b, need in zip(schedule.reductions, needs))
+    )
     outcome = evaluate(problem, late)
     arrive = list(accumulate(problem.seconds, initial=0.0))
     places = sorted({0, end, *(x for m in outcome.messages for x in (m.issue, m.need))})

@@ -101,16 +101,7 @@ def closure():
         nested = lambda y: y * deep
         total = inner(x) * rate + nested(x) * times + plus + power(x)
         total = total + hyper.factor + scaled(x) + Config.decay + HYPER.rate + SLOTTED.rate + ARGS.rate
-        total = (
-            total
-            + TABLE["deep"][0]
-            + ITEMS[0]
-            + behind(x)
-            + LOSS(x)
-            + MODEL(x)
-            + float(TAPS.sum())
-            + grad(lambda z: (z * rate).sum())(x)
-        )
+        total = total + TABLE["deep"][0] + ITEMS[0] + behind(x) + LOSS(x) + MODEL(x) + float(TAPS.sum()) + grad(lambda z: (z * rate).sum())(x)
         return state, total.sum() if MODE == "sum" else total.mean()
 
     def change(**values):
@@ -182,9 +173,7 @@ def test_a_change_is_traced_anew(restored, change):
     for _ in range(2):
         assert torch.equal(run(torch.zeros(1), X)[1], step(torch.zeros(1), X)[1])
     assert len(run._cache) == 2
-    with pytest.raises(
-        TypeError, match=r"step: what the step reads besides its arguments has changed since it was"
-    ) as e:
+    with pytest.raises(TypeError, match=r"step: what the step reads besides its arguments has changed since it was") as e:
         compiled(torch.zeros(1), X)
     assert f"* {change}" in str(e.value)
     assert str(e.value).endswith("Lower it again, or call the step itself, which is then traced anew.")
@@ -195,13 +184,8 @@ def test_the_error_names_the_line_that_reads_the_value(restored):
     lowered = zt.Step.of(step).lower(torch.zeros(1), X)
     change(rate=0.5)
     number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if "inner(x) * rate" in row)
-    for call in (
-        lambda: lowered.lockstep(torch.zeros(1), [(X,)]),
-        lambda: lowered.compile().profile(torch.zeros(1), X),
-    ):
-        with pytest.raises(
-            TypeError, match=re.escape(f"rate was 0.1 and is 0.5 ({HERE}:{number} closure.<locals>.step)")
-        ):
+    for call in (lambda: lowered.lockstep(torch.zeros(1), [(X,)]), lambda: lowered.compile().profile(torch.zeros(1), X)):
+        with pytest.raises(TypeError, match=re.escape(f"rate was 0.1 and is 0.5 ({HERE}:{number} closure.<locals>.step)")):
             call()
     change(rate=0.1)
     assert torch.equal(lowered.lockstep(torch.zeros(1), [(X,)])[1][0], step(torch.zeros(1), X)[1])

@@ -106,9 +106,7 @@ def test_names_in_a_program_are_those_of_the_fields():
 
 @pytest.mark.parametrize("make", [Data, Frozen, Named, encoding])
 def test_every_rank_has_its_own_batch(make):
-    sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(
-        lambda state, batch: (state, (batch.x @ state["w"]).sum())
-    )
+    sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(lambda state, batch: (state, (batch.x @ state["w"]).sum()))
     lowered = sharded.lower({"w": W}, make(X))
     _, outputs = lowered.lockstep({"w": W}, [(make(X),), (make(3 * X),)])
     assert [float(x) for x in outputs] == [2 * float((X @ W).sum())] * 2

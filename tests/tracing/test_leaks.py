@@ -122,9 +122,7 @@ REFUSED = {
 def test_a_side_effect_that_the_program_would_not_repeat_is_refused_and_undone(kind):
     name, run, at = REFUSED[kind]
     for _ in range(2):  # the second trace raises the same error, as the first leaves no effect
-        with pytest.raises(
-            ValueError, match=rf" changes {name} while it is traced, and its program will not do so again"
-        ) as e:
+        with pytest.raises(ValueError, match=rf" changes {name} while it is traced, and its program will not do so again") as e:
             run()
         assert f"{at} " in str(e.value)
     assert (COUNT, LOSSES, SEEN, LAST, MODULES["counts"].calls) == (0, [], {}, None, 0)
@@ -215,9 +213,7 @@ def test_random_numbers_of_python_are_refused_at_their_line(name):
         return state, y.sum()
 
     states = random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate()
-    with pytest.raises(
-        ValueError, match="step draws a random number of Python's or NumPy's, which would be drawn once"
-    ) as e:
+    with pytest.raises(ValueError, match="step draws a random number of Python's or NumPy's, which would be drawn once") as e:
         zt.Step.of(step).trace(S, X)
     number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
     assert f"{HERE}:{number} " in str(e.value) and "torch.rand(())" in str(e.value)
@@ -235,9 +231,7 @@ def test_a_step_that_prints_is_a_warning(capsys):
     with pytest.warns(UserWarning, match="prints prints while it is traced, and its program will not") as told:
         run = zt.Step.of(prints)
         run(S.clone(), X)
-    assert [
-        line("prints", marker) in str(w.message) for w, marker in zip(told, ('"mean"', "print(k)"), strict=True)
-    ] == [True] * 2
+    assert [line("prints", marker) in str(w.message) for w, marker in zip(told, ('"mean"', "print(k)"), strict=True)] == [True] * 2
     assert capsys.readouterr().out.count("\n") == 3
     run(S.clone(), X)
     assert not capsys.readouterr().out

@@ -300,15 +300,12 @@ def test_leaves_are_traced_on_their_device(mesh):
         return state + torch.arange(3, device=state.device), torch.zeros(3, device=x.device)
 
     def devices(state, x, **where):
-        program = trace(placed, state, x, axes=("dp",), **where)
+        program = trace(placed, state, x, axes=[("dp",)] * 2, **where)
         return {str(e.kwargs["device"]) for e in program.graph.eqns if e.kwargs.get("device") is not None}
 
     x = torch.empty(3, device="meta")
     laid = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    assert (
-        Abstract.of(laid, True).device == "meta"
-        and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
-    )
+    assert Abstract.of(laid, True).device == "meta" and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
     assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
 
 

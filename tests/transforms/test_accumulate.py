@@ -96,9 +96,7 @@ def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_ti
     assert count("grad", REDUCE_SCATTER, ALL_REDUCE) == 3 * reduced
     assert count("param", ALL_GATHER) in (3 * gathered, (3 + 2) * gathered)  # at stage 3 two of them again in backward
     assert count("output", ALL_REDUCE) == 1
-    assert lowered.cost_analysis().over("dp", "grad") == sum(
-        t.bytes for (_, role), t in lowered.plan.traffic if role == "grad"
-    )
+    assert lowered.cost_analysis().over("dp", "grad") == sum(t.bytes for (_, role), t in lowered.plan.traffic if role == "grad")
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
@@ -126,9 +124,7 @@ def test_costs_are_those_of_all_micro_batches():
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_last_micro_batch_reduces_while_backward_runs(stage):
     cluster = dataclasses.replace(zt.cluster("cpu", dp="ethernet-1g"))
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), zt.overlap_grads(bucket=0), zt.accumulate(3))(
-        train
-    )
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), zt.overlap_grads(bucket=0), zt.accumulate(3))(train)
     last = zt.ir.parts(step.lower(new_state(), *batch(12), cluster=cluster).graph).last
     reduces = [k for k, e in enumerate(last.eqns) if is_start(e) and e.provenance.role == "grad"]
     matmuls = [k for k, e in enumerate(last.eqns) if "mm" in str(e.op)]
@@ -138,14 +134,7 @@ def test_the_last_micro_batch_reduces_while_backward_runs(stage):
 def test_scalars_are_averaged_and_other_outputs_joined():
     def step(state, x, y):
         new, loss = train(state, x, y)
-        return new, {
-            "loss": loss,
-            "x": x * 2,
-            "rows": (x > 0).sum(1),
-            "worst": loss.detach() * 3,
-            "const": 7,
-            "none": None,
-        }
+        return new, {"loss": loss, "x": x * 2, "rows": (x > 0).sum(1), "worst": loss.detach() * 3, "const": 7, "none": None}
 
     x, y = batch()
     _, out = zt.accumulate(4)(step)(zt.accumulate(4)(step).shard(new_state()), x, y)
@@ -216,9 +205,7 @@ def test_statistics_change_with_every_micro_batch_and_counts_once():
         wanted(part)
     stats = pytree.tree_leaves_with_path(state)
     named = {str(path[-1].key): leaf for path, leaf in stats if hasattr(path[-1], "key")}
-    assert torch.equal(named["1.running_mean"], norm.running_mean) and torch.equal(
-        named["1.running_var"], norm.running_var
-    )
+    assert torch.equal(named["1.running_mean"], norm.running_mean) and torch.equal(named["1.running_var"], norm.running_var)
     assert named["1.num_batches_tracked"] == 1
 
 
@@ -227,9 +214,7 @@ def test_a_lifted_loop_has_the_bits_of_the_loop_over_micro_batches(optimizer):
     def build():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        return model, optimizer(
-            model.parameters(), lr=0.01, **({} if optimizer is torch.optim.SGD else {"fused": True})
-        )
+        return model, optimizer(model.parameters(), lr=0.01, **({} if optimizer is torch.optim.SGD else {"fused": True}))
 
     model, opt = build()
 
@@ -260,9 +245,7 @@ def test_a_leaf_that_cannot_be_cut_is_named():
         return train(state, x, targets["y"])
 
     x, y = batch()
-    with pytest.raises(
-        ValueError, match=re.escape("accumulate: targets.y has 22 rows, which cannot be cut into 4 equal parts")
-    ):
+    with pytest.raises(ValueError, match=re.escape("accumulate: targets.y has 22 rows, which cannot be cut into 4 equal parts")):
         zt.accumulate(4)(step)(new_state(), x, {"y": y[:22]})
     compiled = zt.accumulate(4)(train).lower(new_state(), x, y).compile()
     with pytest.raises(TypeError, match=re.escape("compiled for x: f32[24,8], called with f32[20,8]")):
@@ -287,18 +270,14 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
         new, loss = train(state, x, y)
         return {**new, "m": [m + x.mean(0).sum() + x[:1].T for m in new["m"][:1]] + new["m"][1:]}, loss
 
-    with pytest.raises(
-        ValueError, match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py"
-    ):
+    with pytest.raises(ValueError, match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py"):
         zt.accumulate(2)(step).lower(new_state(), *batch())
 
     def count(state, x, y):
         new, loss = train(state, x, y)
         return new, (loss, (x > 0).sum())
 
-    with pytest.raises(
-        ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Make it a float"
-    ):
+    with pytest.raises(ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Make it a float"):
         zt.accumulate(2)(count).lower(new_state(), *batch())
 
 
@@ -370,10 +349,7 @@ def test_compiled_kernels_sum_in_place_and_agree():
     compiled = zt.accumulate(3)(train).lower(new_state(), *batch()).compile(backend="inductor")
     state, loss = compiled(new_state(), *batch())
     wanted, wanted_loss = loop(new_state(), *batch(), 3)
-    assert all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-5)
-        for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted))
-    )
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted)))
     assert torch.allclose(loss, wanted_loss)
 
 
@@ -404,9 +380,7 @@ def test_the_peak_is_the_one_that_was_predicted():
 
 
 def test_a_failure_before_the_update_leaves_the_state_whole():
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads(update="last"), zt.accumulate(3))(
-        train
-    )
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads(update="last"), zt.accumulate(3))(train)
     last = zt.ir.parts(step.lower(new_state(), *batch(12)).graph).last
     begin = first_write(last)
     assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])

@@ -141,9 +141,7 @@ def each_future_is_waited_for_once(graph: Graph) -> None:
 def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
     producer = {out: e for e in graph.eqns for out in e.outs}
     # A reduction over the replicated axis follows another reduction at once, whatever the limits are.
-    reductions = [
-        e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and producer[e.ins[0]].op is not WAIT
-    ]
+    reductions = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and producer[e.ins[0]].op is not WAIT]
     gathers = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
     for t in transforms:
         starts = {"overlap_grads": reductions, "prefetch": gathers}.get(t.name)
@@ -211,9 +209,7 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
     plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
     assert own(zt.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
     sums = [e for e in planned.graph.eqns if is_users(e)]
-    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), (
-        "they run on shards"
-    )
+    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), "they run on shards"
 
 
 def megatron(group: str) -> Callable:
@@ -250,12 +246,7 @@ def test_every_rank_hands_each_communicator_the_same_messages(mesh):
             device = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
             hosts = {"replicate_axis": "host"} if "host" in mesh else {}
             chained = zt.chain(zt.shard_params(device, **hosts), zt.overlap_grads(), zt.prefetch())
-            state = {
-                "up0": torch.ones(4, 6),
-                "down0": torch.ones(6, 4),
-                "up1": torch.ones(4, 6),
-                "down1": torch.ones(6, 4),
-            }
+            state = {"up0": torch.ones(4, 6), "down0": torch.ones(6, 4), "up1": torch.ones(4, 6), "down1": torch.ones(6, 4)}
             lowered = chained(megatron(device.get_group("tp").group_name)).lower(state, torch.ones(3, 4))
             lowerings.append((str(lowered), lanes(lowered.graph), lowered.plan))
         finally:

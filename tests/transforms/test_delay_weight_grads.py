@@ -83,9 +83,7 @@ def test_a_gradient_that_an_operation_reads_stays_in_place():
         return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
 
     state = {k: torch.zeros(4, 4) for k in ("in", "w")}
-    lowered = [
-        zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4)) for more in ((), (zt.delay_weight_grads(),))
-    ]
+    lowered = [zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4)) for more in ((), (zt.delay_weight_grads(),))]
     assert [matmuls_during_collectives(x.graph) for x in lowered] == [[0], [0]]
 
 
@@ -122,9 +120,7 @@ def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
     posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
-    assert [len(p.others) for p in posed] == [len(matmuls_during_collectives(before.graph))] * 2 or all(
-        p.others for p in posed
-    )
+    assert [len(p.others) for p in posed] == [len(matmuls_during_collectives(before.graph))] * 2 or all(p.others for p in posed)
     for lowered in (before, after):
         least, _ = lowered.timeline().bound
         assert least <= lowered.timeline().seconds

@@ -59,9 +59,7 @@ def test_experts_cost_what_they_hold():
         grads, value = grad_and_value(lambda w: torch.einsum("nw,ewi->eni", x, w).square().mean())(state["w"])
         return {"w": state["w"] - 0.1 * grads}, value
 
-    lower = lambda **how: zt.shard_params(zt.AbstractMesh(dp=64), **how)(expert).lower(
-        {"w": weight}, torch.empty(4, 512, device="meta")
-    )
+    lower = lambda **how: zt.shard_params(zt.AbstractMesh(dp=64), **how)(expert).lower({"w": weight}, torch.empty(4, 512, device="meta"))
     assert "w: f32[8,512,512]," in str(lower()), "whole on every rank"
     lowered = lower(dim=lambda path, leaf: 1)
     assert "w: f32[8,512@dp,512]," in str(lowered)
@@ -71,7 +69,5 @@ def test_experts_cost_what_they_hold():
 
 def test_a_dim_that_a_leaf_does_not_have_is_refused():
     sharded = zt.shard_params(zt.AbstractMesh(dp=2), dim=lambda path, leaf: 1)(step)
-    with pytest.raises(
-        ValueError, match=r"shard_params: dim\(\.\.\.\) is 1 for params.bias, which has the shape \[6\]"
-    ):
+    with pytest.raises(ValueError, match=r"shard_params: dim\(\.\.\.\) is 1 for params.bias, which has the shape \[6\]"):
         sharded.lower(state(), torch.randn(4, WIDTH, dtype=torch.float64))

@@ -84,9 +84,7 @@ def test_muon_has_the_bits_of_stage_0_with_one_message_for_each_matrix(stage, ra
 @pytest.mark.slow
 def test_a_note_names_the_updates_that_run_whole():
     text = str(trained(3, 3)[1])
-    assert (
-        "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more " in text
-    )
+    assert "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more " in text
     assert "gathered once, and they run whole on every rank\ndef loop_step(" in text
     assert "# note" not in str(trained(3, 0)[1]), "at stage 0 every update runs on whole values anyway"
 

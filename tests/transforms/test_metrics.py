@@ -48,12 +48,7 @@ def test_only_scalars_are_averaged():
 
     def step(state, x, y):
         logits = x @ state["w"]
-        return state, {
-            "loss": F.cross_entropy(logits, y),
-            "logits": logits,
-            "predicted": logits.argmax(-1),
-            "right": zt.psum((logits.argmax(-1) == y).sum()),
-        }
+        return state, {"loss": F.cross_entropy(logits, y), "logits": logits, "predicted": logits.argmax(-1), "right": zt.psum((logits.argmax(-1) == y).sum())}
 
     state = {"w": torch.randn(6, 4)}
     _, outputs = run(step, state, parts)
@@ -119,17 +114,13 @@ def test_a_quotient_by_a_psum_is_told():
         "mean": lambda s, n: zt.pmean(s / zt.psum(n, "dp"), "dp"),
     }
     for mean in wrong.values():
-        with pytest.warns(
-            UserWarning, match=r"is 1/3 of the mean over all samples(?s:.)*test_metrics.py:\d+(?s:.)*Use zt.global_mean"
-        ):
+        with pytest.warns(UserWarning, match=r"is 1/3 of the mean over all samples(?s:.)*test_metrics.py:\d+(?s:.)*Use zt.global_mean"):
             zt.shard_params(MESH)(lambda state, x, y: linear(state, x, y, mean)).lower(state, *parts[0])  # noqa: B023
     softmax = lambda state, x, y: (state, (x.exp().sum() / zt.psum(x.exp().sum())).log())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         zt.shard_params(MESH)(softmax).lower(state, *parts[0])
-        zt.shard_params(zt.AbstractMesh(dp=1))(lambda state, x, y: linear(state, x, y, wrong["scalar"])).lower(
-            state, *parts[0]
-        )
+        zt.shard_params(zt.AbstractMesh(dp=1))(lambda state, x, y: linear(state, x, y, wrong["scalar"])).lower(state, *parts[0])
 
 
 def lifted_pair():
@@ -165,9 +156,7 @@ def test_an_evaluation_takes_the_state_of_the_training_step(stage):
     assert same["params"].keys() == state["params"].keys()
     parts = batches((4, 4, 4))
     training, testing = chain(step).lower(state, *parts[0]), chain(evaluation).lower(state, *parts[0])
-    assert [v.layout for v in training.graph.inputs if v.name.startswith("params")] == [
-        v.layout for v in testing.graph.inputs if v.name.startswith("params")
-    ]
+    assert [v.layout for v in training.graph.inputs if v.name.startswith("params")] == [v.layout for v in testing.graph.inputs if v.name.startswith("params")]
     for _ in range(3):
         train(*whole(parts))
         state, _ = training.lockstep(state, parts)

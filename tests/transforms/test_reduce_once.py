@@ -135,9 +135,7 @@ def test_micro_batches_reduce_once_over_hosts_too(total_of):
     assert reductions(lowered) == reductions(lowered, "host") == {"params.up": 1, "params.down": 1}
 
 
-@pytest.mark.parametrize(
-    "total_of, most", [(also_looked_at, 2), (multiplied, 3), (crossed, 2)], ids=lambda x: getattr(x, "__name__", x)
-)
+@pytest.mark.parametrize("total_of, most", [(also_looked_at, 2), (multiplied, 3), (crossed, 2)], ids=lambda x: getattr(x, "__name__", x))
 def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
     lowered, _, _ = lower(total_of, 1)
     assert reductions(lowered) == {"params.up": most, "params.down": most}

@@ -30,7 +30,9 @@ Group = tuple[Eqn, ...]  # equations that one call computes
 ListCall = tuple[Any, tuple, Mapping[str, Any]]  # an operation over lists, its arguments and its keyword arguments
 
 
-def group_updates(graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True) -> tuple[Graph, tuple[Group, ...]]:
+def group_updates(
+    graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True
+) -> tuple[Graph, tuple[Group, ...]]:
     """Put equal updates next to each other, among those that may move.
 
     Returns the program in the new order, and its groups of several equations.
@@ -137,7 +139,6 @@ def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
             if not needs[reader]:
                 heapq.heappush(ready, (place[parts[reader][-1]], reader))
     return ordered
-
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.

@@ -17,14 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..ir.axes import submesh
+from ..ir.axes import members, submesh
 from ..ir.graph import Graph, Layout, Split
 from ..ir.layout import Own, as_tensor, cut, mesh_axes
 
 
 def leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
     """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
-    wanted = {*axes, *(own.axes if own else ())}
+    order = {axis for axis, _ in mesh_axes(mesh)}
+    wanted = {axis for axis in (*axes, *(own.axes if own else ())) if order.issuperset(members(axis))}
     return submesh(mesh, wanted) if wanted else mesh
 
 

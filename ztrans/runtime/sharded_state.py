@@ -39,7 +39,7 @@ def shard_state(
     layouts: Sequence[Layout],
     axes: Sequence[Sequence[str]],
     source: int | None,
-    device: torch.device | None,
+    device: torch.device | str | None,
 ) -> State:
     """Copy a state into DTensors in these layouts. All ranks must call it.
 
@@ -55,6 +55,7 @@ def shard_state(
     if source and mesh.ndim > 1:
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
+    device = torch.device(device) if device is not None else None
     parts = [_part(x, layout, mesh, over, source, device) for x, layout, over in zip(leaves, layouts, axes)]
     for part in parts:
         _meshes[part] = mesh

@@ -19,7 +19,8 @@ from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
 from .containers import opened
-from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
+from .errors import no_state
+from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -168,6 +169,13 @@ def check_captured(program: Program, name: str) -> None:
             + "".join(f"  * {change}\n" for change in changes[:4])
             + "Lower it again, or call the step itself, which is then traced anew."
         )
+
+
+def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
+    wrong = next((x for x in zip(paths, leaves) if not isinstance(x[1], torch.Tensor) and not is_number(x[1])), None)
+    if wrong is not None:
+        raise no_state(*wrong)
 
 
 def local_inputs(

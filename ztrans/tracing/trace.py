@@ -170,7 +170,6 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    leaf_shapes = tuple(map(_whole_shape, inputs[:num_state], owns))
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
@@ -193,15 +192,15 @@ def trace(
         )
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
-        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=leaf_shapes)
+        shapes = tuple(map(_shape, leaves[:num_state]))
+        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
         return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
-    of_inputs, over = tuple(owns[i] for i in dynamic), tuple(axes[i] for i in dynamic)
-    return Program(
-        traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, over, of_inputs
-    )
+    of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
+    trees = in_tree, traced.out_tree
+    return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, names, *of_inputs)
 
 
 def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[str]]) -> list[Own | None]:
@@ -213,9 +212,9 @@ def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[s
     return owns
 
 
-def _whole_shape(leaf: Var, own: Own | None) -> tuple[int, ...]:
-    """The shape of a state leaf before the step itself divides it."""
-    return own.shape if own else leaf.shape
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of a tensor, before the step itself divides it, or of a number."""
+    return tuple(getattr(leaf, "shape", ()))
 
 
 def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:

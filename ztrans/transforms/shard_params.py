@@ -20,10 +20,10 @@ from ..ir.axes import joint_axis, members, members_of
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .base import Transform, constructor
-from .sharding.leaf_axes import LeafAxes
 from .matrix_chains import matrix_chains, note
 from .psum_quotients import warn_of_psum_quotients
 from .reduce_once import reduce_once
+from .sharding.leaf_axes import LeafAxes
 from .sharding.walk import Sharding
 
 Axis = str | tuple[str, ...]

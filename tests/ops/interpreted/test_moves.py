@@ -41,13 +41,7 @@ def test_cast_pack(src, dst, ranks, skew):
 
 def test_cast_pack_of_mixed_dtypes_and_strides():
     grid = torch.randn(64, 130)
-    parts = [
-        grid[:, 1:129],
-        torch.randn(700).bfloat16(),
-        grid.t(),
-        torch.randn(5, dtype=torch.float64),
-        torch.arange(9),
-    ]
+    parts = [grid[:, 1:129], torch.randn(700).bfloat16(), grid.t(), torch.randn(5, dtype=torch.float64), torch.arange(9)]
     for ranks in (1, 2):
         sizes = [-(-p.numel() // ranks) + 3 for p in parts]
         ours, true = (room(ranks * sum(sizes), torch.bfloat16) for _ in range(2))

@@ -126,9 +126,7 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
         assert sorted(i for b in buckets for i in b) == [*range(len(collectives))]
         for b in buckets:
             assert len({collectives[i].key for i in b}) == 1
-            assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(
-                portion * room, INF if most is None else most
-            )
+            assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(portion * room, INF if most is None else most)
     for b in gather_buckets(p, range(len(p.gathers)), rooms, portion):
         assert max(p.gathers[i].release for i in b) <= min(p.gathers[i].use for i in b)
 
@@ -185,10 +183,7 @@ def test_the_bound_names_the_resource_that_binds(p, seconds, binds):
 
 def test_the_bound_counts_packing_that_no_transfer_can_hide():
     """The gather arrives at 5 and is unpacked in 1. After the operations, the gradient is sent in 3, unpacked in 2."""
-    wires = {
-        "w": Wire("lane", "link", 0.0, 1.0, unpack=0.2),
-        "r": Wire("other", "link", 0.0, 0.0, host=0.5, unpack=1.0),
-    }
+    wires = {"w": Wire("lane", "link", 0.0, 1.0, unpack=0.2), "r": Wire("other", "link", 0.0, 0.0, host=0.5, unpack=1.0)}
     p = Problem((1.0, 1.0), (0, 0), (True,) * 2, (Gather("w", 5, 5, 0, 0),), (Reduction("r", 2, 2, 0),), wires)
     assert bound(p).seconds == 11.0 == evaluate(p, solve(p)).seconds
 
@@ -401,9 +396,7 @@ def test_a_rounding_error_does_not_count_as_a_message(bandwidth):
         chance = Random(seed)
         sizes = [512 * chance.randint(1, 10**6) for _ in range(3)]
         gathers = [Gather("w", 511 * n // 512, n, k, k) for k, n in enumerate(sizes)]
-        regathers = [
-            Gather("w", 511 * n // 512, n, 8 - k, 8 - k, k + 1, again=k) for k, n in reversed([*enumerate(sizes)])
-        ]
+        regathers = [Gather("w", 511 * n // 512, n, 8 - k, 8 - k, k + 1, again=k) for k, n in reversed([*enumerate(sizes)])]
         seconds = tuple(chance.random() * 1e-5 for _ in range(9))
         p = Problem(seconds, (0,) * 9, (True,) * 9, (*gathers, *regathers), (), wires, memory=sum(sizes))
         keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset([3, 4, 5]))

@@ -141,9 +141,7 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     capture.run = reads
     state, _ = trained(compiled, state_of(), data[:1])
     before = pytree.tree_map(torch.clone, state)
-    with pytest.raises(
-        RuntimeError, match="step: the step cannot be captured as a CUDA graph: operation not permitted"
-    ):
+    with pytest.raises(RuntimeError, match="step: the step cannot be captured as a CUDA graph: operation not permitted"):
         compiled(state, *data[1])
     assert same(before, state) and capture.captured is None
 
@@ -211,9 +209,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
         names.index(rate),
     ]
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
-    monkeypatch.setattr(
-        "ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)]
-    )
+    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
     compiled = lowered.compile()
     compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
     state_after, losses = run(optimizer, compiled, state)
@@ -238,9 +234,7 @@ def test_a_number_that_a_kernel_takes_by_value_is_refused():
         optimizer.zero_grad()
 
     function, state = zt.lift(loop, model, optimizer)
-    with pytest.raises(
-        ValueError, match=r"takes beta1=param_groups.0.betas.0 by value, and a CUDA graph(?s:.)*cycle_momentum=False"
-    ):
+    with pytest.raises(ValueError, match=r"takes beta1=param_groups.0.betas.0 by value, and a CUDA graph(?s:.)*cycle_momentum=False"):
         check_values(zt.Step.of(function).lower(state, torch.ones(2, 3)).graph)
 
 
@@ -267,9 +261,7 @@ def test_tables_of_kernels_take_memory_that_is_allocated_before_the_capture(monk
         assert not any(x.device.type == "cuda" for x in called.allocated) and called.allocated
         assert {x.untyped_storage()._cdata for x in device_tables} == {device_tables[0].untyped_storage()._cdata}
         assert [x.storage_offset() for x in device_tables] == [0, 4] and device_tables[1].shape == more.shape
-        with pytest.raises(
-            RuntimeError, match="take more than 12 integers: run the step once before, or give them more"
-        ):
+        with pytest.raises(RuntimeError, match="take more than 12 integers: run the step once before, or give them more"):
             on_device(rows, device)
 
 

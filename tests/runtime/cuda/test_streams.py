@@ -42,12 +42,7 @@ from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import Arguments, local_inputs
 
 WORLD = 4
-CHAINS = {
-    "as_written": (),
-    "overlap": (zt.overlap_grads(),),
-    "one": (zt.overlap_grads(bucket=0, max_in_flight=0),),
-    "all": ALL,
-}
+CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +86,7 @@ def test_programs_have_no_race_and_the_host_never_waits(mesh, name, stage, chain
     cuda = play(low, local, mesh)
     assert cuda.races == []
     assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and at least one lane"
-    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), (
-        "memory must be reused, else races on it cannot be seen"
-    )
+    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory must be reused, else races on it cannot be seen"
     # The peak over all pools is that of the cost model plus the gradients that are being packed, up to alignment.
     inputs = sum(x.nbytes for x in local)
     assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
@@ -106,9 +99,7 @@ def with_packing(low):
         packed = 0 if is_start(e) or e.op is WAIT else packed
         peak = max(peak, live + packed)
         if is_start(e):
-            copied = (
-                v for k, v in enumerate(e.ins) if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs
-            )
+            copied = (v for k, v in enumerate(e.ins) if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs)
             packed = sum(v.numel * v.dtype.itemsize for v in copied)
     return peak
 
@@ -149,12 +140,7 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
     ("kind", "op", "wire", "text"),
     [
         (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12.00 us for 64.00 KiB, NCCL 20.00 us)"),
-        (
-            ALL_GATHER,
-            None,
-            torch.bool,
-            "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)",
-        ),
+        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)"),
         (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32.00 MiB)"),
         (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way)"),
         (
@@ -232,10 +218,7 @@ def test_back_to_back_timing_launches_while_the_gpu_has_other_work(monkeypatch):
     monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
     ran = []
-    assert (
-        back_to_back_seconds(lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4)
-        == 5 / 4
-    )
+    assert back_to_back_seconds(lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 

@@ -16,9 +16,7 @@ def simulated(without: frozenset[str]):
 
 def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
     """The parts have simulated seconds, which are the same in every round."""
-    parts = {
-        name: lambda name=name: Part(name, "simulated", ("a", "b"), {"case": simulated}) for name in ("one", "two")
-    }
+    parts = {name: lambda name=name: Part(name, "simulated", ("a", "b"), {"case": simulated}) for name in ("one", "two")}
     ablations.main(["one", "two"], 3, tmp_path, parts)
     text = ablations.main(["two"], 5, tmp_path, parts)
     assert text == (tmp_path / "ablations.md").read_text()

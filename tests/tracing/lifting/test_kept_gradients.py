@@ -83,10 +83,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
         never(model, optimizer)(*batch)
     lifted_model = make()
     lifted_optimizer = make_optimizer(lifted_model)
-    (
-        lifted_model.load_state_dict(model.state_dict()),
-        lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    )
+    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for p, q in zip(model.parameters(), lifted_model.parameters()):
         q.grad = None if p.grad is None else p.grad.clone()
     plain, lifted_loop = make_loop(model, optimizer), make_loop(lifted_model, lifted_optimizer)
@@ -104,9 +101,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
     zt.restore(lifted_model, lifted_optimizer, state)
     mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     worst = max(worst, distance({k: mine[k] for k in theirs}, theirs))
-    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), (
-        "state that only the lifted side has must still be zero"
-    )
+    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), "state that only the lifted side has must still be zero"
     if how.get("carry_grads"):
         for p, q in zip(model.parameters(), lifted_model.parameters()):
             worst = max(worst, distance(q.grad, p.grad) if p.grad is not None else float(q.grad is not None))
@@ -115,9 +110,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
 
 def test_a_loop_that_never_resets_is_refused():
     """Without the error the step would compute as if the loop reset them: a loss of 1.275 instead of 1.232."""
-    with pytest.raises(
-        ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_kept_gradients.py:\d+(?s:.)*carry_grads=True"
-    ):
+    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_kept_gradients.py:\d+(?s:.)*carry_grads=True"):
         compare(never)
     with pytest.raises(ValueError, match=r"adds to the gradient"):
         compare(every_second)
@@ -141,9 +134,7 @@ def test_carry_grads_carries_gradients_in_the_state():
 def test_gradients_are_carried_on_several_ranks(stage):
     with default_dtype(torch.float64):
         assert compare(never, carry_grads=True, ranks=3, stage=stage) < 1e-12
-        assert (
-            compare(never, make_optimizer=of("SGD", lr=0.1), carry_grads=True, before=1, ranks=2, stage=stage) < 1e-12
-        )
+        assert compare(never, make_optimizer=of("SGD", lr=0.1), carry_grads=True, before=1, ranks=2, stage=stage) < 1e-12
 
 
 def test_a_loop_may_step_before_its_backward():
@@ -161,9 +152,7 @@ def test_a_loop_may_step_before_its_backward():
 
     with pytest.raises(ValueError, match=r"uses|adds to the gradient.* for 0.weight"):
         compare(early)
-    with pytest.raises(
-        ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_kept_gradients"
-    ):
+    with pytest.raises(ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_kept_gradients"):
         compare(early, carry_grads=True)
     assert compare(early, before=1, carry_grads=True) == 0
 
@@ -216,9 +205,7 @@ def test_a_gradient_of_zeros_still_counts_as_a_gradient():
 def test_a_parameter_may_be_frozen_during_training():
     """Its gradient stays zeros, and AdamW goes on to move it by its momentum."""
     model, lifted_model = make_model(), make_model()
-    optimizer, lifted_optimizer = (
-        optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, lifted_model)
-    )
+    optimizer, lifted_optimizer = (optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, lifted_model))
     plain, lifted_loop = to_zeros(model, optimizer), to_zeros(lifted_model, lifted_optimizer)
     step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
@@ -255,10 +242,7 @@ def test_reading_the_gradients_of_an_earlier_call_is_refused(read):
 
         return loop_step
 
-    with pytest.raises(
-        ValueError,
-        match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_kept_gradients.py:\d+",
-    ):
+    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_kept_gradients.py:\d+"):
         compare(reads, before=1)
 
 
@@ -322,9 +306,7 @@ def test_parameters_taken_before_the_loop_are_refused(use):
     before = [p.detach().clone() for p in held]
     plain = at_the_end(model, optimizer)
     step, state = zt.lift(lambda x, y: (use(held[2]), plain(x, y))[1], model, optimizer)
-    with pytest.raises(
-        ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_kept_gradients.py:\d+"
-    ):
+    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_kept_gradients.py:\d+"):
         zt.Step(step).trace(state, *data()[0])
     assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
 

@@ -143,9 +143,7 @@ def test_an_optimizer_that_changes_its_parameter_groups_is_refused():
     model = make_model()
     optimizer = Counts(model.parameters(), lr=0.1, momentum=0.9)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(
-        ValueError, match="changes 'momentum' of a parameter group, or of itself, which would happen once"
-    ):
+    with pytest.raises(ValueError, match="changes 'momentum' of a parameter group, or of itself, which would happen once"):
         zt.Step(step)(state, *data()[0])
 
 
@@ -217,9 +215,7 @@ def test_recurrent_layers_can_be_lifted():
 
 def test_lift_in_the_middle_of_training():
     compare(make_model, started(OPTIMIZERS["adam"]))
-    compare(
-        make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5))
-    )  # it dampens all gradients but the first
+    compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # it dampens all gradients but the first
 
 
 def test_the_learning_rate_is_an_input():
@@ -235,9 +231,7 @@ def test_a_scheduler_inside_the_loop_is_refused():
         optimizer = of("SGD", lr=lr)(model)
         plain, scheduler = loop(model, optimizer), optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         step, state = zt.lift(lambda *xy: (plain(*xy), scheduler.step())[0], model, optimizer)  # noqa: B023
-        with pytest.raises(
-            ValueError, match=r"changes 'lr' of a parameter group, as a scheduler does.*\n.*after the lifted step"
-        ):
+        with pytest.raises(ValueError, match=r"changes 'lr' of a parameter group, as a scheduler does.*\n.*after the lifted step"):
             zt.Step(step).trace(state, *data()[0])
 
 
@@ -367,9 +361,7 @@ def test_an_optimizer_that_is_not_lifted_is_refused():
     model = make_model()
     optimizer, second_optimizer = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
     plain = loop(model, optimizer)
-    with pytest.raises(
-        ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"
-    ):
+    with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
         trace_of(lambda *xy: (plain(*xy), second_optimizer.step())[0], model, optimizer)()
     plain(*data()[0]), second_optimizer.step()
 
@@ -378,10 +370,7 @@ def adversaries():
     """A generator and a discriminator, each with its optimizer. The generator's loss uses the updated discriminator."""
     torch.manual_seed(0)
     nets = nn.ModuleDict({"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)})
-    optimizers = [
-        optim.AdamW(nets["G"].parameters(), lr=0.02),
-        optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9),
-    ]
+    optimizers = [optim.AdamW(nets["G"].parameters(), lr=0.02), optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9)]
     (g, d), (for_g, for_d) = nets.values(), optimizers
 
     def loop_step(real, noise):
@@ -428,17 +417,13 @@ def test_a_loop_may_have_several_optimizers(stage, doubles):
 
 def test_wrong_uses_of_several_optimizers_are_refused():
     nets, optimizers, loop_step = adversaries()
-    with pytest.raises(
-        TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one: nn.ModuleList"
-    ):
+    with pytest.raises(TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one: nn.ModuleList"):
         zt.lift(loop_step, [*nets.values()], optimizers)
     with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
         zt.lift(loop_step, nets, [*optimizers, optimizers[0]])
     optimizers[0].step, data = lambda: None, (torch.randn(2, 4), torch.randn(2, 3))
     step, state = zt.lift(loop_step, nets, optimizers)
-    with pytest.raises(
-        ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW while it was traced, so"
-    ):
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW while it was traced, so"):
         zt.Step(step).trace(state, *data)
 
 
@@ -462,10 +447,7 @@ def test_gradients_of_parameters_taken_before_the_loop_are_refused():
         optimizer.step()
         return loss
 
-    with pytest.raises(
-        ValueError,
-        match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters",
-    ):
+    with pytest.raises(ValueError, match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters"):
         trace_of(clipped, model, optimizer)()
     assert all(p.grad is None for p in params)
     trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
@@ -477,8 +459,5 @@ def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     optimizer = of("Adam", lr=0.1)(model)
     traced = trace_of(loop(model, optimizer), model, optimizer)
     model[0].requires_grad_(True)
-    with pytest.raises(
-        ValueError,
-        match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again",
-    ):
+    with pytest.raises(ValueError, match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again"):
         traced()

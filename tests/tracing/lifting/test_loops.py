@@ -85,9 +85,7 @@ def scaled(make_optimizer, unscale, growth_interval=2):
     """A model, its optimizer and its scaler, and the body of a loop whose batch has a factor for the loss."""
     model = make_model()
     optimizer = make_optimizer(model)
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=1024.0, growth_interval=growth_interval, growth_factor=1.7, backoff_factor=0.3
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=growth_interval, growth_factor=1.7, backoff_factor=0.3)
 
     def loop_step(x, y, factor):
         optimizer.zero_grad()
@@ -149,10 +147,7 @@ def test_a_scaler_works_on_every_rank(name):
 def test_a_scaler_that_is_not_given_to_lift_is_refused():
     model, optimizer, _, loop_step = scaled(SCALED["sgd"], True)
     step, state = zt.lift(loop_step, model, optimizer)
-    with pytest.raises(
-        ValueError,
-        match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore",
-    ):
+    with pytest.raises(ValueError, match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore"):
         zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
 
 
@@ -169,12 +164,8 @@ def hooked():
     model[3].register_full_backward_hook(lambda module, before, after: (before[0].clamp(-0.05, 0.05),))
     model[0].weight.register_hook(lambda g: g * 0.9)
     model[0].bias.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)].clear())
-    optimizer.register_step_pre_hook(
-        lambda o, args, kwargs: [p.grad.mul_(0.8) for g in o.param_groups for p in g["params"]] and None
-    )
-    optimizer.register_step_post_hook(
-        lambda o, args, kwargs: [p.data.mul_(0.99) for g in o.param_groups for p in g["params"]] and None
-    )
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: [p.grad.mul_(0.8) for g in o.param_groups for p in g["params"]] and None)
+    optimizer.register_step_post_hook(lambda o, args, kwargs: [p.data.mul_(0.99) for g in o.param_groups for p in g["params"]] and None)
     return model, optimizer, loop(model, optimizer)
 
 

@@ -25,9 +25,7 @@ WRITTEN = {
     "python count": lambda m: written.Counting(m.parameters()),
     "count that is read": lambda m: written.Reading(m.parameters()),
     "subclass": lambda m: type("Mine", (optim.AdamW,), {})(m.parameters(), lr=0.01),
-    "subclass with momentum": lambda m: type("Mine", (optim.SGD,), {})(
-        m.parameters(), lr=0.1, momentum=0.9, nesterov=True
-    ),
+    "subclass with momentum": lambda m: type("Mine", (optim.SGD,), {})(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
 }
 
 
@@ -75,9 +73,7 @@ def test_an_optimizer_with_a_special_first_step_must_take_it_before_lift(make_op
     optimizer = make_optimizer(model)
     with pytest.raises(ValueError, match=r"makes its state in its first step(?s:.)*on every rank(?s:.)*source=0"):
         zt.lift(loop(model, optimizer), model, optimizer)
-    assert (
-        not any(optimizer.state.values()) and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
-    )
+    assert not any(optimizer.state.values()) and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
 
 
 def test_after_its_first_step_such_an_optimizer_is_lifted():

@@ -47,10 +47,7 @@ def compare(make, make_optimizer, dtype, steps=8):
     optimizer = make_optimizer(model)
     lifted_model = copy.deepcopy(model)
     lifted_optimizer = make_optimizer(lifted_model)
-    (
-        lifted_model.load_state_dict(model.state_dict()),
-        lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    )
+    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
     step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
@@ -119,12 +116,7 @@ def test_a_tensor_scalar_gives_the_bits_of_a_python_number(shape, dtype):
     x, y, z = (torch.randn(shape, dtype=dtype) for _ in range(3))
     number = -0.0123456789
     scalar = torch.tensor(number, dtype=torch.float64)
-    for op, args, key in (
-        ("add", (y,), "alpha"),
-        ("sub", (y,), "alpha"),
-        ("addcmul", (y, z), "value"),
-        ("addcdiv", (y, z), "value"),
-    ):
+    for op, args, key in (("add", (y,), "alpha"), ("sub", (y,), "alpha"), ("addcmul", (y, z), "value"), ("addcdiv", (y, z), "value")):
         wanted = getattr(torch.Tensor, op)(x, *args, **{key: number})
         assert torch.equal(with_tensor_scalar(getattr(torch.Tensor, op), (x, *args), {key: scalar}), wanted), op
         changed = x.clone()
@@ -172,3 +164,4 @@ def test_reading_a_value_outside_of_the_optimizer_is_refused():
     with pytest.raises(ValueError, match="reads a tensor's value"):
         zt.Step(step).trace(state, *batches(torch.float32)[0])
     assert not torch.compiler.is_compiling()
+

@@ -67,9 +67,7 @@ def test_a_parallelized_llama_computes_what_one_process_computes(ranks, truth, c
     values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(4)]
     losses = []
     for batch in tokens(STEPS):
-        outs = lockstep(
-            [p.graph for p in programs], [[*mine, batch.chunk(2)[rank // 2]] for rank, mine in enumerate(values)]
-        )
+        outs = lockstep([p.graph for p in programs], [[*mine, batch.chunk(2)[rank // 2]] for rank, mine in enumerate(values)])
         values, last = [out[:-1] for out in outs], [out[-1] for out in outs]
         losses.append(last[0])
     state, wanted = joined(programs[0], values), truth[0]
@@ -118,16 +116,10 @@ def test_the_program_of_a_parallelized_module_prints(mesh, module, golden):
 
 def test_leaves_of_a_sharded_state_live_on_both_axes(mesh, module):
     """A leaf that the step does not divide lives on dp alone, as with FSDP2."""
-    state = {
-        "split": on_tp(torch.randn(3, 4), mesh),
-        "whole": on_tp(torch.ones(4), mesh, Replicate()),
-        "plain": torch.ones(4, 2),
-    }
+    state = {"split": on_tp(torch.randn(3, 4), mesh), "whole": on_tp(torch.ones(4), mesh, Replicate()), "plain": torch.ones(4, 2)}
     step = zt.shard_params(mesh)(lambda state, x: (state, 0.0))
     sharded = step.shard(state)
-    places = {
-        k: (x.device_mesh.mesh_dim_names, str(x.placements), tuple(x.to_local().shape)) for k, x in sharded.items()
-    }
+    places = {k: (x.device_mesh.mesh_dim_names, str(x.placements), tuple(x.to_local().shape)) for k, x in sharded.items()}
     assert places == {
         "split": (("dp", "tp"), "(_StridedShard(dim=0, sf=2), Shard(dim=0))", (2, 4)),
         "whole": (("dp", "tp"), "(Shard(dim=0), Replicate())", (2,)),
@@ -164,26 +156,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_parts_that_no_program_can_hold_are_refused(mesh, why):
-    with pytest.raises(
-        ValueError, match=rf"trace: the ranks hold other parts of state.w than one program can have: .*{why}"
-    ):
+    with pytest.raises(ValueError, match=rf"trace: the ranks hold other parts of state.w than one program can have: .*{why}"):
         zt.shard_params(mesh)(lambda state, x: (state, x)).trace({"w": REFUSED[why](mesh)}, torch.ones(2))
 
 
 def test_a_leaf_stays_a_dtensor(mesh):
     step = zt.shard_params(mesh)(lambda state, x: ({"w": state["w"].to_local()}, x))
-    with pytest.raises(
-        ValueError, match=r"trace: state.w was a DTensor, and the step returned a full tensor in its place"
-    ):
+    with pytest.raises(ValueError, match=r"trace: state.w was a DTensor, and the step returned a full tensor in its place"):
         step.trace({"w": on_tp(torch.ones(2, 2), mesh)}, torch.ones(2))
 
 
 def test_lockstep_has_only_this_ranks_part(mesh):
     state = {"w": on_tp(torch.ones(2, 2), mesh)}
     lowered = zt.shard_params(mesh)(lambda state, x: (state, x.sum())).lower(state, torch.ones(2))
-    with pytest.raises(
-        ValueError, match=r"lockstep: state.w is a DTensor over 'tp', and this process has only its own part"
-    ):
+    with pytest.raises(ValueError, match=r"lockstep: state.w is a DTensor over 'tp', and this process has only its own part"):
         lowered.lockstep(state, [(torch.ones(2),)] * 4)
 
 
@@ -191,7 +177,5 @@ def test_a_program_runs_only_for_leaves_that_the_step_divides_as_it_did(mesh):
     state = {"w": on_tp(torch.ones(4, 2), mesh)}
     step = zt.shard_params(mesh, stage=0)(lambda state, x: (state, x.sum()))
     compiled = step.lower(state, torch.ones(2)).compile()
-    with pytest.raises(
-        TypeError, match=r"compiled for w: f32\[8,2\].*Shard\(dim=0\).*called with f32\[8,2\].*Replicate"
-    ):
+    with pytest.raises(TypeError, match=r"compiled for w: f32\[8,2\].*Shard\(dim=0\).*called with f32\[8,2\].*Replicate"):
         compiled(step.shard({"w": on_tp(torch.ones(8, 2), mesh, Replicate())}), torch.ones(2))

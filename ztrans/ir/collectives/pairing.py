@@ -1,8 +1,8 @@
 """Pairing: which waits belong to which start, and at which index of the program they are.
 
-equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
-equation 5:  x = wait(f)                               Waited(that, member=0)
-equation 9:  y = wait(g)                               Waited(that, member=1)
+    equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
+    equation 5:  x = wait(f)                               Waited(that, member=0)
+    equation 9:  y = wait(g)                               Waited(that, member=1)
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def fused(
             module = joint_graph_passes(module)
     (output,) = module.graph.find_nodes(op="output")
     result_strides = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides)
+    output.meta.update(
+        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
+    )
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
         # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
         node.target = f"donated_{k}" if k in donated else f"given_{k}"
