@@ -59,6 +59,15 @@ def test_a_mixture_of_experts_over_ep_and_dp(four):
 
 
 @pytest.mark.distributed
+def test_attention_over_cp_and_dp(four):
+    """Keys and values are gathered, or go around a ring, and both are attention to the whole sequence."""
+    figures = of(four, "attention")
+    assert sorted(f["way"] for f in figures) == ["gathered"] * 4 + ["ring"] * 4
+    for f in figures:
+        assert f["state"] <= 1e-14 and f["loss"] <= 1e-14, f
+
+
+@pytest.mark.distributed
 def test_a_mesh_may_be_a_part_of_the_world(four):
     """As in a pipeline, where the ranks of another mesh run another program."""
     figures = of(four, "pipeline")

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
-from tests.support import dtensors, experts
+from tests.support import context_parallel, dtensors, experts
 from tests.support.in_place import as_plain
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
@@ -339,12 +339,45 @@ def mixture_of_experts(mesh) -> None:
         report("mixture", RANK, stage=stage, state=distance(full, wanted), loss=distance(loss, value))
 
 
+class Ring(torch.autograd.Function):
+    """Every rank of a group gets the tensor of the rank before it, and its gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, step):
+        ctx.mesh, ctx.step = mesh, step
+        to = [(rank + step) % mesh.size() for rank in range(mesh.size())]
+        return funcol.permute_tensor(x.flatten(), to, mesh).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, g):
+        return Ring.apply(g, ctx.mesh, -ctx.step), None, None
+
+
+def attention_over(mesh) -> None:
+    """Sequences over cp: an all_gather of keys and values, and a ring."""
+    cp, data, truth = mesh["cp"], context_parallel.batches(3), context_parallel.state()
+    for batch in data:
+        truth, value = context_parallel.plain_step(truth, *batch)
+    ways = {
+        "gathered": context_parallel.gathered(lambda x: funcol.all_gather_tensor_autograd(x.contiguous(), 1, cp)),
+        "ring": context_parallel.ring(lambda x: Ring.apply(x, cp, 1), 2),
+    }
+    for way, attention in ways.items():
+        step = zt.chain(zt.shard_params(mesh, axis=("dp", "cp")), *ALL)(context_parallel.make_step(attention))
+        state = step.shard(context_parallel.state())
+        for batch in data:
+            state, loss = step(state, *context_parallel.part(batch, *mesh.get_coordinate()))
+        report("attention", RANK, way=way, state=distance(step.unshard(state), truth), loss=distance(loss, value))
+
+
 def four() -> None:
     mesh = zt.make_mesh(host=2, dp=2)
     pipeline()
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
-    equals_lockstep_and_plain(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), ["uneven"], axis=("dp", "cp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    equals_lockstep_and_plain(mesh, ["uneven"], axis=("dp", "cp"))
+    attention_over(mesh)
     mixture_of_experts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(mesh)

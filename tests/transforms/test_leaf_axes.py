@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import ztrans as zt
-from tests.support import dtensors, experts
+from tests.support import context_parallel, dtensors, experts
 from tests.support.parallel import dual
 from tests.support.parallel import own as c10d
 from tests.support.programs import CASES
@@ -79,6 +79,30 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(shard, stage, hosts):
     over = {p: e.kwargs["axis"] for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad" for p in e.provenance.paths
             if e.kwargs["axis"] != "host"}  # fmt: skip
     assert over == {f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]}
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    """Gather over `cp` along dim 1."""
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.movedim(1, 0).contiguous(), 2, "cp"))
+    return whole.movedim(0, 1)
+
+
+def scatter_sum(g: torch.Tensor) -> torch.Tensor:
+    mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(g.movedim(1, 0).contiguous(), "sum", 2, "cp"))
+    return mine.movedim(0, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_attention_over_two_axes_computes_the_same(stage):
+    """The sequence is cut over `cp`, keys and values are gathered in the step, and gradients reduced over both axes."""
+    step = context_parallel.make_step(context_parallel.gathered(dual(gather, scatter_sum)))
+    data, truth, new = context_parallel.batches(3), context_parallel.state(), context_parallel.state()
+    shard = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2, cp=2), axis=("dp", "cp"), stage=stage), *ALL)
+    lowered = shard(step).lower(new, *context_parallel.part(data[0], 0, 0))
+    for batch in data:
+        truth, value = context_parallel.plain_step(truth, *batch)
+        new, values = lowered.lockstep(new, [context_parallel.part(batch, d, c) for d in range(2) for c in range(2)])
+    assert distance(new, truth) < 1e-14 and distance(values[0], value) < 1e-14
 
 
 def test_experts_cost_what_they_hold():
