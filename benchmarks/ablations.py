@@ -3,12 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.ablations
 
 For each step and each choice a version of the step is built without that choice, and one without any of them. All
-versions of a step are in one process and take turns. Writes benchmarks/results/ablations.md and .json; parts that are
-not run keep their figures.
+versions of a step are in one process. Measured ones take turns; simulated ones have the same seconds in every run, so
+one is enough. Writes benchmarks/results/ablations.md and .json; parts that are not run keep their figures.
 
-A `Part` is one table of the report. Another subject, such as the search moves of the planner, is another entry of
-`PARTS`: its choices, its steps, and how to build a step without some of the choices. What is built is a function that
-returns seconds, measured or simulated.
+A `Part` is one table of the report, and an entry of `PARTS`: its choices, its steps, and how to build a step without
+some of the choices. What is built is a function that returns seconds, measured or simulated.
 """
 
 from __future__ import annotations
@@ -18,21 +17,28 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 import torch
 
+from ztrans.planning.solver import local_search
+from ztrans.planning.solver.evaluation import evaluate
+from ztrans.planning.solver.local_search import GATHERS, REDUCTIONS, Moves
+from ztrans.planning.solver.problem import Problem
+from ztrans.planning.solver.solve import MOVES, later, one_ahead, solve
 from ztrans.runtime.inductor import backend, cpu_matmul
 from ztrans.tracing.arguments import Arguments, flat
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
+from .planned import subjects
 
 ALL, NONE = "all choices", "no choice"
 WARM_UP = 3  # calls of each version before its steps are timed
+LITTLE = 0.002  # a smaller share of a step is not listed in the table of a simulated part
 
 Step = Callable[[], float]  # runs a step, or simulates one, and returns its seconds
 Build = Callable[[frozenset[str]], Step]  # builds a step without the named choices
@@ -40,12 +46,16 @@ Build = Callable[[frozenset[str]], Step]  # builds a step without the named choi
 
 @dataclass(frozen=True)
 class Part:
-    """One table: choices, and steps that can be built without some of them. `unit` says what the seconds are."""
+    """One table: choices, and steps that can be built without some of them. `unit` says what the seconds are.
+
+    The steps are made one after the other, because the programs of all would fill the memory.
+    """
 
     title: str
     unit: str
     choices: tuple[str, ...]
-    steps: Mapping[str, Build]
+    steps: Iterable[tuple[str, Build]]
+    simulated: bool = False
 
 
 ALTERNATIVES: dict[str, backend.Alternative] = {
@@ -76,16 +86,82 @@ def cpu_part(config: Config, long: Config) -> Part:
         f"GPT, sequence {long.sequence}, fp32": functools.partial(compiled_step, long, False),
         f"GPT, sequence {long.sequence}, bf16": functools.partial(compiled_step, long, True),
     }
-    return Part("The CPU's kernels", "measured, one core", tuple(ALTERNATIVES), steps)
+    return Part("The CPU's kernels", "measured, one core", tuple(ALTERNATIVES), steps.items())
+
+
+def by_size(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:
+    """Sizes of buckets that are full once their bytes take eight times the latency."""
+    sizes: list[int] = []
+    start, moved = 0, 0.0
+    for j, each in enumerate(seconds):
+        if j > start and (moved > 8 * latency or first[j] > start):
+            sizes.append(j - start)
+            start, moved = j, 0.0
+        moved += each
+    return [*sizes, len(seconds) - start] if seconds else []
+
+
+def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
+    """Leave one of the random changes out."""
+    return lambda moves: replace(moves, changes=tuple(each for each in moves.changes if each[0] is not change))
+
+
+WITHOUT: dict[str, Callable[[Moves], Moves]] = {
+    "seeds that keep values": lambda moves: replace(moves, shares=moves.shares[:1]),
+    "seeds that keep other shares than none and all": lambda moves: replace(moves, shares=(0.0, 1.0)),
+    "seeds with lead 1 and no reserve": lambda moves: replace(moves, starts=moves.starts[1:] or moves.starts),
+    "seeds with lead 2 and a reserve": lambda moves: replace(moves, starts=moves.starts[:1]),
+    "seeds with other portions of the room": lambda moves: replace(moves, portions=()),
+    "seeds with half of the link": lambda moves: replace(moves, links=moves.links[:1]),
+    "exact buckets (without: buckets of one size)": lambda moves: replace(moves, cut=by_size),
+    "merge of gathers": lambda moves: replace(moves, merged=tuple({*moves.merged} - {GATHERS})),
+    "merge of reductions": lambda moves: replace(moves, merged=tuple({*moves.merged} - {REDUCTIONS})),
+    "merge": lambda moves: replace(moves, merged=()),
+    "climb": lambda moves: replace(moves, changes=()),
+    "climb: split": without_change(local_search.split),
+    "climb: join": without_change(local_search.join),
+    "climb: move a border": without_change(local_search.move_border),
+    "climb: lead and reserve": without_change(local_search.start_otherwise),
+    "climb: keep otherwise": without_change(local_search.keep_otherwise),
+    "climb: slightly slower ones": lambda moves: replace(moves, worse=0.0),
+    "later": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not later)),
+    "one ahead": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not one_ahead)),
+    "renewed searches": lambda moves: replace(moves, searches=1),
+    "no climb where few can be tried": lambda moves: replace(moves, few=0),
+}
+
+
+def planned_step(problems: Sequence[Problem], without: frozenset[str]) -> Step:
+    """The step of the first problem whose schedule fits, or else of the last, planned without some of the moves."""
+    moves = functools.reduce(lambda left, name: WITHOUT[name](left), sorted(without), MOVES)
+
+    def step() -> float:
+        for problem in problems:
+            outcome = evaluate(problem, solve(problem, moves=moves))
+            if outcome.peak <= problem.memory:
+                break
+        return outcome.seconds
+
+    return step
+
+
+def search_part() -> Part:
+    """The moves of the planner's search."""
+    steps = ((name, functools.partial(planned_step, problems)) for name, problems in subjects())
+    return Part("The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True)
 
 
 LONG = Config(sequence=1024, batch=1)  # as many tokens as in the benchmark's own step
-PARTS: dict[str, Callable[[], Part]] = {"cpu": functools.partial(cpu_part, Config(), LONG)}
+PARTS: dict[str, Callable[[], Part]] = {"cpu": functools.partial(cpu_part, Config(), LONG), "search": search_part}
 
 
 def measure(part: Part, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of every round, by step and by what was left out."""
-    return {name: interleaved(versions(part.choices, build), rounds) for name, build in part.steps.items()}
+    seconds = {}
+    for name, build in part.steps:
+        steps = versions(part.choices, build)
+        seconds[name] = {v: [step()] for v, step in steps.items()} if part.simulated else interleaved(steps, rounds)
+    return seconds
 
 
 def versions(choices: Sequence[str], build: Build) -> dict[str, Step]:
@@ -122,14 +198,36 @@ def table(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     return lines
 
 
+def by_choice(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """A row for each choice: what steps take more without it, on average and at most, and those where it matters."""
+    lines = ["| without | mean | worst | steps: with, without, ms |", "|---|---:|---:|---|"]
+    versions = [version for version in next(iter(seconds.values())) if version != ALL]
+    for version in versions:
+        pairs = {step: (by_version[ALL][0], by_version[version][0]) for step, by_version in seconds.items()}
+        more = sorted(((b / a - 1, step) for step, (a, b) in pairs.items()), reverse=True)
+        listed = "; ".join(_pair(step, *pairs[step]) for share, step in more if abs(share) >= LITTLE)
+        without = "any of them" if version == NONE else version
+        lines.append(f"| {without} | {statistics.mean(m for m, _ in more):+.2%} | {more[0][0]:+.2%} | {listed} |")
+    return lines
+
+
+def _pair(step: str, a: float, b: float) -> str:
+    return f"{step}: {1e3 * a:.1f}, {1e3 * b:.1f} ({b / a - 1:+.1%})"
+
+
 def report(results: Mapping[str, dict]) -> str:
     """The tables of all parts that have been measured."""
     lines = ["# Ablations: whole steps with and without each choice", ""]
     for each in results.values():
         rounds = len(next(iter(next(iter(each["seconds"].values())).values())))
         lines += [f"## {each['title']}", "", f"{each['where']}; {each['date']}."]
-        lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]
-        lines += [*table(each["seconds"]), ""]
+        if each.get("simulated"):
+            count = len(each["seconds"])
+            lines += [f"Simulated seconds of {count} steps. Those that change by {LITTLE:.1%} are listed.", ""]
+            lines += [*by_choice(each["seconds"]), ""]
+        else:
+            lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]
+            lines += [*table(each["seconds"]), ""]
     return "\n".join(lines)
 
 
@@ -141,6 +239,7 @@ def main(names: Sequence[str], rounds: int, out: Path, parts: Mapping[str, Calla
     for name in names:
         part = parts[name]()
         about = {"title": part.title, "unit": part.unit, "where": where, "date": str(date.today())}
+        about |= {"simulated": True} if part.simulated else {}
         results[name] = about | {"seconds": measure(part, rounds)}
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + "\n")

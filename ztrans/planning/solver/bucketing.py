@@ -13,11 +13,15 @@ f(i) - seconds(..i) does too. Both only move forward, so this takes O(n).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from .loads import Members
 from .problem import Gather, Problem, Reduction
+
+# Sizes of buckets in order, of messages that are ready at these times and take these seconds; then the latency, and by
+# message the first that it may share a bucket with.
+Cut = Callable[[Sequence[float], Sequence[float], float, Sequence[int]], list[int]]
 
 
 def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:
@@ -58,7 +62,12 @@ def by_key(things: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[H
 
 
 def gather_buckets(
-    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, share: float = 1.0
+    problem: Problem,
+    among: Iterable[int],
+    room: Sequence[float],
+    portion: float,
+    share: float = 1.0,
+    cut: Cut = consecutive,
 ) -> list[Members]:
     """Make buckets of gathers that take at most a `portion` of the room at their use, with 1 / `share` of the link."""
     most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
@@ -73,12 +82,14 @@ def gather_buckets(
         first = _first(held, caps, reach)
         seconds = [share * wire.pace * g.wire for g in gathers]
         left = [problem.clock[-1] - problem.clock[g.use] for g in gathers]
-        sizes = consecutive(left, seconds, wire.latency, first)
+        sizes = cut(left, seconds, wire.latency, first)
         buckets += [members[::-1] for members in _split(indices, sizes)][::-1]
     return buckets
 
 
-def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, share: float = 1.0) -> list[Members]:
+def reduction_buckets(
+    problem: Problem, room: Sequence[float], portion: float, share: float = 1.0, cut: Cut = consecutive
+) -> list[Members]:
     """Make buckets of reductions likewise, with the room at their birth; they start as often as `max_between` asks."""
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
     often = float("inf") if problem.max_between is None else problem.max_between
@@ -99,7 +110,7 @@ def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, s
         ]
         first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
         seconds = [share * wire.pace * r.wire for r in reductions]
-        buckets += _split(indices, consecutive([problem.clock[k] for k in start], seconds, wire.latency, first))
+        buckets += _split(indices, cut([problem.clock[k] for k in start], seconds, wire.latency, first))
     return buckets
 
 

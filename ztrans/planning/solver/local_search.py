@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from .bucketing import by_key, gather_buckets, reduction_buckets
+from .bucketing import Cut, by_key, consecutive, gather_buckets, reduction_buckets
 from .list_scheduler import Placed, Placement
 from .loads import Choice, Members, kept
-from .problem import Problem
+from .problem import Problem, Schedule
 
-_LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # shares of the bytes that could be kept
+GATHERS, REDUCTIONS = range(2)  # the kinds of buckets
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
 _RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 _LITTLE = 2000  # messages that the smallest problem may place; the seeds alone take hundreds
-_WORSE = 0.0003  # share of the time by which a change may be slower while much effort is left
 
 
 class Search:
     """The best choice so far, and the effort that is left."""
 
-    def __init__(self, problem: Problem, enough: float, effort: int) -> None:
-        self.problem, self.enough = problem, enough
+    def __init__(self, problem: Problem, enough: float, effort: int, moves: Moves) -> None:
+        self.problem, self.enough, self.moves = problem, enough, moves
         self.place = Placement(problem)
         self.loads = self.place.loads
         self.chance = random.Random(0)
@@ -58,9 +58,10 @@ class Search:
         """Every message alone, every gather at its use."""
         gathers, reductions = self.problem.gathers, self.problem.reductions
         among: list[Members] = [(i,) for i in range(len(gathers)) if i not in self.free]
-        return Choice(self._sorted(among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
+        return Choice(self.sorted(among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
 
-    def _sorted(self, buckets: list[Members]) -> tuple[Members, ...]:
+    def sorted(self, buckets: list[Members]) -> tuple[Members, ...]:
+        """Buckets of gathers by key, and by use within a key."""
         groups = by_key(self.problem.gathers, (members[0] for members in sorted(buckets)))
         rank = {key: k for k, key in enumerate(groups)}
         return tuple(sorted(buckets, key=lambda members: (rank[self.problem.gathers[members[0]].key], members)))
@@ -92,7 +93,7 @@ class Search:
         """Try the seeds."""
         seeds = []
         for dropped in self._kept():
-            for lead, reserve in ((1.0, 0.0), (2.0, 1.0)):
+            for lead, reserve in self.moves.starts:
                 placed = self._seed(dropped, (0.3, 0.12, 0.2), 1.0, lead, reserve)
                 if placed is not None:
                     seeds.append((placed.seconds, dropped, lead, reserve))
@@ -100,8 +101,8 @@ class Search:
                     return
         seeds.sort(key=lambda seed: seed[0])
         for _, dropped, lead, reserve in seeds[:2]:
-            for first, repeats, reductions, share in product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35), (1.0, 2.0)):
-                self._seed(dropped, (first, repeats, reductions), share, lead, reserve)
+            for portions, share in product(self.moves.portions, self.moves.links):
+                self._seed(dropped, portions, share, lead, reserve)
                 if self.done:
                     return
 
@@ -115,8 +116,8 @@ class Search:
                 room[a:b] -= gathers[i].held
                 fit.append(i)
                 total.append(total[-1] + gathers[i].held)
-        counts = sorted({int(np.searchsorted(total, level * total[-1], side="right")) - 1 for level in _LEVELS})
-        for count in counts:
+        shares = [share * total[-1] for share in self.moves.shares]
+        for count in sorted({int(np.searchsorted(total, share, side="right")) - 1 for share in shares}):
             yield kept(self.problem, {*self.free, *fit[:count]})
 
     def _seed(
@@ -127,18 +128,19 @@ class Search:
             [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
             for is_first in (True, False)
         )
+        cut = self.moves.cut
         buckets = [
-            *gather_buckets(self.problem, first, room, portions[0], share),
-            *gather_buckets(self.problem, repeats, room, portions[1], share),
+            *gather_buckets(self.problem, first, room, portions[0], share, cut),
+            *gather_buckets(self.problem, repeats, room, portions[1], share, cut),
         ]
-        reductions = reduction_buckets(self.problem, room, portions[2], share)
+        reductions = reduction_buckets(self.problem, room, portions[2], share, cut)
         return self.try_(
-            Choice(self._sorted(buckets), tuple(reductions), dropped, lead, reserve), self.best.seconds * 1.1
+            Choice(self.sorted(buckets), tuple(reductions), dropped, lead, reserve), self.best.seconds * 1.1
         )
 
     def merge(self) -> None:
         """Merge neighbours: all pairs at once, then halves of them where that is no improvement."""
-        for kind in (0, 1):
+        for kind in self.moves.merged:
             improved = True
             while improved and self.effort > 0:
                 improved, parts = False, [self._pairs(_buckets(self.best.choice, kind), kind)]
@@ -176,69 +178,115 @@ class Search:
     def climb(self) -> None:
         """Change the best choice at random while effort is left; at first, accept slightly slower ones."""
         current, total = self.best, max(self.effort, 1)
-        while not self.done:
-            worse = 1 + _WORSE * max(0.0, self.effort / total - 0.1)
+        while self.moves.changes and not self.done:
+            worse = 1 + self.moves.worse * max(0.0, self.effort / total - 0.1)
             placed = self.try_(self._neighbour(current.choice), current.seconds * worse)
             if placed is not None and placed.seconds <= current.seconds * worse:
                 current = placed
 
     def _neighbour(self, choice: Choice) -> Choice:
-        chance = self.chance
-        for _ in range(chance.choice((1, 1, 2, 3))):
-            choice = self._regrouped(choice)
-        draw = chance.random()
-        if draw < 0.1:
-            return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice(_RESERVES))
-        if draw < 0.25 and self.order:
-            return self._kept_otherwise(choice)
+        changes, weights = zip(*self.moves.changes)
+        for change in self.chance.choices(changes, weights, k=self.chance.choice((1, 1, 2, 3))):
+            choice = change(self, choice)
         return choice
 
-    def _regrouped(self, choice: Choice) -> Choice:
-        """Split a bucket, merge two, or move the border between them."""
-        chance, counts = self.chance, (len(choice.gathers), len(choice.reductions))
-        kind = int(chance.random() * sum(counts) >= counts[0])
-        things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(_buckets(choice, kind))
-        if not buckets:
-            return choice
-        i, draw = chance.randrange(len(buckets)), chance.random()
-        members = buckets[i]
-        if draw < 0.2:
-            if cuts := self._cuts(members, kind):
-                cut = chance.choice(cuts)
-                buckets[i : i + 1] = [members[:cut], members[cut:]]
-        elif i + 1 < len(buckets) and things[members[0]].key == things[buckets[i + 1][0]].key:
-            both, border = members + buckets[i + 1], len(members)
-            if draw < 0.5:
-                buckets[i : i + 2] = [both]
-            elif cuts := [cut for cut in self._cuts(both, kind) if cut != border]:
-                cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if draw < 0.75 else cuts)
-                buckets[i : i + 2] = [both[:cut], both[cut:]]
-        return _with_buckets(choice, kind, buckets)
+    def pick(self, choice: Choice) -> tuple[int, list[Members], int]:
+        """A bucket at random, out of a choice that has some: its kind, the buckets of that kind, and its number."""
+        number = self.chance.randrange(len(choice.gathers) + len(choice.reductions))
+        kind = int(number >= len(choice.gathers))
+        return kind, list(_buckets(choice, kind)), number - kind * len(choice.gathers)
 
-    def _cuts(self, members: Members, kind: int) -> list[int]:
+    def cuts(self, members: Members, kind: int) -> list[int]:
         """Where a bucket may be cut: members of one operation stay together."""
         at = self.at[kind]
         return [k for k in range(1, len(members)) if at[members[k]] != at[members[k - 1]]]
 
-    def _kept_otherwise(self, choice: Choice) -> Choice:
-        """Keep a few more values from forward to backward, or a few less."""
-        some = self.chance.choice((1, 1, 2, 4, 7))
-        if self.chance.random() < 0.5:
-            more = [i for i in self.order if i not in choice.dropped][:some]
-            dropped = kept(self.problem, choice.dropped.union(more))
-            left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
-            return choice._replace(gathers=tuple(members for members in left if members), dropped=dropped)
-        fewer = [i for i in self.order if i in choice.dropped][-some:]
-        dropped = kept(self.problem, choice.dropped.difference(fewer))
-        back = by_key(self.problem.gathers, sorted(choice.dropped - dropped))
-        return choice._replace(gathers=self._sorted([*choice.gathers, *map(tuple, back.values())]), dropped=dropped)
+    def fit_together(self, kind: int, buckets: list[Members], i: int) -> bool:
+        """Whether bucket number `i` is of one key with the next one."""
+        things = (self.problem.gathers, self.problem.reductions)[kind]
+        return i + 1 < len(buckets) and things[buckets[i][0]].key == things[buckets[i + 1][0]].key
+
+
+Change = Callable[[Search, Choice], Choice]
+Finish = Callable[[Problem, Schedule], Schedule | None]  # another schedule beside the best one, or None
+
+
+def split(search: Search, choice: Choice) -> Choice:
+    """Split a bucket."""
+    kind, buckets, i = search.pick(choice)
+    if cuts := search.cuts(buckets[i], kind):
+        cut = search.chance.choice(cuts)
+        buckets[i : i + 1] = [buckets[i][:cut], buckets[i][cut:]]
+    return _with_buckets(choice, kind, buckets)
+
+
+def join(search: Search, choice: Choice) -> Choice:
+    """Merge a bucket with the next one."""
+    kind, buckets, i = search.pick(choice)
+    if search.fit_together(kind, buckets, i):
+        buckets[i : i + 2] = [buckets[i] + buckets[i + 1]]
+    return _with_buckets(choice, kind, buckets)
+
+
+def move_border(search: Search, choice: Choice) -> Choice:
+    """Move the border between a bucket and the next one, as often by a little as to anywhere."""
+    kind, buckets, i = search.pick(choice)
+    if search.fit_together(kind, buckets, i):
+        both, border = buckets[i] + buckets[i + 1], len(buckets[i])
+        cuts = sorted((cut for cut in search.cuts(both, kind) if cut != border), key=lambda cut: abs(cut - border))
+        if cuts:
+            cut = search.chance.choice(cuts[:4] if search.chance.random() < 0.5 else cuts)
+            buckets[i : i + 2] = [both[:cut], both[cut:]]
+    return _with_buckets(choice, kind, buckets)
+
+
+def start_otherwise(search: Search, choice: Choice) -> Choice:
+    """Change when gathers start."""
+    return choice._replace(lead=search.chance.choice(_LEADS), reserve=search.chance.choice(_RESERVES))
+
+
+def keep_otherwise(search: Search, choice: Choice) -> Choice:
+    """Keep a few more values from forward to backward, or a few less."""
+    some, problem = search.chance.choice((1, 1, 2, 4, 7)), search.problem
+    if search.chance.random() < 0.5:
+        more = [i for i in search.order if i not in choice.dropped][:some]
+        dropped = kept(problem, choice.dropped.union(more))
+        left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
+        return choice._replace(gathers=tuple(members for members in left if members), dropped=dropped)
+    fewer = [i for i in search.order if i in choice.dropped][-some:]
+    dropped = kept(problem, choice.dropped.difference(fewer))
+    back = by_key(problem.gathers, sorted(choice.dropped - dropped))
+    return choice._replace(gathers=search.sorted([*choice.gathers, *map(tuple, back.values())]), dropped=dropped)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a search tries. `benchmarks/ablations.py` weighs each of the moves by leaving it out."""
+
+    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # of the bytes that could be kept
+    starts: tuple[tuple[float, float], ...] = ((1.0, 0.0), (2.0, 1.0))  # lead and reserve of the seeds
+    portions: tuple[tuple[float, float, float], ...] = tuple(product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35)))
+    links: tuple[float, ...] = (1.0, 2.0)  # of the best seeds: 1 / the share of the link that buckets have
+    cut: Cut = consecutive
+    merged: tuple[int, ...] = (GATHERS, REDUCTIONS)
+    changes: tuple[tuple[Change, int], ...] = (  # each with its weight
+        (split, 20),
+        (join, 30),
+        (move_border, 50),
+        (start_otherwise, 6),
+        (keep_otherwise, 9),
+    )
+    worse: float = 0.0003  # the share by which a change may be slower while much effort is left
+    searches: int = 3  # at most; each has a smaller share of the effort than the one before it
+    few: int = 25  # schedules: a search that cannot try more goes on only if its seeds fit
+    finish: tuple[Finish, ...] = ()
 
 
 def _buckets(choice: Choice, kind: int) -> tuple[Members, ...]:
-    """The buckets of gathers (kind 0) or of reductions (kind 1)."""
-    return choice.reductions if kind else choice.gathers
+    """The buckets of gathers, or of reductions."""
+    return choice.reductions if kind == REDUCTIONS else choice.gathers
 
 
 def _with_buckets(choice: Choice, kind: int, buckets: list[Members]) -> Choice:
-    """A choice with other buckets of gathers (kind 0) or of reductions (kind 1)."""
-    return choice._replace(reductions=tuple(buckets)) if kind else choice._replace(gathers=tuple(buckets))
+    """A choice with other buckets of gathers, or of reductions."""
+    return choice._replace(reductions=tuple(buckets)) if kind == REDUCTIONS else choice._replace(gathers=tuple(buckets))

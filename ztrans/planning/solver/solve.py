@@ -14,16 +14,14 @@ from dataclasses import replace
 
 from .evaluation import evaluate, issued, played
 from .loads import Loads, kept
-from .local_search import Search
+from .local_search import Moves, Search
 from .lower_bound import bound
 from .problem import Bucket, Problem, Schedule
 from .slots import by_operation
 from .validate import validate
 
 EFFORT = 15_000  # messages that the search places: about half a second
-SEARCHES = 3  # at most; each has a smaller share of the effort than the one before it
 ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, ends the search
-FEW = 25  # schedules: a search that cannot try more gains little after its seeds
 
 
 class Infeasible(Exception):
@@ -34,68 +32,9 @@ class Infeasible(Exception):
         self.needs, self.at = needs, at
 
 
-def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
-    """Find the fastest schedule whose peak fits the memory.
-
-    The same problem has the same schedule on every rank, because effort is counted and not timed.
-
-    Args:
-        problem: what is to be scheduled. With `peak_of`, its peaks decide, else those of the slots.
-        effort: messages that the search may place.
-
-    Returns:
-        The schedule. If no schedule of a program was found that fits, the one with the lowest peak.
-
-    Raises:
-        Infeasible: no schedule fits the memory, in a problem without `peak_of`.
-    """
-    least = by_operation(Loads(problem).alone(kept(problem, ())))
-    needs = int(least.max(initial=0))
-    if problem.peak_of is None:
-        if needs > problem.memory:
-            raise Infeasible(needs, int(least.argmax()))
-        return _search(problem, effort, lambda schedule: True)
-
-    peak_of = problem.peak_of
-    fits = lambda schedule: peak_of(schedule) <= problem.memory
-    schedules: list[Schedule] = []
-    counted = max(problem.memory, needs)  # the bytes that the slots may have
-    for number in range(1, SEARCHES + 1):
-        schedules.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, fits))
-        above = peak_of(schedules[-1]) - problem.memory
-        if above <= 0 or counted == needs:
-            break
-        counted = max(counted - above, needs)
-    return min(schedules, key=peak_of)
-
-
-def _search(problem: Problem, effort: int, promising: Callable[[Schedule], bool]) -> Schedule:
-    """The best schedule of one search that fits by slots.
-
-    An effort that is enough for few schedules is spent only if the best of the seeds is `promising`.
-    """
-    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
-    search.sow()
-    chosen = _chosen(search)
-    few = effort < FEW * (len(problem.gathers) + len(problem.reductions))
-    if search.done or (few and not promising(chosen)):
-        return chosen
-    search.merge()
-    search.climb()
-    return _chosen(search)
-
-
-def _chosen(search: Search) -> Schedule:
-    """The fastest of the search's best schedule, the same with later starts, and one that needs no search."""
-    problem, best = search.problem, search.best.schedule
-    choices = [later(problem, best), best, one_ahead(problem, search.free)]
-    outcomes = [(evaluate(problem, schedule), schedule) for schedule in choices if schedule is not None]
-    fitting = [(outcome.seconds, schedule) for outcome, schedule in outcomes if outcome.peak <= problem.memory]
-    return min(fitting, key=lambda pair: pair[0])[1]
-
-
-def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
+def one_ahead(problem: Problem, best: Schedule) -> Schedule | None:
     """Every message in a bucket of its own, started or waited for one message ahead; None if that does not fit."""
+    dropped = kept(problem, ())
     order = sorted((i for i in range(len(problem.gathers)) if i not in dropped), key=lambda i: problem.gathers[i].use)
     gathers = [
         Bucket((i,), min(max(before, problem.gathers[i].release), problem.gathers[i].use), problem.gathers[i].use)
@@ -133,3 +72,67 @@ def later(problem: Problem, schedule: Schedule) -> Schedule:
             gathers.append(replace(bucket, start=start))
         last[message.lane] = start - (bucket is None)  # at one place, what no schedule places is sent first
     return replace(schedule, gathers=tuple(sorted(reversed(gathers), key=lambda bucket: bucket.start)))
+
+
+MOVES = Moves(finish=(one_ahead, later))
+
+
+def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
+    """Find the fastest schedule whose peak fits the memory.
+
+    The same problem has the same schedule on every rank, because effort is counted and not timed.
+
+    Args:
+        problem: what is to be scheduled. With `peak_of`, its peaks decide, else those of the slots.
+        effort: messages that the search may place.
+        moves: what the search tries.
+
+    Returns:
+        The schedule. If no schedule of a program was found that fits, the one with the lowest peak.
+
+    Raises:
+        Infeasible: no schedule fits the memory, in a problem without `peak_of`.
+    """
+    least = by_operation(Loads(problem).alone(kept(problem, ())))
+    needs = int(least.max(initial=0))
+    if problem.peak_of is None:
+        if needs > problem.memory:
+            raise Infeasible(needs, int(least.argmax()))
+        return _search(problem, effort, moves, lambda schedule: True)
+
+    peak_of = problem.peak_of
+    fits = lambda schedule: peak_of(schedule) <= problem.memory
+    schedules: list[Schedule] = []
+    counted = max(problem.memory, needs)  # the bytes that the slots may have
+    for number in range(1, moves.searches + 1):
+        schedules.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, moves, fits))
+        above = peak_of(schedules[-1]) - problem.memory
+        if above <= 0 or counted == needs:
+            break
+        counted = max(counted - above, needs)
+    return min(schedules, key=peak_of)
+
+
+def _search(problem: Problem, effort: int, moves: Moves, promising: Callable[[Schedule], bool]) -> Schedule:
+    """The best schedule of one search that fits by slots.
+
+    An effort that is enough for few schedules is spent only if the best of the seeds is `promising`.
+    """
+    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort, moves)
+    search.sow()
+    chosen = _chosen(search)
+    few = effort < moves.few * (len(problem.gathers) + len(problem.reductions))
+    if search.done or (few and not promising(chosen)):
+        return chosen
+    search.merge()
+    search.climb()
+    return _chosen(search)
+
+
+def _chosen(search: Search) -> Schedule:
+    """The fastest of the search's best schedule and those that finish it; of equally fast ones the last."""
+    problem, best = search.problem, search.best.schedule
+    choices = [best, *(finish(problem, best) for finish in search.moves.finish)]
+    outcomes = [(evaluate(problem, schedule), schedule) for schedule in choices if schedule is not None]
+    fitting = [(outcome.seconds, schedule) for outcome, schedule in outcomes if outcome.peak <= problem.memory]
+    return min(reversed(fitting), key=lambda pair: pair[0])[1]
