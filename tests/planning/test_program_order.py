@@ -22,6 +22,7 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
+from ztrans.planning.formulate import frame
 from ztrans.planning.program_order import hoist, skeleton
 from ztrans.planning.realise import realise
 from ztrans.planning.solver.problem import Bucket, Schedule
@@ -96,7 +97,7 @@ def test_a_skeleton_knows_use_birth_and_need():
 
 def test_a_bucket_starts_where_it_is_told_and_is_waited_for_by_member():
     s = skeleton(forward())
-    found = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), "last", {})
+    found = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), frame(s, "last"))
     assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
     (bucket,) = (e for e in found.eqns if len(e.outs) == 2)
     assert str(bucket.op) == "all_gather" and [v.name for v in bucket.ins] == ["s1", "s2"]
@@ -105,7 +106,9 @@ def test_a_bucket_starts_where_it_is_told_and_is_waited_for_by_member():
 def test_what_is_dropped_reads_the_value_that_is_kept():
     s = skeleton(forward(2, twice=True))
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
-    found = realise(s, Schedule(buckets, (), frozenset({2})), "last", {2: 0})
+    problem = frame(s, "last")
+    gathers = (*problem.gathers[:2], problem.gathers[2]._replace(again=0), problem.gathers[3])
+    found = realise(s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers))
     assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
     (reader,) = (e for e in found.eqns if e.outs[0].name == "h0.again")
     assert [v.name for v in reader.ins] == ["h1", "w0"]
@@ -114,10 +117,10 @@ def test_what_is_dropped_reads_the_value_that_is_kept():
 def test_updates_follow_their_bucket_at_once_or_come_last():
     s = skeleton(backward())
     schedule = Schedule((), (Bucket((0, 1), 4, 5), Bucket((2,), 6, 8)))
-    assert names(realise(s, schedule, "eager", {})) == [
+    assert names(realise(s, schedule, frame(s, "eager"))) == [
         "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "n0", "n1", "c2", "r2'", "r2", "n2",
     ]  # fmt: skip
-    assert names(realise(s, schedule, "last", {})) == [
+    assert names(realise(s, schedule, frame(s, "last"))) == [
         "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "c2", "r2'", "n0", "n1", "r2", "n2",
     ]  # fmt: skip
 
@@ -131,7 +134,7 @@ def test_an_update_waits_for_the_last_reader_of_its_state():
     graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
     s = skeleton(graph)
     early = Schedule((), tuple(Bucket((i,), b + 1, b + 1) for i, b in enumerate(s.born)))
-    found = names(realise(s, early, "eager", {}))
+    found = names(realise(s, early, frame(s, "eager")))
     assert found.index("n1") < found.index("late") < found.index("n0")
 
 

@@ -5,12 +5,12 @@ They run as soon as the reductions that they need have been waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
 from .program_order import Skeleton
-from .solver.problem import Gather, Update
+from .solver.problem import Update
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
 
@@ -28,19 +28,36 @@ class Group:
         return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
 
 
-def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
+def groups(s: Skeleton) -> tuple[Group, ...]:
     """The equations of the update that leave their places, in groups.
 
     An equation may need a value that an operation at a fixed place makes after the last reduction was waited for, as
     the scale of a global norm. No reduction comes with that value, so the equation stays.
     """
     movable, free = s.floating
-    release = _releases(s, gathers, {*movable, *free.values()})
-    root = s.live.root
+    leaving = set(movable)
+    while True:
+        by_key = _by_key(s, leaving)
+        if leaving <= (leave := {e for eqns in by_key.values() for e in eqns}):
+            break
+        leaving = leave  # those that stay read the state at their places, so others may have to stay too
+    for key, eqns in _askers(free, by_key).items():
+        by_key.setdefault(key, []).extend(eqns)
+    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
+    return tuple(
+        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
+    )
+
+
+def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
+    """Those of some equations of the update that can leave their places, by what they need."""
+    movable, free = s.floating
+    asked = {free[v] for v in _needed(free, leaving)}
+    release = _releases(s, {*leaving, *asked})
+    root, latest = s.live.root, max(s.need, default=0)
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
     by_key: dict[_Key, list[Eqn]] = {}
-    latest = max(s.need, default=0)
-    for e in movable:
+    for e in (e for e in movable if e in leaving):
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
         places = [max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins]
         place = max([*places, *(release.get(leaf, 0) for leaf in s.waits[e])])
@@ -50,12 +67,19 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
             by_key.setdefault((reductions, place), []).append(e)
         for out in filter(None, e.outs):
             after[out], release[out] = reductions, place
-    for key, eqns in _askers(free, by_key).items():
-        by_key.setdefault(key, []).extend(eqns)
-    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
-    return tuple(
-        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
-    )
+    return by_key
+
+
+def _needed(free: Mapping[Var, Eqn], eqns: Iterable[Eqn]) -> set[Var]:
+    """The values that depend on state alone and that equations need."""
+    needed: set[Var] = set()
+    todo = [v for e in eqns for v in e.ins if v in free]
+    while todo:
+        v = todo.pop()
+        if v not in needed:
+            needed.add(v)
+            todo += [u for u in free[v].ins if u in free]
+    return needed
 
 
 def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
@@ -63,21 +87,17 @@ def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
 
     One that several groups need is in a group without reductions; one that no group needs stays at its place.
     """
-    asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
+    asked: dict[Eqn, set[_Key]] = {}
     for key, eqns in groups_by_key.items():
-        todo = [free[v] for e in eqns for v in e.ins if v in free]
-        while todo:
-            e = todo.pop()
-            if key not in asked[e]:
-                asked[e].add(key)
-                todo += [free[v] for v in e.ins if v in free]
+        for e in {free[v] for v in _needed(free, eqns)}:
+            asked.setdefault(e, set()).add(key)
     by_group: dict[_Key, list[Eqn]] = {}
-    for e, keys in ((e, keys) for e, keys in asked.items() if keys):
+    for e, keys in asked.items():
         by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
     return by_group
 
 
-def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
+def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
     """By value: the place from which it exists. By leaf of the state: the place after its last fixed reader."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     release: dict[Var, int] = {}
@@ -85,10 +105,10 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
         if e not in floating:
             release.update((root[v], k + 1) for v in e.ins if root[v] in state)
             release.update((out, k + 1) for out in e.outs if out is not None)
-    for p, g in zip(s.gathers, gathers):
-        release[p.value] = g.use + 1
-        if g.again is None:  # a plan may drop the others
-            release.update((root[v], max(release.get(root[v], 0), g.use + 1)) for v in p.start.ins if root[v] in state)
+    for p, use in zip(s.gathers, s.use):
+        after = min(use + 1, len(s.ops))
+        release[p.value] = after
+        release.update((root[v], max(release.get(root[v], 0), after)) for v in p.start.ins if root[v] in state)
     return release
 
 

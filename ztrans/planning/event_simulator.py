@@ -155,13 +155,13 @@ def play(
     messages: Sequence[Message],
     places: Sequence[int] | None = None,
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
-    precedes: Callable[[Sequence[int], int], float] = lambda messages, place: 0.0,
+    precedes: Callable[[int], float] = lambda place: 0.0,
 ) -> Played:
     """Play a program with `compute[k]` seconds of operation k, and `messages` in the order of their issue.
 
     Times are given for `places`, by default for every one. Places at which nothing is issued or needed may be left
     out, which is faster. `follows(i, k)` gives the seconds of further compute that run once message i has been waited
-    for at place k, and `precedes(messages, k)` those that run before the messages are waited for.
+    for at place k, and `precedes(k)` those that run there before any message is waited for.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -188,8 +188,8 @@ def play(
                 clock += messages[i].host
                 network.run(clock)
                 number[i] = network.issue(messages[i], clock)
+        clock += precedes(k)
         if k in needed:
-            clock += precedes(needed[k], k)
             for end, i in sorted((network.come(number[i]), i) for i in needed[k]):
                 if end > clock:
                     stall[i] = end - clock

@@ -23,14 +23,12 @@ from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
-from .cost import memory
 from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
-from .realise import realise
 from .residency import Value, residency
 from .simulate import COPIES, NO_COPIES, lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Schedule, Wire
+from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -47,7 +45,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     """
     graph, (problem, leaving) = s.graph, _framed(s, update)
     floating = {e for group in leaving for e in group.eqns}
-    resident = residency(s, [g.last for g in problem.gathers], leaving)
+    resident = residency(s, problem.gathers, leaving)
     reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
     keys = (*(g.key for g in problem.gathers), *(r.key for r in reductions))
@@ -62,13 +60,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         memory=budget,
         updates=tuple(group.update(cost) for group in leaving),
         others=_others(s, cluster),
-        peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )
-
-
-def _peak(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> int:
-    """The peak, by the memory analysis, of the program that a schedule makes."""
-    return memory(realise(s, schedule, update, problem.keepers(schedule.dropped))).peak
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
@@ -79,7 +71,7 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
     gathers = _gathers(s)
-    leaving = groups(s, gathers) if (update or s.asked_update) == "eager" else ()
+    leaving = groups(s) if (update or s.asked_update) == "eager" else ()
     floating = {e for group in leaving for e in group.eqns}
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
@@ -91,6 +83,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
         max_between=s.reductions[0].order.between if s.reductions else None,
         gathers_in_flight=_limit([p.order.in_flight for p in s.gathers], [g.held for g in gathers]),
         reductions_in_flight=s.in_flight,
+        updates=tuple(Update(0.0, group.after, group.release) for group in leaving),
         names=tuple(place_name(s, k) for k in range(len(s.ops))),
     )
     return problem, leaving
@@ -152,16 +145,11 @@ def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduc
     """A reduction with the bytes that it holds while it is under way, and after that."""
     start, members = p.start, range(len(p.start.outs))
     in_place = all(sends_as_it_lies(start, k, graph.axes) for k in members)
-    received = sum(received_bytes(start, k, graph.axes) for k in members)
-    flight = sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
-    # Updates after the wait use the room of the bytes that were under way; only what exceeds it is further bytes.
-    after = value.updating + (0 if value.until else value.bytes)
-    more = max(
-        after - flight - (reduction.held if in_place else 0), 0 if value.until or value.received else value.bytes
-    )
-    result, until = (value.bytes, value.until) if value.until else (0, 0)
     return reduction._replace(
-        flight=flight, freed=0 if in_place else reduction.held, more=more, result=result, until=until
+        received=sum(received_bytes(start, k, graph.axes) for k in members),
+        freed=0 if in_place else reduction.held,
+        sent=sent_bytes(start, graph.axes),
+        **vars(value),
     )
 
 

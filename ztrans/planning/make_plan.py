@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 from ..ir.graph import Graph
 from ..ir.printer import format_bytes
@@ -15,20 +15,11 @@ from .plan import WRITTEN, Plan, as_written, weighed
 from .plan_names import named
 from .program_order import Skeleton, skeleton
 from .realise import realise
-from .solver.problem import Schedule
-from .solver.solve import solve
+from .solver.problem import Problem
+from .solver.solve import needs, solve
 from .solver.validate import ScheduleError, validate
 
 SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the unscheduled program
-
-
-class Order(NamedTuple):
-    """A schedule, when its updates run, the program that it makes, and the peak of that program in bytes."""
-
-    schedule: Schedule
-    update: str
-    graph: Graph
-    peak: int
 
 
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -48,50 +39,42 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         plan = Plan(fingerprint(graph))
         return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(s.graph)
 
-    orders, notes = _orders(s, cluster, budget)
-    best = min(orders, key=lambda order: order.peak, default=None)
-    if best is not None and graph.budget is not None and best.peak > budget:
+    problem, update = _problem(s, cluster, budget)
+    notes, best = [], None
+    try:
+        schedule = solve(problem)
+        validate(problem, schedule)
+        best = check(realise(s, schedule, problem))
+    except (ProgramError, ScheduleError) as error:
+        notes.append(f"an order was given up for the last valid one: {error}")
+    peak = unscheduled.peak if best is None else memory(best).peak
+    if best is not None and graph.budget is not None and peak > budget:
         if budget < unscheduled.peak:
-            raise _too_little(budget, memory(best.graph) if best.peak < unscheduled.peak else unscheduled)
-        notes.append(f"the order is as written: any other needs {format_bytes(best.peak)}")
-        best = None
+            raise _too_little(budget, memory(best) if peak < unscheduled.peak else unscheduled)
+        notes.append(f"the order is as written: any other needs {format_bytes(peak)}")
+        best, peak = None, unscheduled.peak
     if best is None:
         plan = Plan(fingerprint(graph), update=WRITTEN, notes=tuple(notes))
-        return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
+        return weighed(plan, peak, graph.budget, cluster.device), check(as_written(graph))
 
-    if best.peak > budget:
-        notes.append(f"the peak is {format_bytes(best.peak)}, {format_bytes(best.peak - budget)} above the budget")
-    if best.update != s.asked_update:
+    if peak > budget:
+        notes.append(f"the peak is {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget")
+    if update != s.asked_update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
-    plan = Plan(fingerprint(graph), *named(s, best.schedule), best.update, tuple(notes))
-    return weighed(plan, best.peak, graph.budget, cluster.device), best.graph
+    plan = Plan(fingerprint(graph), *named(s, schedule), update, tuple(notes))
+    return weighed(plan, peak, graph.budget, cluster.device), best
 
 
-def _orders(s: Skeleton, cluster: Cluster, budget: int) -> tuple[list[Order], list[str]]:
-    """The order with updates as asked and, if that does not fit, the one with updates at the end; and notes."""
-    orders: list[Order] = []
-    try:
-        for update in dict.fromkeys((s.asked_update, "last")):
-            orders.append(_order(s, cluster, budget, update))
-            if orders[-1].peak <= budget:
-                break
-    except (ProgramError, ScheduleError) as error:
-        return orders, [f"an order was given up for the last valid one: {error}"]
-    return orders, []
+def _problem(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
+    """The problem to solve, and when updates run in it: as asked, or at the end if only that fits the budget.
 
-
-def _order(s: Skeleton, cluster: Cluster, budget: int, update: str) -> Order:
-    """Solve the scheduling problem of a program, and write the program in the order of the solution.
-
-    Raises:
-        ScheduleError: the schedule is not one of the problem.
-        ProgramError: the program is not well formed.
+    Where neither fits, it is the one that needs less, with the memory that it needs.
     """
-    problem = formulate(s, cluster, budget, update)
-    schedule = solve(problem)
-    validate(problem, schedule)
-    graph = check(realise(s, schedule, update, problem.keepers(schedule.dropped)))
-    return Order(schedule, update, graph, memory(graph).peak)
+    problems = [(formulate(s, cluster, budget, update), update) for update in dict.fromkeys((s.asked_update, "last"))]
+    least = [needs(problem)[0] for problem, _ in problems]
+    chosen = min(range(len(problems)), key=lambda k: max(least[k], budget))
+    problem, update = problems[chosen]
+    return replace(problem, memory=max(budget, least[chosen])), update
 
 
 def _too_little(budget: int, least: Memory) -> ValueError:

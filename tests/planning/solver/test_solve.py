@@ -323,38 +323,6 @@ def test_with_the_memory_of_fsdp2_a_plan_is_near_the_bound(case):
         assert evaluate(case.problem, schedule).seconds >= bound(case.problem).seconds
 
 
-def test_the_peak_of_the_program_decides():
-    """A program may take more than its slots say: then the next search counts with as many bytes less."""
-    p = replace(CASES[6].problem, memory=evaluate(CASES[6].problem, fsdp2(CASES[6])).peak)
-    more = 10**6
-    program = replace(p, peak_of=lambda schedule: evaluate(p, schedule).peak + more)
-    assert evaluate(p, solve(p)).peak > p.memory - more, "without the program it does not fit"
-    schedule = solve(program)
-    assert evaluate(program, schedule).peak == evaluate(p, schedule).peak + more <= p.memory
-    assert solve(replace(p, peak_of=lambda schedule: p.memory)) == solve(p)
-
-
-def test_a_program_that_fits_in_no_order_gets_the_lowest_peak():
-    p = problem(Random(0))
-    needs, _ = least(p)
-    program = replace(p, memory=needs - 1, peak_of=lambda schedule: evaluate(p, schedule).peak)
-    schedule = solve(program)
-    validate(p, schedule)
-    assert evaluate(program, schedule).peak == needs
-
-
-def test_a_search_that_can_try_little_goes_on_only_if_its_seeds_fit():
-    p = replace(CASES[3].problem, memory=evaluate(CASES[3].problem, fsdp2(CASES[3])).peak)
-    effort, asked = 22 * (len(p.gathers) + len(p.reductions)), []
-    never = replace(p, peak_of=lambda schedule: asked.append(schedule) or p.memory + 1)
-    always = replace(p, peak_of=lambda schedule: p.memory)
-    seeds = solve(never, effort)
-    validate(p, seeds)
-    assert seeds == asked[0] and evaluate(p, seeds).peak <= p.memory
-    assert evaluate(p, solve(always, effort)).seconds < evaluate(p, seeds).seconds
-    assert solve(always, effort) == solve(p, effort)
-
-
 def test_plans_are_the_same_in_every_process():
     """The wire's keys are strings and tuples, whose hashes differ from process to process."""
     program = (

@@ -22,7 +22,7 @@ from .problem import Bucket, Problem, Schedule
 from .updates import Updates
 
 # What happens at one place, in this order.
-_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _WAIT = range(5)
+_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT = range(6)
 _NEVER = float("inf")
 _Item = tuple[int, int, int | str, Any]  # place, kind, the order of equal kinds at one place, and what it happens to
 
@@ -110,6 +110,7 @@ class _Play:
             *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
             *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
             *((each.message.issue, _SEND_FIXED, each.turn, each) for each in self.fixed),
+            *((place, _UPDATE, 0, None) for place in {update.release for update in self.problem.updates}),
             *((each.message.need, _WAIT, each.turn, each) for each in self.fixed),
         ]
         heapq.heapify(agenda)
@@ -127,7 +128,10 @@ class _Play:
         """Play the choice; raise `_TooLong` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _TooLong
-        happen = (self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._wait)
+        happen = (
+            *(self._arrive, self._send_fixed, self._send_gathers, self._send_reduction),
+            *(self._update, self._wait),
+        )
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -227,8 +231,7 @@ class _Play:
         end = bisect_left(self.expected, reduction.expected - self.clock + self.expected[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
-            needs = np.full(2 * (end - place), load.size)
-            needs[1::2] += load.burst
+            needs = self._needs(load, place, end)
             full = self.room[2 * place + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
@@ -238,16 +241,28 @@ class _Play:
             if end > place:
                 heapq.heappush(self.agenda, (end, _ARRIVE, reduction.index, reduction))
 
+    def _needs(self, load: Load, place: int, end: int) -> np.ndarray:
+        """By slot, from after a place to an end: the room that a reduction needs to be waited for there or later."""
+        needs = np.full(2 * (end - place), load.size)
+        needs[1::2] += load.burst
+        needs[: max(load.until - 2 * place - 1, 0)] -= load.stays
+        return needs
+
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:
-        """Wait for a reduction at a place, and give back the room that was taken for it after that place."""
+        """Wait for a reduction at a place, and give back the room that was taken for it after that place.
+
+        Those that were sent before it over the same lane have arrived too, and are waited for first.
+        """
         load, until = reduction.load, reduction.until
+        for earlier in [r for r in self.behind if r.load.wire.lane == load.wire.lane and r.index < reduction.index]:
+            self._decide_wait(earlier, place, stall)
         self.behind.remove(reduction)
         reduction.wait = place
-        self.room[2 * load.place + 2 : 2 * until + 1 : 2] += load.burst
         if place > load.place:
-            self.room[2 * place] -= load.burst
+            self.room[2 * load.place] += load.spared
+            self.room[2 * load.place + 2 : 2 * place : 2] += load.burst
+        self.room[2 * place + 1 : 2 * until + 1] += self._needs(load, place, until)
         if until > place:
-            self.room[2 * place + 1 : 2 * until + 1] += load.size
             for lane in self.queued:
                 if lane.queue and lane.next > place:
                     lane.next = place + stall
@@ -267,14 +282,15 @@ class _Play:
             if reduction.until == place:
                 self._decide_wait(reduction, place, stall=True)
 
+    def _update(self, _: None, place: int) -> None:
+        """Run the updates that are released here."""
+        self.clock += self.updates.seconds(place)
+
     def _wait(self, first: InFlight, place: int) -> None:
         """Let compute stand still until the messages that are needed here have arrived, and unpack each then."""
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        if any(not isinstance(message, FixedInFlight) for message in needed):
-            self.clock += self.updates.run(place)
-            self.network.run(self.clock)
         arrivals = sorted((self.network.come(message.number), message.turn, message) for message in needed)
         for end, _, message in arrivals:
             if end > self.clock:
@@ -296,5 +312,6 @@ class _Play:
             self.ahead.remove(message)
             return message.load.unpack
         if isinstance(message, ReductionInFlight):
-            return message.load.unpack + self.updates.follow(message.load.members, place)
+            self.updates.meet(message.load.members)
+            return message.load.unpack + self.updates.seconds(place)
         return 0.0

@@ -11,7 +11,18 @@ import numpy as np
 
 from .problem import Problem, Wire
 from .sending import sending
-from .slots import Span, buffers, by_operation, fixed, gathering, reducing, summed, under_way
+from .slots import (
+    Span,
+    buffers,
+    by_operation,
+    fixed,
+    gathering,
+    reducing,
+    sending_bytes,
+    summed,
+    under_way,
+    waited,
+)
 
 Members = tuple[int, ...]
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
@@ -46,6 +57,10 @@ class Load(NamedTuple):
     host: float
     unpack: float
     spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
+    stays: int = 0  # of a reduction: bytes that are counted after its start as its result, up to slot `until`
+    until: int = 0
+    spared: int = 0  # of a reduction: bytes at its start that are not live there if it is waited for later
+    second: int = 0  # of a reduction: bytes of the second one that follows it
 
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
@@ -67,6 +82,7 @@ class Loads:
         self.memory = int(min(problem.memory, _ENDLESS))
         self.starts = sorted({r.born + 1 for r in problem.reductions})
         self.fixed = fixed(problem)
+        self.second = max((r.second for r in problem.reductions), default=0)
         self._gathers: dict[Members, Load | None] = {}
         self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
@@ -84,6 +100,8 @@ class Loads:
             return None
         spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
         room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
+        if reductions:
+            room[2 * self.starts[0] :] -= max(load.second for load in reductions) - self.second
         if room.min(initial=0) < 0:
             return None
         return (*(sorted(part, key=lambda load: (load.place, load.bound)) for part in (gathers, reductions)), room)
@@ -94,6 +112,8 @@ class Loads:
             spans = self._held(dropped)
             for r in self.problem.reductions:
                 spans += reducing([r], r.born + 1, r.born + 1)
+            if self.second:  # between two waits, one second reduction is under way
+                spans.append((2 * self.starts[0], len(self.fixed), self.second))
             self._alone[dropped] = self.fixed + summed(spans, len(self.fixed))
         return self._alone[dropped]
 
@@ -122,8 +142,15 @@ class Loads:
             need = min(self.end if r.need is None else r.need for r in things)
             alone = [(a, b, -size) for r in things for a, b, size in reducing([r], r.born + 1, r.born + 1)]
             spans = (*reducing(things, start, start), *alone)
-            held, size, burst = sum(r.held for r in things), under_way(things), sum(r.more for r in things)
-            load = Load(members, start, need, held, size, burst, *sending(self.problem, things), spans)
+            held, size = sum(r.held for r in things), under_way(things)
+            begins, ends, waiting = sending_bytes(things), waited(things), sum(r.waiting for r in things)
+            load = Load(
+                *(members, start, need, held, size + waiting, ends - size, *sending(self.problem, things), spans),
+                stays=sum(size for r in things for size, _ in r.results),
+                until=min((until for r in things for _, until in r.results), default=0),
+                spared=max(ends - begins, 0),
+                second=sum(r.second for r in things),
+            )
             self._reductions[members] = load if start <= need else None
         return self._reductions[members]
 

@@ -178,7 +178,7 @@ class Search:
     def climb(self) -> None:
         """Change the best choice at random while effort is left; at first, accept slightly slower ones."""
         current, total = self.best, max(self.effort, 1)
-        while self.moves.changes and not self.done:
+        while self.moves.changes and not self.done and (current.gathers or current.reductions):
             worse = 1 + self.moves.worse * max(0.0, self.effort / total - 0.1)
             placed = self.try_(self._neighbour(current.choice), current.seconds * worse)
             if placed is not None and placed.seconds <= current.seconds * worse:

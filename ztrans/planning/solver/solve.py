@@ -9,7 +9,6 @@ and its peak decides. Where it is above the memory, the next search counts with 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import replace
 
 from .evaluation import evaluate, issued, played
@@ -77,62 +76,35 @@ def later(problem: Problem, schedule: Schedule) -> Schedule:
 MOVES = Moves(finish=(one_ahead, later))
 
 
+def needs(problem: Problem) -> tuple[int, int]:
+    """The bytes that are live in every schedule of a problem, at most, and the operation at which they are."""
+    least = by_operation(Loads(problem).alone(kept(problem, ())))
+    return int(least.max(initial=0)), int(least.argmax()) if len(least) else 0
+
+
 def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
     """Find the fastest schedule whose peak fits the memory.
 
     The same problem has the same schedule on every rank, because effort is counted and not timed.
 
     Args:
-        problem: what is to be scheduled. With `peak_of`, its peaks decide, else those of the slots.
+        problem: what is to be scheduled.
         effort: messages that the search may place.
         moves: what the search tries.
 
-    Returns:
-        The schedule. If no schedule of a program was found that fits, the one with the lowest peak.
-
     Raises:
-        Infeasible: no schedule fits the memory, in a problem without `peak_of`.
+        Infeasible: no schedule fits the memory.
     """
-    least = by_operation(Loads(problem).alone(kept(problem, ())))
-    needs = int(least.max(initial=0))
-    if problem.peak_of is None:
-        if needs > problem.memory:
-            raise Infeasible(needs, int(least.argmax()))
-        return _search(problem, effort, moves, lambda schedule: True)
-
-    peak_of = problem.peak_of
-    fits = lambda schedule: peak_of(schedule) <= problem.memory
-    schedules: list[Schedule] = []
-    counted = max(problem.memory, needs)  # the bytes that the slots may have
-    for number in range(1, moves.searches + 1):
-        schedules.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, moves, fits))
-        above = peak_of(schedules[-1]) - problem.memory
-        if above <= 0 or counted == needs:
-            break
-        counted = max(counted - above, needs)
-    return min(schedules, key=peak_of)
-
-
-def _search(problem: Problem, effort: int, moves: Moves, promising: Callable[[Schedule], bool]) -> Schedule:
-    """The best schedule of one search that fits by slots.
-
-    An effort that is enough for few schedules is spent only if the best of the seeds is `promising`.
-    """
+    least, at = needs(problem)
+    if least > problem.memory:
+        raise Infeasible(least, at)
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort, moves)
     search.sow()
-    chosen = _chosen(search)
-    few = effort < moves.few * (len(problem.gathers) + len(problem.reductions))
-    if search.done or (few and not promising(chosen)):
-        return chosen
-    search.merge()
-    search.climb()
-    return _chosen(search)
-
-
-def _chosen(search: Search) -> Schedule:
-    """The fastest of the search's best schedule and those that finish it; of equally fast ones the last."""
-    problem, best = search.problem, search.best.schedule
-    choices = [best, *(finish(problem, best) for finish in search.moves.finish)]
+    if not search.done:
+        search.merge()
+        search.climb()
+    best = search.best.schedule
+    choices = [best, *(finish(problem, best) for finish in moves.finish)]
     outcomes = [(evaluate(problem, schedule), schedule) for schedule in choices if schedule is not None]
     fitting = [(outcome.seconds, schedule) for outcome, schedule in outcomes if outcome.peak <= problem.memory]
     return min(reversed(fitting), key=lambda pair: pair[0])[1]
