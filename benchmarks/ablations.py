@@ -29,7 +29,7 @@ from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.local_search import GATHERS, REDUCTIONS, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import MOVES, later, one_ahead, solve
-from ztrans.runtime.inductor import backend, cpu_matmul
+from ztrans.runtime.inductor import backend
 from ztrans.tracing.arguments import Arguments, flat
 
 from .inductor import RESULTS, lifted, processor
@@ -58,17 +58,14 @@ class Part:
     simulated: bool = False
 
 
-ALTERNATIVES: dict[str, backend.Alternative] = {
-    "matrix products by oneDNN": cpu_matmul.alternative,
-}
+ONEDNN = "matrix products by oneDNN"
 
 
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
-    """A step of the benchmark's GPT, compiled by Inductor without some of the alternatives to PyTorch's operations."""
+    """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    used = [alternative for name, alternative in ALTERNATIVES.items() if name not in without]
     _, local = flat(lowered.program, lowered.graph, lowered.mesh, Arguments(state, batch))
-    _, run = backend.executable(lowered.graph, None, local, alternatives=used)
+    _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 
     def step() -> float:
         start = time.perf_counter()
@@ -86,7 +83,7 @@ def cpu_part(config: Config, long: Config) -> Part:
         f"GPT, sequence {long.sequence}, fp32": functools.partial(compiled_step, long, False),
         f"GPT, sequence {long.sequence}, bf16": functools.partial(compiled_step, long, True),
     }
-    return Part("The CPU's kernels", "measured, one core", tuple(ALTERNATIVES), steps.items())
+    return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps.items())
 
 
 def by_size(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:

@@ -1,15 +1,14 @@
-"""Kernels, collectives and a training step on one GPU: right first, then how fast, beside what peers do.
+"""Kernels, collectives and a training step on one GPU: checked for correctness, then timed beside their peers.
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives step
 
-Where ztrans is not installed, from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
+If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
-Figures are written of a GPU that was there, and of nothing else: without one the command says so and
-writes no file. Files are written anew with every line that is found, and keep what other sections
-found on the same card, with the same versions, on the same day. Each section runs in what is left of
-the time; what fails or comes too late is in the report as that. Nothing is launched by this process: what
-ends badly for a GPU, or never ends, does so in a process of its own.
+Without a GPU the command says so, and writes no file. The files are rewritten after each result. They keep the results
+of other sections if those are from the same card, with the same versions, on the same day. All sections share one time
+limit, and the report also lists sections that failed or did not run. This process launches nothing on the GPU itself:
+each section has a process of its own, so a crash or a hang does not stop the others.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ SECONDS = 450
 
 
 def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterator[list[dict]]]]:
-    """What is run, in this order; each gives its lines so far, again and again, given a device and a clock of what
-    is left. What it says of itself stands above its table."""
+    """The sections by name, in the order in which they run.
+
+    A section is called with a device and a function that returns the seconds left. It yields the list of its results
+    whenever that has grown. Its docstring is printed above its table in the report.
+    """
     import gpu_kernels
     import gpu_nccl
     import gpu_numerics
@@ -51,7 +53,7 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
 
 
 def card() -> dict:
-    """What the figures were measured on."""
+    """The card and the versions of the software, for the head of the report."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)
@@ -70,34 +72,34 @@ def card() -> dict:
 
 
 def run(
-    names: Sequence[str], device: torch.device, seconds: float, found: dict, write: Callable[[dict], None]
+    names: Sequence[str], device: torch.device, seconds: float, results: dict, write: Callable[[dict], None]
 ) -> bool:
-    """All sections of `names` into `found`, written with every line; whether all went well."""
+    """Run the sections `names`, and write `results` after each result. Returns whether nothing failed."""
     end = time.monotonic() + seconds
     left = lambda: end - time.monotonic()
     for name, section in sections().items():
         if name not in names:
             continue
-        found[name], start = [], time.monotonic()
+        results[name], start = [], time.monotonic()
         try:
             for lines in section(device, left) if left() > 5 else [[{"failed": "not run: the time was over"}]]:
-                for line in lines[len(found[name]) :]:
+                for line in lines[len(results[name]) :]:
                     print(f"{name}: {line}", file=sys.stderr)
-                found[name] = list(lines)
-                write(found)
+                results[name] = list(lines)
+                write(results)
         except Exception as error:
             traceback.print_exc()
-            found[name].append({"failed": f"{type(error).__name__}: {error}"})
-            write(found)
+            results[name].append({"failed": f"{type(error).__name__}: {error}"})
+            write(results)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    return not any("failed" in line for name in names for line in found.get(name, ()))
+    return not any("failed" in line for name in names for line in results.get(name, ()))
 
 
-def markdown(where: dict, found: dict) -> str:
-    """The results as tables, a column for each key of a section's lines."""
+def markdown(where: dict, results: dict) -> str:
+    """The results as Markdown tables, with a column for each key of a section's results."""
     lines = ["# One GPU", "", ", ".join(f"{key} {value}" for key, value in where.items()) + ".", ""]
     for name, section in sections().items():
-        if rows := found.get(name):
+        if rows := results.get(name):
             keys = list(dict.fromkeys(key for row in rows for key in row))
             lines += [f"## {name}", "", inspect.getdoc(section) or "", ""]
             lines += ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
@@ -113,7 +115,7 @@ def _cell(value: object) -> str:
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Parse the arguments, run the sections, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(sections()), default=list(sections()))
     parser.add_argument("--seconds", type=float, default=SECONDS)
@@ -121,17 +123,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py measures an NVIDIA GPU, and torch sees none here: nothing is measured or written.")
     where, file = card(), RESULTS / "gpu.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
-    found = before.pop("sections", {})
+    old = json.loads(file.read_text()) if file.exists() else {}
+    results = old.pop("sections", {})
 
-    def write(found: dict) -> None:
+    def write(results: dict) -> None:
         RESULTS.mkdir(exist_ok=True)
-        file.write_text(json.dumps({**where, "sections": found}, indent=1) + "\n")
-        (RESULTS / "gpu.md").write_text(markdown(where, found) + "\n")
+        file.write_text(json.dumps({**where, "sections": results}, indent=1) + "\n")
+        (RESULTS / "gpu.md").write_text(markdown(where, results) + "\n")
 
-    found = found if before == where else {}
-    well = run(args.only, torch.device("cuda", 0), args.seconds, found, write)
-    print(markdown(where, found))
+    results = results if old == where else {}
+    well = run(args.only, torch.device("cuda", 0), args.seconds, results, write)
+    print(markdown(where, results))
     sys.exit(not well)
 
 

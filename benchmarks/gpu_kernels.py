@@ -1,4 +1,4 @@
-"""Each kernel's time and bytes, beside the card's own copy and what peers use for the same work."""
+"""Time each kernel, and compare it with a plain copy on the same GPU and with what peers use for the same work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ MIB = 2**20
 SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the fp32 parameters
 RANKS = 8
 REPEATS = 20
-AHEAD = 2_000_000  # cycles that the GPU sleeps, so that what is timed does not wait for who launches it
+AHEAD = 2_000_000  # cycles that the GPU sleeps, so that the timed work does not wait for its launch
 Work = tuple[str, Callable[[], object]]
 
 
 def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES) -> Iterator[list[dict]]:
-    """Medians, with nothing in the cache. `moved` is what must be read and written at least, also for those that move
-    more; `of copy` is that over the time, as a share of what a plain copy of as many bytes reached just before.
+    """Medians, with nothing in the cache.
+
+    `moved` is the bytes that the work must read and write at least, also for contenders that move more. `of copy` is
+    the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking, updating, quantising, dequantising, rounding):
+    for make in (copying, packing, scattering, unpacking):
         for size in sizes:
             if left() > 10:
                 lines += compared(make, size, device)
@@ -38,23 +40,23 @@ def compared(make: Callable, size: int, device: torch.device) -> list[dict]:
     moved, contenders = make(shapes(size // 4), device)
     copied, lines = copy_seconds(moved, device), []
     for name, work in contenders:
-        found = seconds(work, device)
+        took = seconds(work, device)
         lines.append(
             {
                 "kernel": make.__name__,
                 "size, MiB": size // MIB,
                 "by": name,
                 "moved, MiB": round(moved / MIB, 1),
-                "us": found * 1e6,
-                "GB/s": moved / found / 1e9,
-                "of copy": copied / found,
+                "us": took * 1e6,
+                "GB/s": moved / took / 1e9,
+                "of copy": copied / took,
             }
         )
     return lines
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median time of `work`, whose results may still be in no cache."""
+    """The median time of `work`, with nothing of it in the cache."""
     for _ in range(3):
         work()
     if device.type != "cuda":
@@ -76,13 +78,13 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_seconds(moved: int, device: torch.device) -> float:
-    """How long a copy takes that reads and writes `moved` bytes in all."""
+    """The seconds of a copy that reads and writes `moved` bytes in all."""
     src, dst = (torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(2))
     return seconds(lambda: dst.copy_(src), device)
 
 
 def shapes(count: int) -> list[int]:
-    """Elements of the parameters of a bucket: matrices of a transformer's proportions, and its vectors."""
+    """The elements of each parameter of a bucket: the matrices and vectors of a layer of a transformer."""
     width = max(16, int((count / 12.1) ** 0.5) // 16 * 16)
     layer = [3 * width * width, width * width, 4 * width * width, 4 * width * width]
     vectors = [3 * width, width, 4 * width, width, width, width, width]
@@ -91,7 +93,7 @@ def shapes(count: int) -> list[int]:
 
 
 def copying(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """The card's own copy, which all others are measured by."""
+    """A plain copy, with which all other work is compared."""
     src, dst = (torch.empty(sum(numels), device=device) for _ in range(2))
     return 8 * sum(numels), [("torch copy_", lambda: dst.copy_(src))]
 
@@ -140,66 +142,6 @@ def unpacking(numels: list[int], device: torch.device) -> tuple[int, list[Work]]
         torch.split_with_sizes_copy(buffer.view(RANKS, -1), sizes, dim=1, out=rows)
 
     return 4 * buffer.numel(), [
-        ("ztrans unpack", lambda: torch.ops.ztrans.unpack.out(buffer, sizes, RANKS, out=outs)),
+        ("ztrans unpack", lambda: torch.ops.ztrans.unpack(buffer, sizes, RANKS, outs)),
         ("FSDP2's split_with_sizes_copy", split),
-    ]
-
-
-def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """Clipped AdamW on fp32 shards with fp32 gradients, and the new parameters in bf16."""
-    params, grads = ([torch.randn(n, device=device) for n in numels] for _ in range(2))
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    buffer = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
-    into = list(buffer.split(numels))
-    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    coefficient = torch.full((), 0.999, device=device)
-    work = [
-        (
-            "ztrans adamw_pack",
-            lambda: ops.adamw_pack(params, grads, *moments, step=one, lr=zero, scale=coefficient, out=buffer),
-        )
-    ]
-    if device.type == "cuda":  # the optimizer's own moments are as large again
-        twins = [torch.nn.Parameter(p) for p in params]
-        for twin, grad in zip(twins, grads):
-            twin.grad = grad
-        optimizer = torch.optim.AdamW(twins, lr=0.0, fused=True)
-
-        def unfused() -> None:
-            torch._foreach_mul_(grads, coefficient)
-            optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(into, params)
-
-        work += [
-            ("clip, AdamW(fused=True), _foreach_copy_", unfused),
-            ("AdamW(fused=True) alone, which does less", optimizer.step),
-        ]
-    return 30 * sum(numels), work
-
-
-def quantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """fp32 shards to 8 bits and scales."""
-    parts = [torch.randn(n, device=device) for n in numels]
-    moved = 4 * sum(numels) + ops.quantise(parts, numels, "int8").numel()
-    return moved, [(f"ztrans {kind}", lambda kind=kind: ops.quantise(parts, numels, kind)) for kind in ("int8", "fp8")]
-
-
-def dequantising(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """8 bits and scales to bf16."""
-    parts = [torch.randn(n, device=device) for n in numels]
-    flat = [(n,) for n in numels]
-    rows = {kind: ops.quantise(parts, numels, kind) for kind in ("int8", "fp8")}
-    return rows["int8"].numel() + 2 * sum(numels), [
-        (f"ztrans {kind}", lambda kind=kind: ops.dequantise(rows[kind], numels, flat, 1, kind, torch.bfloat16))
-        for kind in rows
-    ]
-
-
-def rounding(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
-    """fp32 to bf16 at random, beside the plain cast."""
-    x, seed = torch.randn(sum(numels), device=device), torch.zeros((), dtype=torch.int64, device=device)
-    return 6 * x.numel(), [
-        ("ztrans stochastic_round", lambda: ops.stochastic_round(x, seed)),
-        ("a plain cast, which does less", lambda: x.to(torch.bfloat16)),
     ]

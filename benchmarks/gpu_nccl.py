@@ -1,4 +1,4 @@
-"""The collective path with a group of one: all of stage 3 is really sent, and nothing changes."""
+"""The collective path with a process group of one rank: stage 3 sends its messages over NCCL, and no bit changes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ LIMIT = 90
 def collectives(
     device: torch.device, left: Callable[[], float] = lambda: 120.0, config: Config = CONFIG
 ) -> Iterator[list[dict]]:
-    """Stage 3 with prefetch and overlap on a group of one, planned for 8 ranks, its gathers and reductions sent over
-    NCCL: all of the state after 6 steps beside that of the plain step, and the group ended after its captured graph.
+    """Stage 3 with prefetch and overlap, planned for 8 ranks, sends its gathers and reductions over NCCL to a group of
+    one rank. After 6 steps the whole state is compared with that of the plain step. At the end the process group is
+    destroyed after the captured graph.
     """
     child, lines = Child(_compared, Task(config, device)), []
     try:
@@ -44,37 +45,40 @@ def _compared(pipe: Connection, task: Task) -> None:
     if task.device.type == "cuda":
         torch.cuda.set_device(task.device)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # The backward of flash attention adds in any order unless it is told not to.
+        # Without this flag, the backward of flash attention adds in an order that varies between runs.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     for line in bits(task):
         pipe.send(line)
-    gc.collect()  # a captured graph holds on to its communicators
+    gc.collect()  # a captured graph keeps its communicators alive
     dist.destroy_process_group()
     pipe.send(None)
 
 
 def bits(task: Task, ways: Sequence[bool] = (False, True)) -> Iterator[dict]:
-    """A line for the step without and with a CUDA graph: whether its state is that of the plain step, bit for bit."""
+    """A result for each variant of the step: sharded, with collectives, and with a CUDA graph.
+
+    Raises: AssertionError if a bit of the state differs from the plain step's.
+    """
     _, plain = trained(task)
-    _, again = trained(task)
-    if differing(plain, again):
+    _, repeated = trained(task)
+    if differing(plain, repeated):
         raise AssertionError("the plain step does not repeat itself, so there is nothing to compare with")
     _, state = trained(task, sharded=True)
     if wrong := differing(plain, state):
         raise AssertionError(f"sharded: {wrong} of {len(plain)} leaves are not those of the plain step")
     yield {"what": f"eager, state as DTensors on a mesh of one, {STEPS} steps", "result": "bits of the plain step"}
     for cuda_graph in ways:
-        what = f"eager{', CUDA graph' if cuda_graph else ''}"
+        description = f"eager{', CUDA graph' if cuda_graph else ''}"
         sent, state = trained(task, cuda_graph=cuda_graph, collectives=True)
         if wrong := differing(plain, state):
-            raise AssertionError(f"{what}: {wrong} of {len(plain)} leaves are not those of the plain step")
-        yield {"what": f"{what}: {sent} collectives a step, {STEPS} steps", "result": "bits of the plain step"}
+            raise AssertionError(f"{description}: {wrong} of {len(plain)} leaves are not those of the plain step")
+        yield {"what": f"{description}: {sent} collectives a step, {STEPS} steps", "result": "bits of the plain step"}
 
 
 def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:
-    """How many collectives a step starts, and its state after some steps."""
+    """The number of collectives that a step starts, and the state after `STEPS` steps."""
     step = Ours(task, "eager", **options)
     for _ in range(STEPS):
         step()
@@ -83,5 +87,5 @@ def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:
     return sum(map(is_start, step.lowered.graph.eqns)), [x.clone() for x in leaves]
 
 
-def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> int:
-    return sum(not torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+def differing(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> int:
+    return sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""What the kernels compute on a GPU, beside their references on the CPU."""
+"""Compare the results of the kernels on a GPU with those of their references on the CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
-    """The kernels beside their references on the CPU."""
+    """Compare the kernels with their references on the CPU."""
     lines = []
-    for check in (moves, casts, adamw, quantised, collectives, late):
+    for check in (moves, casts, collectives, late):
         try:
-            found = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
-        except Exception as error:  # the others say how far it reaches
+            outcome = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
+        except Exception as error:  # the other checks still run, and show how far the failure reaches
             traceback.print_exc()
-            found = {"failed": f"{type(error).__name__}: {error}"}
-        lines.append({"check": check.__name__} | found)
+            outcome = {"failed": f"{type(error).__name__}: {error}"}
+        lines.append({"check": check.__name__} | outcome)
         yield lines
 
 
@@ -33,21 +33,21 @@ def bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (count * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
 
 
-def same(found: torch.Tensor, true: torch.Tensor, what: str) -> None:
-    """Raise unless all bits agree, but for what a NaN holds."""
-    a, b = found.cpu(), true.cpu()
+def same(result: torch.Tensor, true: torch.Tensor, name: str) -> None:
+    """Raise an error unless all bits agree, except for the bits of NaNs."""
+    a, b = result.cpu(), true.cpu()
     if a.is_floating_point():
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
-            raise AssertionError(f"{what}: NaN in other places")
+            raise AssertionError(f"{name}: NaN in other places")
         a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
     wrong = int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
     if wrong:
-        raise AssertionError(f"{what}: {wrong} bytes differ from the reference")
+        raise AssertionError(f"{name}: {wrong} bytes differ from the reference")
 
 
 def moves(device: torch.device) -> str:
-    """unpack, and cast_pack without a cast: any bits arrive as they were."""
+    """unpack, and cast_pack without a cast, keep all bits."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
         parts = [bits(n, dtype, seed) for seed, n in enumerate(NUMELS)]
         for ranks in (1, 3):
@@ -62,58 +62,20 @@ def moves(device: torch.device) -> str:
 
 
 def casts(device: torch.device) -> str:
-    """cast_pack between floats, and stochastic_round: all bit patterns round as on the CPU."""
+    """cast_pack between floats: all bit patterns round as on the CPU."""
     for src in FLOATS:
         parts = [bits(n, src, seed) for seed, n in enumerate(NUMELS)]
         for dst in FLOATS:
             true = ops.cast_pack(parts, NUMELS, dst)
             same(ops.cast_pack([p.to(device) for p in parts], NUMELS, dst), true, f"cast_pack {src} to {dst}")
-    x = bits(NUMELS[0], torch.float32, 9)
-    same(ops.stochastic_round(x.to(device), 3), ops.stochastic_round(x, 3), "stochastic_round")
-    return "bit for bit"
-
-
-def adamw(device: torch.device) -> str:
-    """A hundred steps beside `torch.optim.AdamW`; what is written out is the rounded parameter."""
-    params = [torch.randn(n, device=device) for n in NUMELS]
-    twins = [torch.nn.Parameter(p.clone()) for p in params]
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    optimizer = torch.optim.AdamW(twins, lr=3e-3, weight_decay=0.1)
-    out, scale = torch.empty(sum(NUMELS), dtype=torch.bfloat16, device=device), torch.full((), 0.37, device=device)
-    for step in range(1, 101):
-        grads = [torch.randn_like(p) for p in params]
-        for twin, grad in zip(twins, grads):
-            twin.grad = grad * scale
-        optimizer.step()
-        ops.adamw_pack(params, grads, *moments, step=step, lr=3e-3, weight_decay=0.1, scale=scale, out=out)
-    for p, twin in zip(params, twins):
-        torch.testing.assert_close(p, twin.detach(), rtol=1e-6, atol=1e-6)
-    same(out, torch.cat(params).bfloat16(), "adamw_pack's write-out")
-    far = max(float((p - t.detach()).abs().max()) for p, t in zip(params, twins) if p.numel())
-    return f"at most {far:.1e} from torch.optim.AdamW after 100 steps"
-
-
-def quantised(device: torch.device) -> str:
-    """quantise and dequantise, both kinds."""
-    parts = [torch.randn(n) for n in NUMELS]
-    parts[-1][:300] = -torch.tensor([0.0, 1e-38]).repeat(150)  # no scale for those
-    for kind in ("int8", "fp8"):
-        true = ops.quantise(parts, NUMELS, kind)
-        found = ops.quantise([p.to(device) for p in parts], NUMELS, kind)
-        same(found, true, f"quantise {kind}")
-        whole = [p.shape for p in parts]
-        truth = ops.dequantise(true, NUMELS, whole, 1, kind, torch.bfloat16)
-        for a, b in zip(ops.dequantise(found, NUMELS, whole, 1, kind, torch.bfloat16), truth):
-            same(a, b, f"dequantise {kind}")
     return "bit for bit"
 
 
 def collectives(device: torch.device) -> str:
-    """all_gather and reduce_scatter of 2, 3, 4 and 8 ranks, rank after rank, without their barriers."""
+    """all_gather and reduce_scatter of 2, 3, 4 and 8 ranks, which run one after the other, without their barriers."""
     from ztrans.ops.all_gather import launch as gather
     from ztrans.ops.reduce_scatter import launch as scatter
 
-    worst = 0.0
     for ranks in (2, 3, 4, 8):
         sizes = [-(-n // ranks) + 1 for n in NUMELS]
         total = sum(sizes)
@@ -125,24 +87,20 @@ def collectives(device: torch.device) -> str:
             at = memories[rank]
             outs = [torch.empty(n, dtype=torch.bfloat16, device=device) for n in NUMELS]
             tables = (at.buffers, at.pads, at.error)
-            gather(*tables, outs, sizes, rank, 0, 8, 1, sync=False)
+            gather(*tables, outs, sizes, rank, 8, 1, sync=False)
             sent = rows[:, 0].contiguous()
             for out, true in zip(outs, ops.unpack(sent.view(-1), sizes, [(n,) for n in NUMELS], ranks)):
                 same(out, true, "all_gather")
             outs = [torch.empty(size, device=device) for size in sizes]
-            squares = scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 0, 8, 1, sync=False)
+            scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 8, 1, sync=False)
             true = ops.reduce(list(rows[:, rank]), "mean", torch.float32)
             same(torch.cat(outs), true, "reduce_scatter")
             same(ops.reduce(list(rows[:, rank].to(device)), "mean", torch.float32), true, "reduce")
-            norm = float(true.double().square().sum())
-            worst = max(worst, abs(float(squares.double().sum()) - norm) / norm)
-    if worst > 1e-6:
-        raise AssertionError(f"reduce_scatter: the norm is off by {worst:.1e}")
-    return f"bit for bit; norms to {worst:.1e}"
+    return "bit for bit"
 
 
 def late(device: torch.device) -> str:
-    """A barrier to which a rank does not come ends, and is an error on the host."""
+    """A barrier that a rank does not reach ends, and is an error on the host."""
     memory, _ = symmetric.in_one_process(2, 0, device)
     try:
         ops.barrier(memory, spins=1000)
@@ -153,4 +111,4 @@ def late(device: torch.device) -> str:
         if "waited in vain" in str(error):
             return "ends and raises"
         raise
-    raise AssertionError("a barrier went through without the other rank")
+    raise AssertionError("a barrier ended without an error although a rank did not reach it")

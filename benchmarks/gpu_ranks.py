@@ -1,8 +1,9 @@
-"""Several ranks on one GPU: their barriers, their collectives in one cooperative launch, and processes that meet.
+"""Several ranks on one GPU: barriers and collectives in one cooperative launch, and between processes.
 
-One card can show that signals are right and how many bytes its memory moves, not what a wire between
-cards carries. Ranks in one launch run at once, so a barrier that let somebody through would be seen;
-processes on one card take turns, so they show that the rendezvous and the library's way work, and no time.
+One card shows whether the signals are right, and how many bytes its memory moves. It does not show the speed of a
+link between cards. Ranks in one launch run at the same time, so a barrier that lets a rank through early is noticed.
+Processes on one card take turns. They show that the rendezvous and the library's calls work, but their times mean
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gpu_near
+import gpu_symmetric
 import torch
 import torch.distributed as dist
 from gpu_kernels import MIB, copy_seconds, seconds
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 ROUNDS = 5000
-SPINS = 1 << 20  # a second or so
+SPINS = 1 << 20  # how often a rank looks for a signal before it gives up: about a second
 
 
 @kernel(numbers="rounds spins")
 def _rounds(buffers, pads, error, wrong, rounds, spins, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    # Everybody writes, all meet, everybody reads what all others wrote, all meet, everybody poisons.
+    # Every rank writes, then a barrier, then every rank reads the values of all ranks, then a barrier, then every rank
+    # overwrites its own values.
     block, rank = tl.program_id(0), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(buffers + rank).to(tl.pointer_type(tl.int32)) + i
@@ -60,8 +62,9 @@ def _rounds(buffers, pads, error, wrong, rounds, spins, WORLD: tl.constexpr, BLO
 
 
 def one_launch(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
-    """2, 4 and 8 ranks in one cooperative launch: barriers, then the collectives, then both from a graph. `us` of a
-    barrier is that of one; `memory GB/s` is what all ranks together read and write of the one card's memory.
+    """2, 4 and 8 ranks in one cooperative launch: barriers, then the collectives, then both from a CUDA graph. `us` is
+    the time of one barrier or collective. `memory GB/s` counts the bytes that all ranks read and write in the card's
+    memory.
     """
     lines = []
     for ranks in (2, 4, 8):
@@ -79,7 +82,7 @@ def one_launch(device: torch.device, left: Callable[[], float] = lambda: 60.0) -
 
 
 def barriers(ranks: int, device: torch.device) -> dict:
-    """Thousands of rounds in one launch; every read of what a peer wrote is checked."""
+    """Thousands of rounds in one launch. Every value that a rank reads from a peer is checked."""
     blocks, block = 16, 256
     memories = symmetric.in_one_process(ranks, 4 * blocks * block, device)
     at, wrong = memories[0], torch.zeros((), dtype=torch.int32, device=device)
@@ -90,7 +93,7 @@ def barriers(ranks: int, device: torch.device) -> dict:
             num_warps=4, launch_cooperative_grid=True,
         )  # fmt: skip
 
-    play(0)  # compiled and loaded before anybody waits
+    play(0)  # compiles and loads the kernel
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     play(ROUNDS)
@@ -98,15 +101,15 @@ def barriers(ranks: int, device: torch.device) -> dict:
     torch.cuda.synchronize(device)
     at.check()
     if int(wrong):
-        raise AssertionError(f"{int(wrong)} of the reads of {ranks} ranks saw something else than was written")
+        raise AssertionError(f"{int(wrong)} reads of {ranks} ranks returned another value than was written")
     clean(memories)
     each = begin.elapsed_time(end) * 1e3 / (2 * ROUNDS)
-    what = f"{2 * ROUNDS} barriers of {blocks} blocks, poisoned"
-    return {"ranks": ranks, "what": what, "us": each, "result": "right"}
+    description = f"{2 * ROUNDS} barriers of {blocks} blocks, poisoned"
+    return {"ranks": ranks, "what": description, "us": each, "result": "right"}
 
 
 def clean(memories: list[symmetric.Symmetric]) -> None:
-    """Raise unless all signals are back at zero."""
+    """Raise an error unless all signals are zero again."""
     for memory in memories:
         whole = memory.held[memory.rank]
         if whole[memory.mine.numel() :].any():
@@ -114,7 +117,7 @@ def clean(memories: list[symmetric.Symmetric]) -> None:
 
 
 def setting(ranks: int, size: int, device: torch.device):
-    """Memories and terms of bf16 whose whole is `size` bytes, in one parameter of that size and a small one."""
+    """Symmetric memories with random bf16 values: a parameter of `size` bytes in total, and a small one."""
     sizes = [size // 2 // ranks // 64 * 64, 72]  # rows of whole 16 bytes
     memories = symmetric.in_one_process(ranks, 2 * ranks * sum(sizes), device)
     for memory in memories:
@@ -123,7 +126,7 @@ def setting(ranks: int, size: int, device: torch.device):
 
 
 def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
-    """all_gather and reduce_scatter with their barriers: right, and their bytes beside a copy's."""
+    """all_gather and reduce_scatter with their barriers: checked, and timed beside a copy of as many bytes."""
     sizes, memories = setting(ranks, size, device)
     at, total = memories[0], sum(sizes)
     tables = (at.buffers, at.pads, at.error)
@@ -133,25 +136,25 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
     options = {"together": ranks}
     ways = {
         "all_gather": (
-            lambda: gather(*tables, wholes, sizes, 0, 0, channels, SPINS, **options),
+            lambda: gather(*tables, wholes, sizes, 0, channels, SPINS, **options),
             2 * ranks * 2 * ranks * total,
         ),
         "reduce_scatter": (
-            lambda: scatter(*tables, parts, sizes, "sum", torch.bfloat16, 0, 0, channels, SPINS, **options),
+            lambda: scatter(*tables, parts, sizes, "sum", torch.bfloat16, 0, channels, SPINS, **options),
             ranks * (2 * ranks + 4) * total,
         ),
     }
     lines = []
     for name, (work, moved) in ways.items():
-        found = seconds(work, device)
+        taken = seconds(work, device)
         at.check()
         lines.append(
             {
                 "ranks": ranks,
                 "what": f"{name} of {size // MIB} MiB, all ranks in one launch",
-                "us": found * 1e6,
-                "memory GB/s": moved / found / 1e9,
-                "of copy": copy_seconds(moved, device) / found,
+                "us": taken * 1e6,
+                "memory GB/s": moved / taken / 1e9,
+                "of copy": copy_seconds(moved, device) / taken,
             }
         )
     sent = [m.mine.view(torch.bfloat16)[:total] for m in memories]
@@ -161,15 +164,15 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
         mine = wholes[rank * len(sizes) : (rank + 1) * len(sizes)]
         summed = ops.reduce([row[rank] for row in rows], "sum", torch.float32)
         if not all(torch.equal(a, b) for a, b in zip(mine, truth)):
-            raise AssertionError(f"all_gather of {ranks} ranks: rank {rank} has something else")
+            raise AssertionError(f"all_gather of {ranks} ranks: the result of rank {rank} is wrong")
         if not torch.equal(torch.cat(parts[rank * len(sizes) : (rank + 1) * len(sizes)]), summed):
-            raise AssertionError(f"reduce_scatter of {ranks} ranks: rank {rank} has something else")
+            raise AssertionError(f"reduce_scatter of {ranks} ranks: the result of rank {rank} is wrong")
     clean(memories)
     return [line | {"result": "right"} for line in lines]
 
 
 def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
-    """A captured gather, replayed with new contents each time: signals that kept a count would let it through."""
+    """A captured gather is replayed with new values each time. Signals that count calls would fail in a replay."""
     sizes, memories = setting(ranks, MIB, device)
     at, total = memories[0], sum(sizes)
     wholes = [torch.empty(ranks * s, dtype=torch.bfloat16, device=device) for _ in range(ranks) for s in sizes]
@@ -183,7 +186,7 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
             buffer.copy_((count + rank).expand(total))
         for whole in wholes:
             whole.fill_(-1)
-        gather(at.buffers, at.pads, at.error, wholes, sizes, 0, 0, 128 // ranks, SPINS, together=ranks)
+        gather(at.buffers, at.pads, at.error, wholes, sizes, 0, 128 // ranks, SPINS, together=ranks)
         for whole in wholes:
             expected = (count + torch.arange(ranks, device=device)).bfloat16()[:, None]
             wrong.add_((whole.view(ranks, -1) != expected).sum())
@@ -207,20 +210,20 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
 
 
 def processes(device: torch.device, left: Callable[[], float] = lambda: 100.0) -> Iterator[list[dict]]:
-    """Ranks in processes of their own on the one card, through torch's symmetric memory and a gloo group."""
+    """Ranks in processes of their own on one card, with torch's symmetric memory and a gloo group."""
     lines = []
     for ranks in (2, 4):
         if left() > 30:
             meeting(ranks, min(60, left()))
-            what = "rendezvous, barrier, all_gather, reduce_scatter, steps of stage 3 in processes"
-            lines.append({"ranks": ranks, "what": what, "result": "right"})
+            description = "rendezvous, barrier, all_gather, reduce_scatter, steps of stage 3 in processes"
+            lines.append({"ranks": ranks, "what": description, "result": "right"})
         else:
             lines.append({"ranks": ranks, "failed": "not run: the time was over"})
         yield lines
 
 
 def meeting(ranks: int, limit: float) -> None:
-    """Raise unless all went well in all processes, and in time."""
+    """Run all processes, and raise an error if one of them fails or takes longer than `limit` seconds."""
     env = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMMMEM": "CUDA"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, folder]
@@ -231,39 +234,40 @@ def meeting(ranks: int, limit: float) -> None:
         end = time.monotonic() + limit
         while any(process.poll() is None for process in started) and time.monotonic() < end:
             if any(process.returncode for process in started):
-                break  # the others would wait for it
+                break  # the other processes would wait for the one that failed
             time.sleep(0.1)
         for process in started:
             process.kill()
-        said = [process.communicate()[0].decode() for process in started]
+        outputs = [process.communicate()[0].decode() for process in started]
     if any(process.returncode for process in started):
         ends = (f"code {process.returncode}" for process in started)
-        raise RuntimeError(" | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(said, ends)))
+        raise RuntimeError(" | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(outputs, ends)))
 
 
 def one_process(folder: str, rank: int, ranks: int) -> None:
-    """One rank of `meeting`."""
+    """The program of one rank of `meeting`."""
     torch.cuda.set_device(0)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     sizes = [4096, 67]
     memory = ops.rendezvous(4 * ranks * sum(sizes))
     draws = [torch.Generator().manual_seed(r) for r in range(ranks)]
-    everyone = [torch.randn(ranks, sum(sizes), generator=draw).bfloat16() for draw in draws]
-    memory.mine.view(torch.bfloat16)[: ranks * sum(sizes)].copy_(everyone[rank].view(-1))
+    by_rank = [torch.randn(ranks, sum(sizes), generator=draw).bfloat16() for draw in draws]
+    memory.mine.view(torch.bfloat16)[: ranks * sum(sizes)].copy_(by_rank[rank].view(-1))
     wholes = [torch.empty(ranks * s, dtype=torch.bfloat16, device="cuda") for s in sizes]
     parts = [torch.empty(s, device="cuda") for s in sizes]
     ops.barrier(memory)
-    for _ in range(3):  # few: on one card a wait lasts until the other process has its turn
+    for _ in range(3):  # few, as on one card a wait lasts until the other process gets its turn
         ops.all_gather(memory, wholes, sizes, channels=2)
         ops.reduce_scatter(memory, parts, sizes, "sum", torch.bfloat16, channels=2)
     torch.cuda.synchronize()
     memory.check()
-    truth = ops.unpack(torch.cat([e[0] for e in everyone]), sizes, [(ranks * s,) for s in sizes], ranks)
+    truth = ops.unpack(torch.cat([e[0] for e in by_rank]), sizes, [(ranks * s,) for s in sizes], ranks)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(wholes, truth)), "all_gather"
-    summed = ops.reduce([e[rank] for e in everyone], "sum", torch.float32)
+    summed = ops.reduce([e[rank] for e in by_rank], "sum", torch.float32)
     assert torch.equal(torch.cat(parts).cpu(), summed), "reduce_scatter"
-    assert gpu_near.stepped(zt.make_mesh("cuda", dp=-1), Streams(symmetric=gpu_near.Always())), "a step sends nothing"
+    streams = Streams(symmetric=gpu_symmetric.Always())
+    assert gpu_symmetric.stepped(zt.make_mesh("cuda", dp=-1), streams), "the step sends nothing"
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Subjects in processes of their own, which take turns on the one GPU, round after round."""
+"""Time subjects that take turns on one GPU, round after round. Each has a process of its own."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from gpu_step import BASE, CONFIG, POOLED, SUBJECTS, Config, Task, flops, peak
 from torch import Tensor
 
 GIB = 2**30
-FIRST, SETTLE, TIMED = 3, 2, 10  # steps: before the first round; of a round, untimed and timed
-LIMIT = 100  # seconds in which a subject is ready, or is given up
+FIRST, SETTLE, TIMED = 3, 2, 10  # steps: before the first round; then untimed and timed steps of each round
+LIMIT = 100  # seconds in which a subject must be ready
 LIMITS = {"torch.compile, max-autotune-no-cudagraphs": 180}
-ROOM = 30 * GIB  # free on the card before a subject starts; the oldest go until there is as much
-APART = 1e-2  # how far a loss may be from the first one's, in half precision
+ROOM = 30 * GIB  # free memory that a subject needs to start; the oldest subjects are ended until there is as much
+APART = 1e-2  # the relative difference allowed between a loss and the first subject's, as the steps are in bf16
 
 
 class Child:
-    """A process that runs `target(pipe, *args)` and answers over its pipe; an error is an answer too."""
+    """A process that runs `target(pipe, *args)` and sends answers over its pipe. An error is sent as an answer, too."""
 
     def __init__(self, target: Callable, *args: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.pipe, other = spawn.Pipe()
-        self.process = spawn.Process(target=_answering, args=(target, other, *args))
+        self.pipe, child_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=_answering, args=(target, child_pipe, *args))
         self.process.start()
-        other.close()
+        child_pipe.close()
 
     def answer(self, seconds: float) -> Any:
-        """What it says next.
+        """The next answer of the process.
 
-        Raises: RuntimeError with what went wrong there, or when it says nothing for so long.
+        Raises: RuntimeError if the process has failed, or if it sends nothing for `seconds`.
         """
         if not self.pipe.poll(max(seconds, 0)):
             raise RuntimeError(f"no answer in {seconds:.0f} s")
         try:
-            said = self.pipe.recv()
+            reply = self.pipe.recv()
         except EOFError:
             self.process.join()
             raise RuntimeError(f"its process ended with code {self.process.exitcode}") from None
-        if isinstance(said, Exception):
-            raise said
-        return said
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def ask(self, seconds: float) -> Any:
-        """What it says when it is told to go on."""
-        with contextlib.suppress(BrokenPipeError):  # `answer` says why
+        """Tell the process to go on, and return its next answer."""
+        with contextlib.suppress(BrokenPipeError):  # `answer` then raises the reason
             self.pipe.send(True)
         return self.answer(seconds)
 
@@ -67,7 +67,7 @@ def _answering(target: Callable, pipe: Connection, *args: Any) -> None:
     try:
         target(pipe, *args)
     except EOFError:
-        pass  # nobody asks any more
+        pass  # the parent has closed the pipe
     except Exception as error:
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")
@@ -75,7 +75,7 @@ def _answering(target: Callable, pipe: Connection, *args: Any) -> None:
 
 
 def apart(section: Callable[..., Iterator[list[dict]]]) -> Callable[..., Iterator[list[dict]]]:
-    """A section in a process of its own."""
+    """The section, run in a process of its own."""
 
     @functools.wraps(section)
     def run(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
@@ -97,12 +97,12 @@ def _lines(pipe: Connection, section: Callable, device: torch.device, seconds: f
 
 
 def serve(pipe: Connection, name: str, task: Task) -> None:
-    """A subject in its process: made and warmed up when it is first asked, and then played for a round each time."""
+    """The process of a subject. At the first request it builds the step and warms up; each later one runs a round."""
     pipe.recv()
     start = time.perf_counter()
     if task.device.type == "cuda":
         torch.cuda.set_device(task.device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # flash for all
+        torch.backends.cuda.enable_cudnn_sdp(False)  # so that all subjects use flash attention
     step = SUBJECTS[name](task)
     for _ in range(FIRST):
         loss = step()
@@ -113,7 +113,7 @@ def serve(pipe: Connection, name: str, task: Task) -> None:
 
 
 def played(step: Callable[[], Tensor], device: torch.device) -> dict:
-    """One round: milliseconds of each step, the last loss, and on a GPU the most memory."""
+    """Run one round. Returns the milliseconds of each step, the last loss, and on a GPU the peak memory."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
@@ -126,15 +126,15 @@ def played(step: Callable[[], Tensor], device: torch.device) -> dict:
     for _ in range(TIMED):
         loss = step()
         times.append(_now(cuda))
-    found = {"loss": loss.item()}  # waits for all of them
+    figures = {"loss": loss.item()}  # waits for all steps
     if cuda:
-        found["ms"] = [a.elapsed_time(b) for a, b in itertools.pairwise(times)]
-        found["allocated"] = torch.cuda.max_memory_allocated(device)
-        found["reserved"] = torch.cuda.max_memory_reserved(device)
-        torch.cuda.empty_cache()  # room for the others
+        figures["ms"] = [a.elapsed_time(b) for a, b in itertools.pairwise(times)]
+        figures["allocated"] = torch.cuda.max_memory_allocated(device)
+        figures["reserved"] = torch.cuda.max_memory_reserved(device)
+        torch.cuda.empty_cache()  # leaves the memory to the other subjects
     else:
-        found["ms"] = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
-    return found
+        figures["ms"] = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+    return figures
 
 
 def _now(cuda: bool) -> Any:
@@ -146,18 +146,18 @@ def _now(cuda: bool) -> Any:
 
 
 class Subject:
-    """One subject: its process while it has one, the rounds that it played, and what went wrong."""
+    """One subject: its process (None after it has ended), the results of its rounds, and its error if it failed."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self.rounds, self.ready, self.wrong = name, [], None, ""
-        self.child = Child(serve, name, task)  # which imports what it needs, and waits
+        self.child = Child(serve, name, task)  # the process does its imports, and waits
 
     def start(self, seconds: float) -> None:
         self.ready = self._or_wrong(self.child.ask, seconds)
 
     def play(self, seconds: float) -> None:
-        if found := self._or_wrong(self.child.ask, seconds):
-            self.rounds.append(found)
+        if figures := self._or_wrong(self.child.ask, seconds):
+            self.rounds.append(figures)
 
     def end(self) -> None:
         if self.child:
@@ -180,11 +180,12 @@ def steps(
     names: Sequence[str] = tuple(SUBJECTS),
     rounds: int = 3,
 ) -> Iterator[list[dict]]:
-    """A step of a GPT of 436 M parameters (8 layers of width 2048), 8 sequences of 1024 tokens, one rank. All do the
-    same work: parameters, gradients and moments in fp32, the model under autocast to bf16, torch's flash attention,
-    fused AdamW; torch.compile is given model and loss. Times are of CUDA events, in rounds of 10 steps, each subject
-    in a process of its own; MFU is of the card's dense bf16 rate; memory is torch's count of the most, where a CUDA
-    graph's is in `reserved` alone; losses are those after the same 15 steps; `ready` is what it took to start.
+    """A step of a GPT of 436 M parameters (8 layers of width 2048), 8 sequences of 1024 tokens, one rank. All subjects
+    do the same work: parameters, gradients and moments in fp32, the model under autocast to bf16, torch's flash
+    attention, fused AdamW. torch.compile is given the model and the loss. Times are measured by CUDA events, in rounds
+    of 10 steps, with each subject in a process of its own. MFU is relative to the card's dense bf16 rate. Memory is the
+    peak that torch reports; a CUDA graph's memory is only in `reserved`. Losses are those after the same 15 steps.
+    `ready` is the time until the first step can run.
     """
     task = Task(config, device)
     subjects = [Subject(name, task) for name in names]
@@ -218,9 +219,9 @@ def _make_room(subjects: Sequence[Subject], device: torch.device) -> None:
 
 
 def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
-    """A line for each subject."""
+    """A row of results for each subject."""
     medians = {s.name: statistics.median(_times(s)) for s in subjects if s.rounds}
-    first = next((s for s in subjects if s.rounds), None)  # whose loss is everybody's
+    first = next((s for s in subjects if s.rounds), None)  # the losses of the others are compared with its loss
     rate = peak(torch.cuda.get_device_name(task.device)) if task.device.type == "cuda" else None
     lines = []
     for s in subjects:

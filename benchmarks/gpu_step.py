@@ -1,8 +1,8 @@
-"""A training step of one GPT, by ztrans and by torch.compile with torch.optim: the same work for all.
+"""A training step of a GPT, by ztrans and by torch.compile with torch.optim. All subjects do the same work.
 
-Parameters, gradients and moments are fp32, and the model runs under autocast to bf16; attention is
-torch's flash kernel and the optimizer torch's fused AdamW. torch.compile is given model and loss in
-one function, which serves it better than the model alone.
+Parameters, gradients and moments are fp32, and the model runs under autocast to bf16. Attention is torch's flash
+kernel, and the optimizer is torch's fused AdamW. torch.compile is given the model and the loss in one function, with
+which it is faster than with the model alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ztrans.ir.layout import mesh_axes
 
 CONFIG = Config(layers=8, width=2048, heads=16, vocab=8192, sequence=1024, batch=8)  # 436 M parameters
 RATE, EPS = 1e-4, 1e-6
-RANKS = 8  # that the program over NCCL is planned for
-# Dense bf16 FLOP/s, of the data sheets; the first whose name is part of the card's.
+RANKS = 8  # the program that is sent over NCCL is planned for this number of ranks
+# Dense bf16 FLOP/s from the data sheets. The first entry whose name is part of the card's name counts.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -36,7 +36,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and where."""
+    """The model to train, and the device."""
 
     config: Config
     device: torch.device
@@ -47,7 +47,7 @@ class Task:
             return GPT(self.config)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow them."""
+        """The tokens, and for each the token that follows it."""
         shape = self.config.batch, self.config.sequence + 1
         draw = torch.Generator().manual_seed(1)
         tokens = torch.randint(self.config.vocab, shape, generator=draw).to(self.device)
@@ -59,22 +59,22 @@ class Task:
         return loss_of(logits, y)
 
     def optimizer(self, model: GPT) -> torch.optim.AdamW:
-        rate = torch.tensor(RATE, device=self.device)  # where a captured step can read it
+        rate = torch.tensor(RATE, device=self.device)  # on the device, where a captured step can read it
         return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, fused=True)
 
 
 def flops(c: Config) -> float:
-    """FLOPs of a step as they are usually counted: 6 a weight and token, and those of causal attention.
+    """The FLOPs of a step: 6 for each weight and token, and those of causal attention.
 
     >>> flops(CONFIG) / 1e12
     21.44...
     """
-    weights = 12 * c.layers * c.width**2 + c.vocab * c.width  # with the head; the embedding multiplies nothing
+    weights = 12 * c.layers * c.width**2 + c.vocab * c.width  # with the head, but not the embedding: it is a lookup
     return c.batch * c.sequence * (6.0 * weights + 6 * c.layers * c.width * c.sequence)
 
 
 def peak(card: str) -> float | None:
-    """Its dense bf16 FLOP/s, of a card that is known and whole.
+    """The dense bf16 FLOP/s of a known card, None for others. A MIG slice is not a whole card, so it has no entry.
 
     >>> peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     (989000000000000.0, None)
@@ -83,7 +83,7 @@ def peak(card: str) -> float | None:
 
 
 class Theirs:
-    """The ordinary loop, its loss through torch.compile in a `mode`, or as it is."""
+    """The ordinary loop. With a `mode`, its loss is compiled by torch.compile in that mode."""
 
     def __init__(self, task: Task, mode: str | None = None) -> None:
         model = task.model()
@@ -106,8 +106,11 @@ class Theirs:
 
 
 class Ours:
-    """The same loop by ztrans: plain, `sharded` over a mesh of one, or in stage 3 with its `collectives` sent to a
-    group of one. `remat` makes cheap activations again in backward, as torch.compile's partitioner does.
+    """The same loop by ztrans.
+
+    With `sharded`, the state is sharded over a mesh of one rank. With `collectives`, the step is stage 3 and sends its
+    collectives to a group of one rank. With `remat`, backward computes cheap activations again, as it does in
+    torch.compile.
     """
 
     def __init__(
@@ -152,14 +155,14 @@ def _stage3(mesh: DeviceMesh | zt.AbstractMesh) -> zt.Transform:
 
 
 def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
-    # Lowered for one rank a program loses its collectives. Shapes in a program are global and its text is that
-    # of any number of ranks, so one that was planned for several runs on a mesh of one, and keeps them.
+    # A program that is lowered for one rank has no collectives. Shapes in a program are global, so a program that is
+    # planned for several ranks can run on a mesh of one rank, and keeps its collectives.
     several = _stage3(zt.AbstractMesh(dp=RANKS))(step).lower(state, *batch)
     mesh = zt.make_mesh(task.device.type, dp=1)
     return dataclasses.replace(several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh)
 
 
-# In this order: the ones to be compared, and then what says more about them.
+# In the order in which they run: first the subjects that are compared, then variants.
 SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "torch, eager": Theirs,
     "ztrans, eager": partial(Ours, backend="eager"),
@@ -173,5 +176,5 @@ SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "ztrans, stage 3 over NCCL": partial(Ours, backend="eager", collectives=True),
 }
 BASE = "torch.compile"
-# A graph's memory is in a pool of its own, which torch counts as reserved and not as allocated.
+# A CUDA graph has a memory pool of its own. torch counts the pool as reserved, but not as allocated.
 POOLED = {name for name in SUBJECTS if "CUDA graph" in name or "reduce-overhead" in name}

@@ -1,9 +1,9 @@
-"""backend="inductor" beside torch.compile: a step of the benchmark model on one core, and what compiling costs.
+"""backend="inductor" beside torch.compile: the time of a step on one core, and of compiling.
 
     OMP_NUM_THREADS=1 python -m benchmarks.inductor
 
-Steps of all subjects are interleaved in one process. Compile times are those of fresh processes with
-empty caches: the first call less a later one. Writes benchmarks/results/inductor.md and .json.
+The steps of all subjects are interleaved in one process. Compile times are measured in new processes with empty
+caches, as the first call minus a later call. Writes benchmarks/results/inductor.md and .json.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import ztrans as zt
 from ztrans.ir.operations import is_matmul
+from ztrans.runtime.inductor.backend import KernelCall
 
 from .peers.model import Config, Task, adamw, loss_of
 from .peers.native import plain
@@ -38,7 +39,10 @@ FUSED = "torch.compile(model), torch.optim.AdamW(fused=True)"
 
 
 def lifted(config: Config, ranks: int = 1, bf16: bool = False, fused: bool = True) -> tuple[zt.Lowered, object, tuple]:
-    """The plain loop, lifted and lowered; in stage 3 where there are several ranks, which send nothing."""
+    """The plain loop, lifted and lowered. With several ranks it is stage 3 on a fake process group: nothing is sent.
+
+    Returns the lowered step, its state, and its batch.
+    """
     task = Task(config, ranks, 0, bf16)
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters(), fused)
@@ -67,24 +71,24 @@ def lifted(config: Config, ranks: int = 1, bf16: bool = False, fused: bool = Tru
 
 
 class Ours:
-    """The same loop by ztrans."""
+    """The lifted loop, compiled by ztrans."""
 
     def __init__(self, backend: str, bf16: bool, fused: bool = True) -> None:
         lowered, self.state, self.batch = lifted(Config(), bf16=bf16, fused=fused)
         self.compiled = lowered.compile(backend=backend)
 
     def __call__(self) -> Tensor:
-        return self.compiled(self.state, *self.batch)[1]  # the state is donated: updated where it is
+        return self.compiled(self.state, *self.batch)[1]  # the state is updated in place
 
     def products(self) -> float:
-        """Seconds of a step that matrix products take, attention apart: no fusion makes them shorter."""
+        """The seconds that a step spends in matrix products, without attention. Fusion cannot make them shorter."""
         timeline = self.compiled.profile(self.state, *self.batch, steps=5).timeline
         multiplies = (bar for bar in timeline.events if is_matmul(bar.eqn))
         return sum(bar.seconds for bar in multiplies)
 
 
 def steps(rounds: int, bf16: bool) -> dict:
-    """Seconds of every step, by subject, and the losses that they end with."""
+    """The seconds of each timed step and the last loss, by subject."""
     inductor = Ours("inductor", bf16)
     subjects: dict[str, Callable[[], Tensor]] = {
         BASE: plain(Task(Config(), 1, 0, bf16), compile=True, fused=False),
@@ -107,7 +111,7 @@ def steps(rounds: int, bf16: bool) -> dict:
 
 
 def compile_seconds(layers: int, ranks: int) -> dict:
-    """What compiling one program takes."""
+    """The seconds to compile one program, and its numbers of groups and kernels."""
     lowered, state, batch = lifted(Config(layers=layers), ranks)
     calls = []
     compiled = lowered.compile(backend="inductor")
@@ -116,11 +120,12 @@ def compile_seconds(layers: int, ranks: int) -> dict:
         compiled(state, *batch)
         calls.append(time.perf_counter() - start)
     run = compiled._bound[0][1]
-    made = sum(1 for name, _ in run.program.named_children() if name.startswith("kernel"))
-    return {"seconds": calls[0] - min(calls[1:]), "groups": made, "kernels": len(run.kernels)}
+    groups = sum(isinstance(node.target, KernelCall) for node in run.program.graph.nodes)
+    return {"seconds": calls[0] - min(calls[1:]), "groups": groups, "kernels": len(run.kernels)}
 
 
 def fresh(layers: int, ranks: int) -> dict:
+    """`compile_seconds` in a new process with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "benchmarks.inductor", "--one", str(layers), str(ranks)]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -141,28 +146,28 @@ def table(precision: str, when: str, seconds: dict, losses: dict, products: floa
 
 
 def processor() -> str:
-    """What the processor calls itself, and by its numbers, for a name may be as long as a brand."""
-    said = Path("/proc/cpuinfo").read_text()
+    """The name of the processor with its family and model numbers, as the name alone may be vague."""
+    text = Path("/proc/cpuinfo").read_text()
     name, family, model = (
-        re.search(rf"^{key}\s*:\s*(.*)", said, re.MULTILINE) for key in ("model name", "cpu family", "model")
+        re.search(rf"^{key}\s*:\s*(.*)", text, re.MULTILINE) for key in ("model name", "cpu family", "model")
     )
     return f"{name[1]} (family {family[1]}, model {model[1]})" if name and family and model else platform.machine()
 
 
-def report(found: dict) -> str:
+def report(results: dict) -> str:
     lines = [
         '# compile(backend="inductor")\n',
         f"{processor()}, one core, torch {torch.__version__}; the GPT of "
         "`benchmarks/peers/model.py`.\n",
     ]
     for precision in ("fp32", "bf16"):
-        if precision in found:
-            lines += table(precision, found["dates"][precision], **found[precision])
-    if "compile" in found:
-        lines += [f"Compiling, caches empty; {found['dates']['compile']}.\n"]
+        if precision in results:
+            lines += table(precision, results["dates"][precision], **results[precision])
+    if "compile" in results:
+        lines += [f"Compiling, caches empty; {results['dates']['compile']}.\n"]
         lines += ["| layers | program | groups | kernels | s | of 6 layers |", "|---|---|---|---|---|---|"]
-        six = {r["ranks"]: r["seconds"] for r in found["compile"] if r["layers"] == 6}
-        for r in found["compile"]:
+        six = {r["ranks"]: r["seconds"] for r in results["compile"] if r["layers"] == 6}
+        for r in results["compile"]:
             name = "plain" if r["ranks"] == 1 else f"stage 3, {r['ranks']} ranks"
             share = r["seconds"] / six[r["ranks"]]
             figures = f"{r['groups']} | {r['kernels']} | {r['seconds']:.1f} | {share:.2f}"
@@ -172,18 +177,18 @@ def report(found: dict) -> str:
 
 def main(args: argparse.Namespace) -> None:
     file = RESULTS / "inductor.json"
-    found = json.loads(file.read_text()) if file.exists() else {"dates": {}}
+    results = json.loads(file.read_text()) if file.exists() else {"dates": {}}
     parts = ("fp32", "bf16", "compile") if args.part == "all" else (args.part,)
-    found["dates"] |= dict.fromkeys(parts, str(date.today()))
+    results["dates"] |= dict.fromkeys(parts, str(date.today()))
     for precision in ("fp32", "bf16"):
         if precision in parts:
-            found[precision] = steps(args.rounds, precision == "bf16")
+            results[precision] = steps(args.rounds, precision == "bf16")
     if "compile" in parts:
-        found["compile"] = [fresh(layers, ranks) for ranks in (1, 2) for layers in (6, 24)]
+        results["compile"] = [fresh(layers, ranks) for ranks in (1, 2) for layers in (6, 24)]
     RESULTS.mkdir(exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "inductor.md").write_text(report(found))
-    print(report(found))
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "inductor.md").write_text(report(results))
+    print(report(results))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from torch_passes import torch_passes
 
 import ztrans as zt
 from ztrans.ir.collectives import ALL_GATHER, is_start
+from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph, producers, users
 from ztrans.ir.operations import is_matmul, is_view_or_cast
-from ztrans.ir.user_collectives import is_users
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate

@@ -1,11 +1,11 @@
-"""delay_weight_grads, measured: blocks cut over two hosts, with and without, beside PyTorch's own tensor parallelism.
+"""Measure `delay_weight_grads`: tensor parallelism over two hosts, with and without it, and by PyTorch.
 
-    benchmarks/netlab up 2 1gbit                    # two hosts on this machine: as root, with iproute2
+    benchmarks/netlab up 2 1gbit                    # two hosts on this machine; needs root and iproute2
     PYTHONPATH=. benchmarks/netlab run python benchmarks/tensor_parallel.py
     benchmarks/netlab down
 
-Every rank holds half of each matrix; the step sums activations over both in forward and gradients of inputs
-in backward, and updates with SGD. All subjects are in one process a rank and take turns, step by step.
+Every rank holds half of each matrix. The step sums activations over both ranks in forward, sums the gradients of
+inputs in backward, and updates with SGD. Each rank has one process, in which all subjects take turns, step by step.
 Writes benchmarks/results/tensor_parallel.md.
 """
 
@@ -45,18 +45,18 @@ class Block(nn.Module):
 
 
 def weights() -> dict[str, Tensor]:
-    """Whole matrices, the same on every rank."""
+    """The whole matrices, which are the same on every rank."""
     torch.manual_seed(0)
     return {k: v.detach() for k, v in nn.Sequential(*(Block() for _ in range(BLOCKS))).named_parameters()}
 
 
 def part(name: str, w: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's half: of `up` rows, of `down` columns."""
+    """This rank's half of a matrix: half of the rows of `up`, or half of the columns of `down`."""
     return w.chunk(mesh.size(1), 0 if "up" in name else 1)[mesh.get_local_rank("tp")].contiguous()
 
 
 def make_step(mesh: DeviceMesh) -> Callable:
-    """A step with tensor parallelism written out, as Megatron-LM has it."""
+    """A step with tensor parallelism written by hand, as in Megatron-LM."""
     group = mesh.get_group("tp")
 
     class Enter(torch.autograd.Function):
@@ -81,7 +81,7 @@ def make_step(mesh: DeviceMesh) -> Callable:
 
 
 def by_dtensor(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """The same by `parallelize_module`."""
+    """The same step by PyTorch's `parallelize_module`."""
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     model.load_state_dict(weights())
     for block in model:
@@ -123,7 +123,7 @@ def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 
 def network() -> str:
-    """What joins the ranks, as `netlab` set it."""
+    """The hosts and the rate of their links, as `netlab` has set it."""
     shown = subprocess.run("tc qdisc show dev eth0", shell=True, capture_output=True, text=True).stdout
     rate = re.search(r"rate (\S+)", shown)
     return f"{dist.get_world_size()} hosts, {rate[1]}/s" if rate else f"{dist.get_world_size()} ranks of one host"
@@ -135,7 +135,7 @@ def main(rounds: int) -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     subjects = {
-        "the step as it is written": plain(mesh),
+        "the plain step": plain(mesh),
         "parallelize_module": by_dtensor(mesh),
         BASE: by_ztrans(mesh, x),
         "ztrans, delay_weight_grads()": by_ztrans(mesh, x, zt.delay_weight_grads()),
@@ -153,7 +153,7 @@ def main(rounds: int) -> None:
         median = {name: statistics.median(s[3:]) for name, s in seconds.items()}
         rows = [f"| {n} | {s:.3f} | {s / median[BASE]:.3f} | {last[n]:.7f} |" for n, s in median.items()]
         text = "\n".join([
-            f"# Tensor parallelism of the step's own: {network()}", "",
+            f"# Tensor parallelism in the step: {network()}", "",
             f"{date.today()}, torch {torch.__version__}, gloo, one core a rank. {BLOCKS} blocks of {WIDTH} x {INNER}, "
             f"{ROWS} rows; {rounds} steps each, in turns.", "",
             "| | seconds a step, median | of ztrans | last loss |", "|---|---:|---:|---:|", *rows, "",

@@ -1,11 +1,11 @@
-"""PyTorch's own FSDP bucketing and overlap scheduling, run on a program of ours.
+"""Run PyTorch's own FSDP bucketing and overlap scheduling on a ztrans program.
 
     torch_passes(graph, mesh, cluster).graph                  # the whole step
-    torch_passes(graph, mesh, cluster, update=False).graph    # forward and backward; the update follows as it was
+    torch_passes(graph, mesh, cluster, update=False).graph    # forward and backward; the update follows unchanged
 
-The program of one rank is exported to FX with `_c10d_functional` operations, handed to
-`torch._inductor.fx_passes` and read back: the order that came out, and a bucket as the copies and the
-collective that PyTorch writes for it. Nothing here needs a GPU: the cost model is ours, for both sides.
+The program of one rank is exported to FX with `_c10d_functional` operations, rewritten by `torch._inductor.fx_passes`,
+and imported again. A bucket is imported as the copies and the collective that PyTorch generates for it. Costs come from
+the cost model of ztrans, so both planners see the same costs, and no GPU is needed.
 
 Private torch APIs; checked on torch 2.13.
 """
@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
+from ztrans.ir.collectives.user_collectives import by_group
 from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
 from ztrans.ir.layout import local_shape, localize, part
-from ztrans.ir.user_collectives import by_group
 from ztrans.planning.cluster import Cluster
 from ztrans.planning.simulate import messages, seconds
 
@@ -39,13 +39,15 @@ GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.
 KINDS = {**dict.fromkeys(GATHERS, ALL_GATHER), c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
          c10d.all_reduce.default: ALL_REDUCE}  # fmt: skip
 REDUCE = {"mean": "avg"}
-CAP = 100.0  # MiB: what their own table gives for 16 ranks of H100 machines
+CAP = 100.0  # MiB in a bucket: the value in PyTorch's own table for 16 ranks of H100 machines
 
 
 @dataclass(frozen=True)
 class Result:
-    """The program that came out, the seconds that the passes took, and what they ended with if not well;
-    then the program is as far as they came, bucketed but in the order that it had."""
+    """The new program, the seconds that the passes took, and the error of the scheduling pass if it failed.
+
+    If it failed, the program has the buckets of the first pass, but is not reordered.
+    """
 
     graph: Graph
     seconds: float
@@ -53,13 +55,13 @@ class Result:
 
 
 def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool = True, **options: Any) -> Result:
-    """The program as PyTorch's passes bucket and order it; `options` go to `schedule_overlap_bucketing`."""
+    """The program with PyTorch's buckets and order. `options` are passed to `schedule_overlap_bucketing`."""
     given, rest = cast_first(graph), ()
     if not update:
         rest = tuple(e for e in given.eqns if e.region == "update")
         first = tuple(e for e in given.eqns if e.region != "update")
-        made = {o for e in first for o in e.outs}
-        wanted = dict.fromkeys(v for v in variables([*(e.ins for e in rest), *given.outputs]) if v in made)
+        produced = {o for e in first for o in e.outs}
+        wanted = dict.fromkeys(v for v in variables([*(e.ins for e in rest), *given.outputs]) if v in produced)
         given = dce(given.replace(eqns=first, outputs=tuple(wanted)))
     gm, error, start = export(given, mesh), "", time.perf_counter()
     bucket(gm)
@@ -67,7 +69,7 @@ def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool 
     start = time.perf_counter()
     try:
         schedule(gm, milliseconds, options)
-    except (RecursionError, RuntimeError) as failed:  # theirs: waits that wait for each other, cyclic orders
+    except (RecursionError, RuntimeError) as failed:  # errors of the pass: waits with a cycle, orders with a cycle
         error = f"{type(failed).__name__}: {failed}".split("\n")[0]
     taken = bucketing + time.perf_counter() - start
     if error:
@@ -77,7 +79,7 @@ def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool 
 
 
 def cast_first(graph: Graph) -> Graph:
-    """Casts in front of gathers as equations of their own."""
+    """The program with the cast of each gather as an equation of its own."""
     eqns = []
     for e in graph.eqns:
         if e.op is ALL_GATHER and e.kwargs["dtype"] not in (None, e.ins[0].dtype):
@@ -90,8 +92,10 @@ def cast_first(graph: Graph) -> Graph:
 
 
 def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
-    """The program of rank 0 as FX, each node with the equation that it came from and a fake value on "meta",
-    whose memory these passes count, as they do not for "cpu"."""
+    """The program of rank 0 as FX. Each node has its equation, and a fake value.
+
+    The values are on "meta", as the passes count memory there, but not on "cpu".
+    """
     sizes, at, out = graph.axes, dict.fromkeys(graph.axes, 0), fx.Graph()
     env: dict[Var, fx.Node] = {}
     mode = FakeTensorMode()
@@ -131,7 +135,7 @@ def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
 
 
 def _collective(e: Eqn, sizes: dict[str, int], mesh: DeviceMesh, env: dict[Var, fx.Node]) -> tuple:
-    """The call that a collective equation is: target and arguments."""
+    """The FX call of a collective equation: target and arguments."""
     x = env[e.ins[0]]
     if e.op is WAIT:
         return c10d.wait_tensor.default, x
@@ -151,17 +155,17 @@ def _collective(e: Eqn, sizes: dict[str, int], mesh: DeviceMesh, env: dict[Var, 
 
 
 def bucket(gm: fx.GraphModule) -> None:
-    """Their first pass, in place: buckets of adjacent collectives, of up to CAP."""
+    """PyTorch's first pass, in place: buckets of adjacent collectives, of `CAP` at most."""
     from torch._inductor.fx_passes.fsdp import pre_bucket_fsdp_collectives
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     with torch.no_grad():
         pre_bucket_fsdp_collectives(gm, mode="default", bucket_cap_mb=CAP)
-    stable_topological_sort(gm.graph)  # a bucket is written behind readers of its first members
+    stable_topological_sort(gm.graph)  # the pass puts a bucket after readers of its first members
 
 
 def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: dict) -> None:
-    """Their second, in place: the order, then further buckets that preserve it."""
+    """PyTorch's second pass, in place: it reorders the program, and then forms more buckets that keep this order."""
     from torch._inductor import config
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
@@ -179,18 +183,18 @@ def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: di
 
 
 def estimate(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh, cluster: Cluster) -> dict[fx.Node, float]:
-    """Milliseconds of every operation and of every collective on its wire."""
+    """The milliseconds of every operation, and of every collective on its link."""
     pairs = back(gm, graph, mesh)
     given = graph.replace(eqns=tuple(eqn for _, eqn in pairs))
     nodes = {eqn: node for node, eqn in pairs}
-    found = {node: 1e3 * s for (node, _), s in zip(pairs, seconds(given, cluster))}
-    found.update((nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster))
-    return found
+    milliseconds = {node: 1e3 * s for (node, _), s in zip(pairs, seconds(given, cluster))}
+    milliseconds.update((nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster))
+    return milliseconds
 
 
 @contextlib.contextmanager
 def _triton() -> Iterator[None]:
-    """Their estimator asks triton for the bandwidth of a GPU even where its answer is not used."""
+    """A stand-in for `triton.testing`: PyTorch's estimator asks it for a GPU's bandwidth, even if it is not used."""
     if torch.cuda.is_available():
         yield
         return
@@ -215,8 +219,10 @@ def _triton() -> Iterator[None]:
 
 
 def back(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh) -> list[tuple[fx.Node, Eqn]]:
-    """The nodes as equations. Those that were there before are what they were: what a bucket makes takes the
-    name of what it replaces."""
+    """The nodes as equations. A node of an equation becomes that equation again.
+
+    A value of a bucket gets the name of the value that it replaces.
+    """
     return _Back(gm, graph, mesh).run()
 
 
@@ -225,10 +231,10 @@ class _Back:
         self.nodes, self.sizes = list(gm.graph.nodes), graph.axes
         self.axis = {mesh.get_group(a).group_name: a for a in graph.axes}
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
-        self.origin = gm.meta["origin"]  # name of a node that was there before -> its equation
-        self.found: list[tuple[fx.Node, Eqn]] = []
+        self.origin = gm.meta["origin"]  # name of an exported node -> its equation
+        self.pairs: list[tuple[fx.Node, Eqn]] = []
         self.env: dict[fx.Node, Any] = {}
-        self.called: dict[fx.Node, Var] = {}  # what the value of a new node is called
+        self.called: dict[fx.Node, Var] = {}  # variables of the values of new nodes
 
     def run(self) -> list[tuple[fx.Node, Eqn]]:
         for node in self.nodes:
@@ -238,14 +244,14 @@ class _Back:
                 self.env[node] = node.meta["var"]
             elif "eqn" in node.meta:
                 eqn = node.meta["eqn"]
-                self.found.append((node, eqn))
+                self.pairs.append((node, eqn))
                 self.env[node] = eqn.outs[0]
             elif node.op == "call_function":
                 self.new(node)
-        return self.found
+        return self.pairs
 
     def expect(self, node: fx.Node) -> None:
-        """Note what equations call the values that they read, and that what is sent is a part of a whole."""
+        """Record the variables that an equation reads from each node. The value that a gather sends is a shard."""
         read: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read.append)
         if "eqn" in node.meta:
@@ -256,7 +262,7 @@ class _Back:
             self.sent(node)
 
     def sent(self, gather: fx.Node) -> None:
-        """A bucket is packed by a cat and a copy into the receive buffer; without a cast, the copy is spared."""
+        """Record the variable that a bucket sends: the result of its `cat`, or of the copy after it if that casts."""
         packed = gather.args[0]
         while packed.target is aten.copy_.default and not self.casts(packed):
             packed = packed.args[1]
@@ -273,7 +279,7 @@ class _Back:
         return self.axis[next(a for a in start.args if a in self.axis)]
 
     def new(self, node: fx.Node) -> None:
-        """What a bucket added."""
+        """Import a node that a bucket has added."""
         if node.target in KINDS:
             self.start(node)
         elif node.target is c10d.wait_tensor.default:
@@ -287,7 +293,7 @@ class _Back:
             self.add(node, aten._to_copy.default, (self.env[node.args[1]],), (out,), {"dtype": out.dtype})
         elif node.target is aten.copy_.default:
             self.env[node] = self.env[node.args[1]]
-        elif node.target not in (aten.empty.memory_format, aten.slice.Tensor):  # of the receive buffer
+        elif node.target not in (aten.empty.memory_format, aten.slice.Tensor):  # these belong to the receive buffer
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             value = node.meta["val"]
             if isinstance(value, (tuple, list)):
@@ -298,7 +304,7 @@ class _Back:
             self.add(node, node.target, args, outs, kwargs)
 
     def add(self, node: fx.Node, op: Any, args: tuple, outs: tuple[Var, ...], kwargs: dict, **more: Any) -> None:
-        self.found.append((node, Eqn(op, args, outs, kwargs, self.members(node)[0].region, **more)))
+        self.pairs.append((node, Eqn(op, args, outs, kwargs, self.members(node)[0].region, **more)))
         self.env[node] = outs if isinstance(node.meta["val"], (tuple, list)) else outs[0]
 
     def start(self, node: fx.Node) -> None:
@@ -314,7 +320,7 @@ class _Back:
         self.add(node, op, ([sent],), (future,), kwargs, provenance=Provenance(role, paths, axis))
 
     def members(self, node: fx.Node) -> list[Eqn]:
-        """The collectives that a bucket's node stands for."""
+        """The collectives that a node of a bucket replaces."""
 
         def leaves(source: Any) -> Iterator[Eqn]:
             if source.name in self.origin:

@@ -1,8 +1,8 @@
-"""How long tracing and lowering take: GPTs of 12 and 48 layers, all four transforms, on one core.
+"""Measure the time of tracing and lowering GPTs of 12 and 48 layers with four transforms, on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/trace_time.py
 
-Prints processor seconds (medians of `--repeats` runs) and writes benchmarks/results/trace_time.md.
+Prints the processor seconds (medians of `--repeats` runs), and writes benchmarks/results/trace_time.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import ztrans as zt  # noqa: E402
 
 
 def seconds(layers: int) -> tuple[float, float, int]:
-    """Processor seconds of tracing and of lowering, and equations lowered."""
+    """Processor seconds of tracing and of lowering, and the number of equations of the lowered program."""
     with torch.device("meta"):
         model = GPT(Config(layers=layers, width=768, heads=12, sequence=1024))
         state = init(model, 1e-3)

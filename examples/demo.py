@@ -1,9 +1,9 @@
-"""All four transforms at once: a byte-level GPT on two ranks, with bf16 on the wire, compared with the plain step.
+"""Train a byte-level GPT on two ranks with four transforms and bf16 on the wire, and compare it with the plain step.
 
     torchrun --standalone --nproc-per-node 2 examples/demo.py      # needs the extra `examples`
 
-Rank 0 then shows the program that ran, its bytes on the wire, its memory by ZeRO stage, and how far
-the sharded losses are from those of the plain step in one process on the same batches.
+At the end rank 0 prints the program that ran, its bytes on the wire, its memory by ZeRO stage, and how far the losses
+are from those of the plain step, which it runs in one process on the same batches.
 """
 
 import argparse
@@ -27,7 +27,7 @@ console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
 
 def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int) -> list[float]:
-    """Train on one rank's slices of the batches; return the loss of each step."""
+    """Train on this rank's slices of the batches, and return the loss of each step."""
     step_loss = "step {task.completed:>3.0f}/{task.total:.0f}   loss {task.fields[loss]:.3f}"
     columns = TextColumn(f"{name:<14}"), BarColumn(30), TextColumn(step_loss + "   {task.fields[rate]:>6,.0f} tokens/s")
     bar = Progress(*columns, TimeElapsedColumn(), console=console)
@@ -45,7 +45,7 @@ def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor
 
 
 def head(program: zt.Lowered, inputs: int = 3, equations: int = 18) -> str:
-    """The first lines of a program, without most of its inputs."""
+    """The first lines of a program, with only the first `inputs` of its inputs."""
     lines = str(program).splitlines()
     body = lines.index("):")
     start = [*lines[: 2 + inputs], f"    ... {body - 2 - inputs} more", *lines[body : body + 2 + equations]]
@@ -57,14 +57,14 @@ def size(n: int) -> str:
 
 
 def wire_table(separate: zt.Lowered, fused: zt.Lowered) -> Table:
-    table = Table("role", title="bytes on the wire, one rank, one step")
+    table = Table("role", title="bytes on the wire of one rank in one step")
     for column in ("without fuse_cast_gather", "with it", "ratio"):
         table.add_column(column, justify="right")
     before, after = separate.cost_analysis(), fused.cost_analysis()
     for role in (*sorted({role for (_, role), _ in before.wire}), None):
-        cast_after, cast_before = before.over(role=role), after.over(role=role)
-        ratio = f"{cast_before / cast_after:.2f}" if cast_after else ""
-        table.add_row(role or "together", size(cast_after), size(cast_before), ratio)
+        wide, half = before.over(role=role), after.over(role=role)
+        ratio = f"{half / wide:.2f}" if wide else ""
+        table.add_row(role or "together", size(wide), size(half), ratio)
     return table
 
 
@@ -108,7 +108,7 @@ def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, 
         return zt.chain(zt.shard_params(mesh, axis="dp", stage=stage), *rest)
 
     def compare(n: int, bf16: bool) -> tuple[zt.Step, list[float], list[float]]:
-        """Train `n` steps sharded on all ranks, then as many plainly on rank 0, on the same global batches."""
+        """Train `n` steps sharded on all ranks, then `n` plain steps on rank 0, on the same global batches."""
         plain, dtype = make_step(model, bf16=bf16), "bf16" if bf16 else "fp32"
         step = transforms()(plain)
         whole = [draw(text, i, batch * ranks, config.sequence) for i in range(n)]
@@ -135,7 +135,7 @@ def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, 
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         console.print(f"bf16: the losses differ by at most {absolute:.1e}, in {steps} steps")
-        console.print(f"fp32: the losses differ by at most {relative:.1e} of themselves, in {fp32_steps} steps")
+        console.print(f"fp32: the losses differ by at most {relative:.1e}, relative to the loss, in {fp32_steps} steps")
         picture(sharded, plain, ranks, out)
         console.print(f"loss curves: {out}")
     dist.destroy_process_group()

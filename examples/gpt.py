@@ -1,7 +1,7 @@
 """Train a GPT on bytes of the standard library's source, sharded over all ranks. Needs einops.
 
 python examples/gpt.py                                        # one process
-torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two: the same losses, up to rounding
+torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two processes, with the same losses up to rounding
 python examples/gpt.py --bf16                                 # matmuls and gathers in bf16
 """
 
@@ -35,7 +35,7 @@ def init(model: nn.Module, lr: float) -> dict:
 
 
 def make_step(model: nn.Module, *, bf16: bool = False, device: str = "cpu") -> Callable:
-    """The plain train step, ordinary code for one device."""
+    """The plain train step: ordinary code for one device."""
 
     def loss_fn(params: dict, tokens: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=bf16):

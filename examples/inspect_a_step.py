@@ -1,4 +1,4 @@
-"""Look at a step for eight ranks, on a machine that has none: what transforms change, what it costs, what it holds.
+"""Inspect a step for eight ranks in one process: what each transform changes, its cost, and its memory.
 
 python examples/inspect_a_step.py      # needs einops
 """
@@ -21,18 +21,18 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
 
 
 def changes(before: object, after: object, of: str, most: int) -> str:
-    """What a pass changed about one parameter, and how much else it changed."""
+    """The changed lines that name the parameter `of`, at most `most` of them, and the number of all others."""
     lines = zt.diff(before, after, context=0, full=True).splitlines()
     changed = [line for line in lines if line.startswith(("+ ", "- "))]
     about = [line for line in changed if of in line][:most]
     if not changed:
-        return "  only hints about the order, for `lower`"
+        return "  no line: the transform only adds hints about the order, which `lower` follows"
     return "\n".join([*about, f"  ... {len(changed) - len(about)} more lines"])
 
 
 def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 12) -> None:
     mesh = zt.AbstractMesh(dp=ranks)
-    with torch.device("meta"):  # parameters without memory: any size of model can be looked at
+    with torch.device("meta"):  # parameters without memory, so the model may have any size
         model = GPT(config)
         tokens = torch.zeros(batch, config.sequence + 1, dtype=torch.int64)
     state, plain = init(model, lr=1e-3), make_step(model, bf16=True)
@@ -46,10 +46,10 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
 
     print("The program as written:\n")
     print(head(lowered.history[0][1], lines))
-    print(f"\nWhat becomes of {parameter}:")
+    print(f"\nThe changes that concern {parameter}:")
     for (_, before), (name, after) in pairwise(lowered.history):
         print(f"\n---- {name}\n{changes(before, after, parameter, lines)}")
-    print("\nThe program of one rank:\n")
+    print("\nThe program that each rank runs:\n")
     print(head(lowered, lines))
     print("\nIts cost:\n")
     print(lowered.cost_analysis())

@@ -1,7 +1,7 @@
-"""Train an MLP, sharded over all ranks: one plain train step and four transforms.
+"""Train an MLP, sharded over all ranks, by a plain train step and four transforms.
 
 python examples/mlp.py                                        # one process
-torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two: the same losses, up to rounding
+torchrun --standalone --nproc-per-node 2 examples/mlp.py      # two processes, with the same losses up to rounding
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import ztrans as zt
 
 
 def init(widths: Sequence[int]) -> dict:
-    """Parameters and momentum of an MLP, the same on every rank: they share the seed."""
+    """Parameters and momentum of an MLP. They are the same on every rank, as all ranks use the same seed."""
     torch.manual_seed(0)
     layers = [(f"fc{i}", *shape) for i, shape in enumerate(pairwise(widths))]
     params = {name: torch.randn(n_out, n_in) / n_in**0.5 for name, n_in, n_out in layers}
@@ -31,13 +31,13 @@ def loss_fn(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def main(*, steps: int = 200, widths: Sequence[int] = (4, 64, 64, 1), batch: int = 256, lr=0.02) -> list[float]:
-    mesh = zt.make_mesh(dp=-1)  # under torchrun all ranks; without it one
+    mesh = zt.make_mesh(dp=-1)  # all ranks under torchrun, otherwise one rank
 
     @zt.fuse_cast_gather()
     @zt.prefetch()
     @zt.overlap_grads()
     @zt.shard_params(mesh, axis="dp")
-    def train_step(state, x, y):  # ordinary code for one device; nothing in it knows of ranks
+    def train_step(state, x, y):  # ordinary code for one device; it does not mention ranks
         grads, loss = grad_and_value(loss_fn)(state["params"], x, y)
         momentum = {k: 0.9 * m + grads[k] for k, m in state["momentum"].items()}
         params = {k: p - lr * momentum[k] for k, p in state["params"].items()}

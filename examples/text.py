@@ -1,4 +1,4 @@
-"""Text that every machine has: the source of the running Python's standard library, as bytes."""
+"""A text that every machine has: the source code of Python's standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path
@@ -13,6 +13,6 @@ def stdlib_bytes(limit: int = 4 << 20) -> Tensor:
 
 
 def draw(text: Tensor, step: int, batch: int, sequence: int) -> Tensor:
-    """The global batch of a step: the same on every rank, which then takes its own rows."""
+    """The global batch of a step. It is the same on every rank; each rank then takes its own rows of it."""
     starts = torch.randint(len(text) - sequence, (batch, 1), generator=torch.Generator().manual_seed(step))
     return text[starts + torch.arange(sequence + 1)].long()

@@ -4,19 +4,15 @@ Each file holds one operation: its contract, its reference in plain torch, its k
 registration under `torch.ops.ztrans`.
 """
 
-from .adamw_pack import adamw_pack as adamw_pack
 from .all_gather import all_gather as all_gather
 from .barrier import barrier as barrier
 from .cast_pack import cast_pack as cast_pack
-from .dequantise import dequantise as dequantise
 from .gradient import gradient as gradient
-from .quantise import quantise as quantise
 from .reduce import mean as mean
 from .reduce import reduce as reduce
 from .reduce_mark import pmean as pmean
 from .reduce_mark import psum as psum
 from .reduce_scatter import reduce_scatter as reduce_scatter
-from .stochastic_round import stochastic_round as stochastic_round
 from .symmetric import Symmetric as Symmetric
 from .symmetric import rendezvous as rendezvous
 from .tables import filled_after_capture as filled_after_capture

@@ -1,14 +1,14 @@
-"""all_gather(memory, outs, sizes): read the parts of every rank out of its memory, straight into the whole values.
+"""all_gather(memory, outs, sizes): read the parts of every rank from its memory, directly into the whole values.
 
-    memory  symmetric; from byte `offset` on, each rank's buffer holds its parts, one after another,
-            `sizes` elements each: what cast_pack or adamw_pack wrote
-    outs    the whole values, contiguous, of one dtype, on the memory's device; may be parameters, written in place.
-            Elements r * size .. (r + 1) * size come from rank r; elements beyond the end of a value are padding
-    channels  blocks of the grid, 1 to 128, each of which reads its share from every rank
+    memory  symmetric; each rank's buffer begins with its parts, one after another, `sizes` elements each: what
+            cast_pack wrote
+    outs    the whole values, contiguous, of one dtype, on the memory's device. They may be parameters, which are
+            written in place. Elements r * size .. (r + 1) * size come from rank r; those beyond the end are padding
+    channels  the number of blocks of the grid, 1 to 128. Each block reads its share from every rank
 
 There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
 rank overwrites its parts too early. Errors: values larger than what is gathered, mixed dtypes, a buffer that is too
-small, an offset that does not fit the dtype, an earlier barrier that waited in vain. Bytes moved at least: over the
+small, an earlier barrier that waited in vain. Bytes moved at least: over the
 wire the whole less this rank's part; in memory that and one write of the whole. No copy follows.
 """
 
@@ -16,27 +16,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
-from .kernel import element, kernel
+from .kernel import element, kernel, tl
+from .operation import define
 from .symmetric import CHANNELS, Symmetric, at_addresses, check
 from .tables import addresses, blocks, on_device
 from .unpack import reference as unpacked
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define(
-    "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
-    " int rank, int offset, int channels, int spins) -> ()"
-)
-
-_BYTES = 1 << 14  # of a block
+_BYTES = 1 << 14  # bytes that a block copies at a time
 
 
 def all_gather(
@@ -44,11 +35,10 @@ def all_gather(
     outs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     *,
-    offset: int = 0,
     channels: int = 32,
     spins: int = SPINS,
 ) -> None:
-    """Gather into `outs`, as the head of this file says.
+    """Gather into `outs`. The docstring of this file describes the arguments.
 
     >>> from .symmetric import in_one_process
     >>> (memory,) = in_one_process(1, 8)
@@ -56,29 +46,29 @@ def all_gather(
     >>> all_gather(memory, [whole], [2]); whole
     tensor([2., 2.])
     """
-    needed = offset + sum(sizes) * (outs[0].itemsize if outs else 1)
+    needed = sum(sizes) * (outs[0].itemsize if outs else 1)
     if needed > memory.mine.numel():
         raise ValueError(f"all_gather: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
     torch.ops.ztrans.all_gather.default(
-        memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, channels, spins
+        memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, channels, spins
     )
 
 
-def reference(buffers, pads, error, outs, sizes, rank, offset, channels, spins) -> None:
-    """The meaning of all_gather, and its implementation for processes that share memory."""
+def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
+    """all_gather in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     dtype, total = outs[0].dtype, sum(sizes)
-    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers + offset, total * dtype.itemsize)]
+    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers, total * dtype.itemsize)]
     unpacked(torch.cat(parts), sizes, len(parts), outs)
     wait_for_all(pads, error, rank, spins)
 
 
-@kernel(numbers="count values first offset spins")
+@kernel(numbers="count values first spins")
 def _gather(
-    buffers, pads, error, rows, count, bases, values, first, offset, spins,
+    buffers, pads, error, rows, count, bases, values, first, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One launch may stand for several ranks, along the second axis of the grid.
+    # One launch may run several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
@@ -88,7 +78,7 @@ def _gather(
     s = 0
     while s < WORLD:
         p = (rank + s) % WORLD  # all ranks read at once, each from a different rank
-        peer = tl.load(buffers + p) + offset
+        peer = tl.load(buffers + p)
         k = block
         while k < count:
             row = rows + k.to(tl.int64) * 5
@@ -108,15 +98,15 @@ def _gather(
         meet(pads, error, rank, block, spins, WORLD)
 
 
-def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, together: int = 1, sync=True) -> None:
-    """all_gather by the kernel; `together` ranks in one launch, their `outs` one after another."""
+def launch(buffers, pads, error, outs, sizes, rank, channels, spins, *, together: int = 1, sync=True) -> None:
+    """all_gather by the kernel. A launch may run `together` ranks; `outs` then has the values of one after another."""
     check(error, rank)
     world, values = len(buffers), len(outs) // together
     item = outs[0].itemsize
     rows = _rows(tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device)
     with torch.cuda.device_of(buffers):
         _gather[(channels, together)](
-            buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, offset, spins,
+            buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, spins,
             WORLD=world, SYNC=sync and world > 1, ITEM=element(outs[0].dtype, bits=True), BLOCK=_BYTES // item,
             launch_cooperative_grid=together > 1, num_warps=8, maxnreg=128,  # as in reduce_scatter
         )  # fmt: skip
@@ -124,30 +114,29 @@ def launch(buffers, pads, error, outs, sizes, rank, offset, channels, spins, *, 
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
-    # value, start in its part, where its part lies in a buffer, size of a part, elements of the value
+    # A row: the value, the start in its part, the offset of the part in a buffer, the size of a part, the elements of
+    # the value.
     pieces = [(k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))]
     return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
 
 
-def _by(run):
-    def implementation(buffers, pads, error, outs, sizes, rank, offset, channels, spins):
-        world = len(buffers)
-        if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-            raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
-        if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
-        for k, (value, size) in enumerate(zip(outs, sizes)):
-            if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
-                raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
-            if value.numel() > world * size:
-                raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
-        if outs[0].itemsize > 8 or offset % outs[0].itemsize:
-            raise ValueError(f"all_gather: values of {outs[0].dtype} at byte {offset} cannot be moved.")
-        run(buffers, pads, error, outs, sizes, rank, offset, channels, spins)
-
-    return implementation
+def _check(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
+    world = len(buffers)
+    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
+        raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
+    if not 1 <= channels <= CHANNELS:
+        raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
+    for k, (value, size) in enumerate(zip(outs, sizes)):
+        if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
+            raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+        if value.numel() > world * size:
+            raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
+    if outs[0].itemsize > 8:
+        raise ValueError(f"all_gather: values of {outs[0].dtype} cannot be moved.")
 
 
-_lib.impl("all_gather", _by(reference), "CPU")
-_lib.impl("all_gather", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::all_gather", _by(lambda *_: None), lib=_lib)
+define(
+    "all_gather(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes,"
+    " int rank, int channels, int spins) -> ()",
+    _check, reference, launch,
+)  # fmt: skip

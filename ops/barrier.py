@@ -1,30 +1,24 @@
 """barrier(memory): no rank goes on before all ranks have reached the barrier.
 
-From rank a to rank b there is one signal. Rank a waits until it is 0 and sets it to 1; rank b waits until it is 1 and
-sets it to 0. So the signal has one writer at a time. After a barrier all signals are as they were before it, and no
-count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: setting a signal
-releases, waiting for one acquires, at the scope of the whole system.
+From rank a to rank b there is one signal. Rank a waits until it is 0 and sets it to 1. Rank b waits until it is 1 and
+sets it to 0. So only one of them may write at a time. After a barrier all signals are as they were before it, and no
+count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: a signal is set
+with release semantics and read with acquire semantics, at the scope of the whole system.
 
-A rank looks at a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not come, later
-barriers give up soon, and the host raises when it next looks. On the CPU the barrier raises at once.
-Errors: `error` set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
+A rank reads a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not arrive, later
+barriers give up soon, and the host raises when it next checks `error`. On the CPU the barrier raises at once.
+Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-from .kernel import kernel
+from .kernel import kernel, tl
+from .operation import define
 from .symmetric import Symmetric, at_addresses, check
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()")
 
 SPINS = 1 << 24  # some tens of seconds on a GPU
 
@@ -39,7 +33,7 @@ def barrier(memory: Symmetric, *, spins: int = SPINS) -> None:
 
 
 def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
-    """The barrier of processes that share memory, on channel 0."""
+    """The barrier for processes that share memory, on channel 0."""
     check(error, rank)
     ranks = len(pads)
     signals = [row.view(torch.int32) for row in at_addresses(pads, 4 * ranks)]
@@ -59,8 +53,8 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
 
 @kernel
 def _patience(error, looks, left):
-    # The error word is in the host's memory, which is slow to read, so it is read at every 1024th look. Threads may
-    # see it change at different looks but must leave together, so what one of them sees counts for all.
+    # The error word is in the host's memory, which is slow to read, so it is read only every 1024th time. Threads may
+    # see it change at different times but must leave together, so an error that one thread sees counts for all.
     if looks % 1024 == 0:
         seen = tl.load(error + tl.zeros([256], tl.int32), volatile=True)
         left = tl.where(tl.max(seen, 0) == 0, left, 0)
@@ -69,13 +63,13 @@ def _patience(error, looks, left):
 
 @kernel
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
-    """The barrier of one block of the grid with the same block of every other rank."""
-    # Each rank has a lane, this rank included. Lanes beyond the number of ranks signal themselves.
+    """The barrier between one block of the grid and the same block of every other rank."""
+    # There is a lane for each rank, also for this one. Lanes beyond the number of ranks signal to themselves.
     LANES: tl.constexpr = 1 << (WORLD - 1).bit_length()
     lane = tl.arange(0, LANES)
     mine = tl.load(pads + rank)
-    other = tl.load(pads + tl.minimum(lane, WORLD - 1))
-    theirs = tl.where(lane < WORLD, other + (channel * LANES + rank) * 4, mine + (channel * LANES + lane) * 4)
+    pads_of_lane = tl.load(pads + tl.minimum(lane, WORLD - 1))
+    theirs = tl.where(lane < WORLD, pads_of_lane + (channel * LANES + rank) * 4, mine + (channel * LANES + lane) * 4)
     theirs = theirs.to(tl.pointer_type(tl.int32))
     ours = (mine + (channel * LANES + lane) * 4).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
@@ -104,22 +98,16 @@ def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
 
 
 def launch(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
-    """The barrier of GPUs, by one block."""
+    """The barrier on GPUs, by one block."""
     check(error, rank)
-    with torch.cuda.device_of(pads):
-        _barrier[(1,)](pads, error, rank, spins, WORLD=len(pads), num_warps=1)
+    if len(pads) > 1:
+        with torch.cuda.device_of(pads):
+            _barrier[(1,)](pads, error, rank, spins, WORLD=len(pads), num_warps=1)
 
 
-def _by(run):
-    def implementation(pads, error, rank, spins):
-        if not 0 <= rank < len(pads):
-            raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
-        if len(pads) > 1:
-            run(pads, error, rank, spins)
-
-    return implementation
+def _check(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> None:
+    if not 0 <= rank < len(pads):
+        raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
 
 
-_lib.impl("barrier", _by(reference), "CPU")
-_lib.impl("barrier", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::barrier", _by(lambda *_: None), lib=_lib)
+define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()", _check, reference, launch)

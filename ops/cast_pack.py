@@ -1,16 +1,16 @@
 """cast_pack(parts, sizes, dtype, ranks): copy many tensors to one send buffer and cast them, in one launch.
 
-    parts   tensors of one device; any shapes and dtypes, contiguous or not
-    sizes   elements that each part has in a row of the buffer: at least numel / ranks
-    dtype   of the buffer; float to float is rounded to nearest even, as `copy_` does
-    ranks   rows of the buffer: 1 to send this rank's parts, W to send row r to rank r
+    parts   tensors on one device; any shapes and dtypes, contiguous or not
+    sizes   elements of each part in a row of the buffer: at least numel / ranks
+    dtype   the buffer's dtype; float to float is rounded to nearest even, as `copy_` does
+    ranks   rows of the buffer: 1 to send this rank's parts to all, W to send row r to rank r
     ->      dtype[ranks * sum(sizes)]: row r holds elements r * size .. (r + 1) * size of every part,
             zero where a part has no more
 
-Errors: a size that is too small, several devices, and for `out` another dtype, device, length or stride. Bytes moved
-at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes an element. Parts of one dtype
-take one launch. Torch copies parts that are not contiguous, and those of a dtype that Triton and torch cast
-differently.
+Errors: a size that is too small, several devices, and an `out` of another dtype, device, length or stride. Bytes moved
+at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes per element. There is one launch
+for each dtype among the parts. Torch copies parts that are not contiguous, and parts of a dtype that Triton and torch
+cast differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from collections.abc import Sequence
 import torch
 
 from .move import is_movable, move, plan
+from .operation import define
 from .tables import check_device
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("cast_pack(Tensor[] parts, int[] sizes, ScalarType dtype, int ranks=1) -> Tensor")
-_lib.define("cast_pack.out(Tensor[] parts, int[] sizes, int ranks=1, *, Tensor(a!) out) -> ()")
 
 
 def cast_pack(
@@ -36,7 +33,7 @@ def cast_pack(
     ranks: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One send buffer for `parts`, as the head of this file says; into `out`, if given.
+    """Pack `parts` into a send buffer: `out` if given, else a new one. The docstring of this file has the details.
 
     >>> cast_pack([torch.ones(3), torch.full((2,), 2.0)], [2, 1], torch.bfloat16, ranks=2)
     tensor([1., 1., 2., 1., 0., 2.], dtype=torch.bfloat16)
@@ -44,26 +41,30 @@ def cast_pack(
     if not parts:
         raise ValueError("cast_pack: no parts.")
     if out is None:
-        return torch.ops.ztrans.cast_pack.default(parts, sizes, dtype, ranks)
+        out = parts[0].new_empty(ranks * sum(sizes), dtype=dtype)
     if out.dtype != dtype:
         raise TypeError(f"cast_pack: out is {out.dtype}, not {dtype}.")
-    torch.ops.ztrans.cast_pack.out(parts, sizes, ranks, out=out)
+    torch.ops.ztrans.cast_pack.default(parts, sizes, ranks, out)
     return out
 
 
 def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    """The meaning of cast_pack, part by part and row by row."""
-    line, table, offset = out.view(-1), out.view(ranks, sum(sizes)), 0
-    for part, size in zip(parts, sizes, strict=True):
-        if ranks == 1 and part.numel() == size:  # one pass copies any strides
-            line[offset : offset + size].view(part.shape).copy_(part)
-        else:
-            flat = part.reshape(-1)
-            for r in range(ranks):
-                here, row = flat[r * size : (r + 1) * size], table[r, offset : offset + size]
-                row[: here.numel()].copy_(here)
-                row[here.numel() :].zero_()
-        offset += size
+    """cast_pack in plain torch, part by part and row by row."""
+    for part, rows in zip(parts, out.view(ranks, -1).split(list(sizes), dim=1), strict=True):
+        _copy(part, rows)
+
+
+def _copy(part: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy a part to its place in every row, with zeros behind it."""
+    ranks, size = rows.shape
+    if ranks == 1 and part.numel() == size:  # one pass copies any strides
+        rows[0].view(part.shape).copy_(part)
+        return
+    flat = part.reshape(-1)
+    for r, row in enumerate(rows):
+        here = flat[r * size : (r + 1) * size]
+        row[: here.numel()].copy_(here)
+        row[here.numel() :].zero_()
 
 
 def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
@@ -73,7 +74,10 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for dtype in dict.fromkeys(dtypes):
         chosen = tuple(dtype == d for d in dtypes)
         if dtype is None:
-            _by_torch(parts, chosen, sizes, ranks, out)
+            places = out.view(ranks, -1).split(list(sizes), dim=1)
+            for part, place, mine in zip(parts, places, chosen):
+                if mine:
+                    _copy(part, place)
         else:
             rows = _rows(tuple(sizes), numels, chosen, ranks, out.device)
             move(rows, [*parts, out], dtype, out.dtype)
@@ -91,17 +95,7 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, .
     return plan(pieces, device)
 
 
-def _by_torch(parts, chosen: Sequence[bool], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
-    table, offset = out.view(ranks, sum(sizes)), 0
-    for part, mine, size in zip(parts, chosen, sizes):
-        if mine:
-            rows = part.new_empty(ranks * size, dtype=out.dtype)
-            reference([part], [size], ranks, rows)
-            table[:, offset : offset + size].copy_(rows.view(ranks, size))
-        offset += size
-
-
-def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor | None = None) -> None:
+def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
     if len(parts) != len(sizes):
         raise ValueError(f"cast_pack: {len(parts)} parts, but {len(sizes)} sizes.")
     if ranks < 1:
@@ -109,31 +103,9 @@ def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for k, (part, size) in enumerate(zip(parts, sizes)):
         if size < 0 or part.numel() > ranks * size:
             raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
-    check_device("cast_pack", parts[0].device, (*parts, *(() if out is None else (out,))))
-    if out is not None and (not out.is_contiguous() or out.numel() != ranks * sum(sizes)):
+    check_device("cast_pack", parts[0].device, (*parts, out))
+    if not out.is_contiguous() or out.numel() != ranks * sum(sizes):
         raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
 
 
-def _into(run):
-    def implementation(parts, sizes, ranks=1, *, out):
-        _check(parts, sizes, ranks, out)
-        run(parts, sizes, ranks, out)
-
-    return implementation
-
-
-def _new(run):
-    def implementation(parts, sizes, dtype, ranks=1):
-        _check(parts, sizes, ranks)
-        out = parts[0].new_empty(ranks * sum(sizes), dtype=dtype)
-        run(parts, sizes, ranks, out)
-        return out
-
-    return implementation
-
-
-for _key, _run in (("CPU", reference), ("CUDA", launch)):
-    _lib.impl("cast_pack", _new(_run), _key)
-    _lib.impl("cast_pack.out", _into(_run), _key)
-torch.library.register_fake("ztrans::cast_pack", _new(lambda *_: None), lib=_lib)
-torch.library.register_fake("ztrans::cast_pack.out", _into(lambda *_: None), lib=_lib)
+define("cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()", _check, reference, launch)

@@ -1,10 +1,10 @@
 """gradient(g, p): mark `g` as the gradient for `p`. The value is `g`.
 
-    g: any float tensor, p: the tensor that `g` is the gradient for, of the same shape.  ->  g
+    g: any float tensor, p: the tensor for which `g` is the gradient, of the same shape.  ->  g
 
 A traced program keeps the mark, so no transform has to guess which values are gradients. The derivative of the mark
-marks the cotangent: where a transform averages `g` over ranks it must average the cotangent too, because averaging is
-its own transpose. Under `vmap` the mark vanishes: per-sample gradients are the user's to reduce.
+marks the cotangent: a transform that averages `g` over ranks must average the cotangent too, because averaging is its
+own transpose. Under `vmap` the mark vanishes, because the user reduces per-sample gradients.
 """
 
 from __future__ import annotations

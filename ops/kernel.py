@@ -1,12 +1,12 @@
-"""kernel: a function that becomes a Triton kernel when it is first launched.
+"""kernel: a decorator for functions that become Triton kernels when they are first launched.
 
     @kernel
-    def _double(x, n, BLOCK: tl.constexpr): ...        written at module level, as any Triton kernel
+    def _double(x, n, BLOCK: tl.constexpr): ...        defined at module level, as any Triton kernel
     _double[grid](x, n, BLOCK=1024, num_warps=4)
 
-Triton is imported at the first launch, not before. So a machine without it can import every module, and the error
-that names Triton is raised when a kernel is launched. Inside a kernel, `tl` is `triton.language`, and other kernels can
-be called by name.
+Triton is imported at the first launch, not before. So every module can be imported without Triton, and an error that
+says that Triton is missing is raised only when a kernel is launched. Inside a kernel, `tl` is `triton.language`, and
+other kernels can be called by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 # Triton casts between these dtypes as torch does. Others are moved as bits, or cast by torch.
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NAMES = {**FLOATS, torch.int8: "int8", torch.float8_e4m3fn: "fp8e4nv"}
+tl: Any = None  # in a kernel it is `triton.language`
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -38,7 +38,7 @@ class Kernel:
         """The function as Triton's own object."""
         triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
         function, code = self.function, self.function.__code__
-        # The kernel gets a scope of its own, with `tl` and all that it names, so that the module stays as it is.
+        # The kernel gets its own globals, with `tl` and the names that it uses, so that the module's do not change.
         used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
         scope = {name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()}
         scope |= {"__name__": function.__module__, "tl": triton.language}
@@ -46,29 +46,29 @@ class Kernel:
         return triton.jit(functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        # Every product and every sum is rounded by itself, as in the reference.
+        # Without fused multiply-add, every product and every sum is rounded by itself, as in the reference.
         return functools.partial(self.jit[grid], enable_fp_fusion=False)
 
 
 def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:
     """Mark `function` as a Triton kernel, or as a part of one.
 
-    Triton compiles no variants for special values of the arguments in `numbers`: a rank that compiles in the middle
-    of a step keeps the others waiting.
+    Triton does not compile variants for special values of the arguments named in `numbers`. A variant that one rank
+    has to compile in the middle of a step would keep the other ranks waiting.
     """
     return Kernel(function, numbers) if function else functools.partial(Kernel, numbers=numbers)
 
 
 def element(dtype: torch.dtype, bits: bool = False) -> Any:
-    """Triton's name for `dtype`, or, as `bits`, for an integer of its size."""
+    """Triton's type for `dtype`. With `bits`, it is the integer type of the same size."""
     language = _triton(f"a kernel on {dtype}").language
-    return language.dtype(_BITS[dtype.itemsize] if bits else _NAMES[dtype])
+    return language.dtype(_BITS[dtype.itemsize] if bits else FLOATS[dtype])
 
 
-def _triton(what: str) -> Any:
+def _triton(subject: str) -> Any:
     try:
         import triton
         import triton.language
     except ImportError as missing:
-        raise RuntimeError(f"{what} needs Triton, which is not installed here: pip install triton.") from missing
+        raise RuntimeError(f"{subject} needs Triton, which is not installed here: pip install triton.") from missing
     return triton

@@ -1,25 +1,21 @@
 """move: copy many pieces of tensors to places in other tensors and cast them, in one launch.
 
     rows   int64[blocks, 6]  for each block of BLOCK elements: tensor and element to read from, tensor and element to
-                             write to, elements to read, elements to write
-    bases  int64[tensors]    addresses
+                             write to, number of elements to read, number of elements to write
+    bases  int64[tensors]    the address of each tensor
 
-Elements that are written but not read are zero: padding. Bytes moved at least: one read and one write of each of these
-elements. A full block whose source and destination are aligned to 16 bytes moves 16 bytes at a time.
+Elements that are written but not read are zero; they are padding. Bytes moved at least: one read and one write of each
+element. A full block whose source and destination are aligned to 16 bytes moves 16 bytes at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from .kernel import FLOATS, element, kernel
+from .kernel import FLOATS, element, kernel, tl
 from .tables import addresses, blocks, on_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 BLOCK = 4096
 
@@ -43,17 +39,17 @@ Piece = tuple[int, int, int, int, int, int]
 
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
-    """The rows of pieces (from, at, to, at, elements to read, elements to write), on `device`."""
+    """The rows of some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
     return on_device(blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device)
 
 
 def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether the kernel casts as `copy_` does: between floats of at most 32 bits, or not at all."""
+    """Whether the kernel can move `src` to `dst` as `copy_` does: floats of at most 32 bits, or equal dtypes."""
     return (src in FLOATS and dst in FLOATS) or (src == dst and src.itemsize <= 8)
 
 
 def move(rows: torch.Tensor, tensors: Sequence[torch.Tensor], src: torch.dtype, dst: torch.dtype) -> None:
-    """Move the pieces that `rows` describe between `tensors`: those read have dtype `src`, those written `dst`."""
+    """Move the pieces that `rows` describe, from tensors of dtype `src` to tensors of dtype `dst`."""
     if not len(rows):
         return
     same = src == dst

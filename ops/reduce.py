@@ -1,8 +1,8 @@
 """reduce(terms, op, dtype): combine one term of every rank, in rank order.
 
-    terms   one tensor per rank, of equal shapes and dtypes
+    terms   one tensor for each rank, of equal shapes and dtypes
     op      sum, mean, max or min
-    over    the one of the first two terms that the result may be written over
+    over    one of the first two terms, whose memory the result may overwrite
     ->      one tensor
 
 Half-precision terms are summed in fp32. The order is that of the ranks, so the result depends on neither the network
@@ -47,15 +47,15 @@ def reduce(
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by `count` and rounded once; written over the sum, if its dtype can hold the result.
+    """A sum divided by `count` and rounded once. The sum is overwritten, if its dtype can hold the result.
 
-    The divisor is a tensor. Divided by a Python number, a GPU would multiply by the reciprocal, which rounds twice: for
-    3, 5, 6 or 7 ranks the bits would not be those of a CPU.
+    The divisor is a tensor. To divide by a Python number, a GPU would multiply by the reciprocal, which rounds twice:
+    for 3, 5, 6 or 7 ranks the bits would differ from those of a CPU.
 
     >>> mean(torch.tensor([3.0, 1.0]), 2)
     tensor([1.5000, 0.5000])
     """
-    if total.is_complex():  # part by part
+    if total.is_complex():  # the real and imaginary parts are divided separately
         return torch.view_as_complex(mean(torch.view_as_real(total), count))
     divisor = torch.full((), count, device=total.device)
     return total.div_(divisor) if total.is_floating_point() else total / divisor

@@ -1,42 +1,31 @@
 """reduce_scatter(memory, outs, sizes, op, dtype): this rank's parts of the sum of every rank's terms.
 
-    memory  symmetric; from byte `offset` on, each rank's buffer holds dtype[ranks, sum(sizes)]: row r
-            is for rank r and holds its parts one after another. cast_pack(..., ranks=W) writes it
-    dtype   of the terms: float32, bfloat16 or float16
-    outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; up to `sizes` elements each
-    op      sum, or mean, which divides by the ranks at the end
-    ->      float32[channels], whose sum is the sum of squares of all that was written, so that a norm needs no pass of
-            its own. For the same number of channels the order of the sum, and so its bits, are always the same
+    memory  symmetric; each rank's buffer begins with dtype[ranks, sum(sizes)]: row r is for rank r and holds its
+            parts one after another. cast_pack(..., ranks=W) writes it
+    dtype   the dtype of the terms: float32, bfloat16 or float16
+    outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; at most `sizes` elements each
+    op      sum, or mean, which divides by the number of ranks at the end
 
-Terms are summed in float32 in rank order, whatever their dtype, and rounded once: the result depends on neither the
-network nor its timing. There are two barriers, as in all_gather. Errors: mixed dtypes or other ones, parts larger than
+Terms are summed in float32 in rank order, whatever their dtype, and rounded once. So the result depends on neither the
+network nor its timing. There are two barriers, as in all_gather. Errors: mixed or unknown dtypes, parts larger than
 their sizes, a buffer that is too small. Bytes moved at least: over the wire the rows of the other ranks for this one;
-in memory those, this rank's own row and one write of the parts.
+in memory those rows, this rank's own row, and one write of the parts.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
-from .kernel import FLOATS, element, kernel
+from .kernel import FLOATS, element, kernel, tl
+from .operation import define
 from .reduce import reduce
 from .symmetric import CHANNELS, Symmetric, at_addresses, check
 from .tables import addresses, blocks, on_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define(
-    "reduce_scatter(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes, str op,"
-    " ScalarType dtype, int rank, int offset, int channels, int spins) -> Tensor"
-)
 
 _BLOCK = 2048
 
@@ -48,44 +37,41 @@ def reduce_scatter(
     op: str,
     dtype: torch.dtype,
     *,
-    offset: int = 0,
     channels: int = 32,
     spins: int = SPINS,
-) -> torch.Tensor:
-    """Reduce into `outs`, as the head of this file says.
+) -> None:
+    """Reduce into `outs`. The docstring of this file describes the arguments.
 
     >>> from .symmetric import in_one_process
     >>> (memory,) = in_one_process(1, 8)
     >>> _, part = memory.mine.view(torch.float32).fill_(3), torch.empty(2)
-    >>> reduce_scatter(memory, [part], [2], "sum", torch.float32, channels=1), part
-    (tensor([18.]), tensor([3., 3.]))
+    >>> reduce_scatter(memory, [part], [2], "sum", torch.float32); part
+    tensor([3., 3.])
     """
-    needed = offset + memory.ranks * sum(sizes) * dtype.itemsize
+    needed = memory.ranks * sum(sizes) * dtype.itemsize
     if needed > memory.mine.numel():
         raise ValueError(f"reduce_scatter: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
-    return torch.ops.ztrans.reduce_scatter.default(
-        memory.buffers, memory.pads, memory.error, outs, sizes, op, dtype, memory.rank, offset, channels, spins
+    torch.ops.ztrans.reduce_scatter.default(
+        memory.buffers, memory.pads, memory.error, outs, sizes, op, dtype, memory.rank, channels, spins
     )
 
 
-def reference(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins) -> torch.Tensor:
-    """The meaning of reduce_scatter, and its implementation for processes that share memory."""
+def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
+    """reduce_scatter in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
-    squares, total = torch.zeros(channels), sum(sizes)
-    whole = at_addresses(buffers + offset, len(buffers) * total * dtype.itemsize)
+    total = sum(sizes)
+    whole = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
     rows, at = [bytes_.view(dtype).view(len(buffers), total)[rank] for bytes_ in whole], 0
     for out, size in zip(outs, sizes, strict=True):
         terms = [row[at : at + out.numel()] for row in rows]
         out.view(-1).copy_(reduce(terms, op, out.dtype))
-        squares[0] += out.float().square().sum()
         at += size
     wait_for_all(pads, error, rank, spins)
-    return squares
 
 
 @kernel
 def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    if MEAN and WORLD & (WORLD - 1) == 0:  # exact, as a division is
+    if MEAN and WORLD & (WORLD - 1) == 0:  # the reciprocal of a power of two is exact
         total *= 1.0 / WORLD
     elif MEAN:
         total = tl.div_rn(total, WORLD * 1.0)
@@ -94,11 +80,11 @@ def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
 
 @kernel
 def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    # In rank order, from the first term on: the sum of zeros keeps their sign.
+    # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
     total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(tl.float32)
     p = 1
-    while p < WORLD:  # not unrolled: it is the way of a few blocks only
+    while p < WORLD:  # not unrolled, as only a few blocks take this path
         term = tl.load((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
         total += term.to(tl.float32)
         p += 1
@@ -114,92 +100,80 @@ def _sum_whole(buffers, at, i, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.
     return _finished(total, WORLD, MEAN).to(OUT)
 
 
-@kernel(numbers="count values first offset total spins")
+@kernel(numbers="count values first total spins")
 def _scatter(
-    buffers, pads, error, rows, count, bases, values, squares, first, offset, total, spins,
+    buffers, pads, error, rows, count, bases, values, first, total, spins,
     TERM: tl.constexpr, OUT: tl.constexpr, MEAN: tl.constexpr,
     WORLD: tl.constexpr, SYNC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One launch may stand for several ranks, along the second axis of the grid.
+    # One launch may run several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
         meet(pads, error, rank, block, spins, WORLD)
     i = tl.arange(0, BLOCK)
-    norm = tl.full((BLOCK,), 0.0, tl.float32)
     k = block
     while k < count:
         row = rows + (tl.program_id(1) * count + k).to(tl.int64) * 4
         start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
-        at = offset + (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
+        at = (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
         dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (OUT.primitive_bitwidth // 8)
-        if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers themselves lie on more than 16 bytes
+        if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
             x = _sum_whole(buffers, at, i, TERM, OUT, WORLD, MEAN)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
-            norm += x.to(tl.float32) * x.to(tl.float32)
         else:
             x = _sum(buffers, at, i, n, TERM, OUT, WORLD, MEAN)
             tl.store(dst.to(tl.pointer_type(OUT)) + i, x, mask=i < n)
-            norm += tl.where(i < n, x.to(tl.float32) * x.to(tl.float32), 0.0)
         k += blocks
-    tl.store(squares + tl.program_id(1) * blocks + block, tl.sum(norm, 0))
     if SYNC:
         meet(pads, error, rank, block, spins, WORLD)
 
 
 def launch(
-    buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins, *, together: int = 1, sync=True
-) -> torch.Tensor:
-    """reduce_scatter by the kernel; `together` ranks in one launch, their `outs` one after another."""
+    buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins, *, together: int = 1, sync=True
+) -> None:
+    """reduce_scatter by the kernel. A launch may run `together` ranks, with their `outs` one after another."""
     check(error, rank)
     world, values, device = len(buffers), len(outs) // together, buffers.device
-    squares = torch.empty(together * channels, dtype=torch.float32, device=device)
     rows = _rows(tuple(sizes), tuple(v.numel() for v in outs), together, device)
     with torch.cuda.device_of(buffers):
         _scatter[(channels, together)](
-            buffers, pads, error, rows, len(rows) // together, addresses(outs, device), values, squares,
-            rank, offset, sum(sizes), spins,
+            buffers, pads, error, rows, len(rows) // together, addresses(outs, device), values,
+            rank, sum(sizes), spins,
             TERM=element(dtype), OUT=element(outs[0].dtype), MEAN=op == "mean",
             WORLD=world, SYNC=sync and world > 1, BLOCK=_BLOCK, launch_cooperative_grid=together > 1,
-            num_warps=8, maxnreg=128,  # else ptxas spills, to fit blocks on an SM that has only one
+            num_warps=8, maxnreg=128,  # otherwise ptxas spills registers, to fit more blocks on an SM than it gets
         )  # fmt: skip
-    return squares
 
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device) -> torch.Tensor:
-    # value, start in it, where it lies in a row of the buffer, elements from there on; a list for each rank
+    # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
     values, pieces = len(sizes), []
     for k, numel in enumerate(numels):
         pieces.append((k % values, 0, sum(sizes[: k % values]), numel))
     return on_device(blocks(pieces, sizes * together, _BLOCK, moving=(1, ~3)), device)
 
 
-def _by(run):
-    def implementation(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins):
-        world = len(buffers)
-        if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-            raise ValueError(f"reduce_scatter: {len(outs)} parts, {len(sizes)} sizes, rank {rank} of {world}.")
-        if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"reduce_scatter: channels must be 1 to {CHANNELS}, got {channels}.")
-        if op not in ("sum", "mean"):
-            raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
-        if dtype not in FLOATS or outs[0].dtype not in FLOATS or offset % dtype.itemsize:
-            raise TypeError(f"reduce_scatter: {dtype} at byte {offset} to {outs[0].dtype} cannot be summed.")
-        for k, (out, size) in enumerate(zip(outs, sizes)):
-            if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
-                raise ValueError(f"reduce_scatter: part {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
-            if out.numel() > size:
-                raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
-        return run(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins)
-
-    return implementation
+def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
+    world = len(buffers)
+    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
+        raise ValueError(f"reduce_scatter: {len(outs)} parts, {len(sizes)} sizes, rank {rank} of {world}.")
+    if not 1 <= channels <= CHANNELS:
+        raise ValueError(f"reduce_scatter: channels must be 1 to {CHANNELS}, got {channels}.")
+    if op not in ("sum", "mean"):
+        raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
+    if dtype not in FLOATS or outs[0].dtype not in FLOATS:
+        raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
+    for k, (out, size) in enumerate(zip(outs, sizes)):
+        if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
+            raise ValueError(f"reduce_scatter: part {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+        if out.numel() > size:
+            raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
 
 
-def _fake(buffers, pads, error, outs, sizes, op, dtype, rank, offset, channels, spins) -> torch.Tensor:
-    return buffers.new_empty(channels, dtype=torch.float32)
-
-
-_lib.impl("reduce_scatter", _by(reference), "CPU")
-_lib.impl("reduce_scatter", _by(launch), "CUDA")
-torch.library.register_fake("ztrans::reduce_scatter", _by(_fake), lib=_lib)
+define(
+    "reduce_scatter(Tensor buffers, Tensor pads, Tensor(a!) error, Tensor(b!)[] outs, int[] sizes, str op,"
+    " ScalarType dtype, int rank, int channels, int spins) -> ()",
+    _check, reference, launch,
+)  # fmt: skip

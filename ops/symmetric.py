@@ -1,12 +1,12 @@
-"""symmetric memory: a buffer on every rank of a group that all the others can read, and signals next to it.
+"""symmetric memory: a buffer on every rank of a group, which all other ranks can read, and signals next to it.
 
-    memory = rendezvous(nbytes, group)              ranks of one node, each with its GPU: torch's symmetric memory
-    memory = over_files(folder, rank, ranks, nbytes)      processes of one machine, on the CPU: shared files
-    memories = in_one_process(ranks, nbytes, device)      all ranks here: to test and to measure on one device
+    memory = rendezvous(nbytes, group)                    ranks of one node, each with its GPU: torch's own
+    memories = in_one_process(ranks, nbytes, device)      all ranks in this process, for tests and benchmarks
+    memory = view(rank, whole, nbytes, starts, held)      any memory that all ranks have mapped
 
 `mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every
 rank's buffer and signals, as this rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
-to a power of two. They are zero between collectives; `barrier` says how they are used. `error`, int32[1], is zero until
+to a power of two. They are zero between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until
 a barrier has waited in vain. The host reads it without synchronising.
 
 One memory serves one stream of collectives; collectives that run at the same time need a memory each. `rendezvous`
@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,25 +62,12 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     ((0, 1), torch.Size([64]), True)
     """
     device = torch.device(device)
-    whole = [torch.zeros(_room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    whole = [torch.zeros(room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
     starts = [t.data_ptr() for t in whole]
-    return [_view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
+    return [view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
 
 
-def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
-    """The memory of one of `ranks` processes of a machine, in files of `folder`: a new one, in /dev/shm at best."""
-    files = [str(Path(folder) / f"{r}.symmetric") for r in range(ranks)]
-    room = _room(nbytes, ranks)
-    # The files get their length before torch maps them. When torch lengthens a file it writes a zero at its start,
-    # over data that a faster rank may have put there.
-    for path in files:
-        with open(path, "ab") as file:
-            file.truncate(max(room, file.tell()))
-    whole = [torch.from_file(file, shared=True, size=room, dtype=torch.uint8) for file in files]
-    return _view(rank, whole[rank], nbytes, [t.data_ptr() for t in whole], whole)
-
-
-def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Symmetric:
+def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric:
     """The memory of the ranks of `group`, on the current CUDA device; every rank must call it."""
     if not torch.cuda.is_available():
         raise RuntimeError("Symmetric memory over a process group needs CUDA devices, and torch sees none here.")
@@ -90,15 +76,15 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None, device: torc
     group = group or dist.group.WORLD
     if group is None:
         raise RuntimeError("Symmetric memory needs a process group: call torch.distributed.init_process_group first.")
-    device = device or torch.device("cuda", torch.cuda.current_device())
-    whole = symm_mem.empty(_room(nbytes, group.size()), dtype=torch.uint8, device=device)
+    device = torch.device("cuda", torch.cuda.current_device())
+    whole = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
     whole.zero_()
     handle = symm_mem.rendezvous(whole, group)
     shift = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # the offset of a buffer in the mapped allocation
     starts = [pointer + shift for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
-    return _view(group.rank(), whole, nbytes, starts, (whole, handle))
+    return view(group.rank(), whole, nbytes, starts, (whole, handle))
 
 
 def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
@@ -111,11 +97,13 @@ def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
     ]
 
 
-def _room(nbytes: int, ranks: int) -> int:
+def room(nbytes: int, ranks: int) -> int:
+    """Bytes of one rank's memory: the buffer, and its signals."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * (1 << (ranks - 1).bit_length()) * 4
 
 
-def _view(rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any) -> Symmetric:
+def view(rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any) -> Symmetric:
+    """One rank's view of memory of `room` bytes, where those of all ranks start at `starts`. `held` keeps it mapped."""
     device, pads = whole.device, -(-nbytes // ALIGNMENT) * ALIGNMENT
     return Symmetric(
         rank,

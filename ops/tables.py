@@ -1,13 +1,14 @@
-"""tables: the integers that tell a kernel where its pieces are, on its device.
+"""tables: integers on a kernel's device, which tell the kernel where its pieces are.
 
-A launch over many tensors needs their addresses and, for each block, which tensor it belongs to. Both repeat from step
-to step, so tables are kept. Those that depend on sizes alone are kept for good. Tables of addresses may never repeat,
-if the shapes of batches keep changing; so only the ones asked for last are kept, and one for each stream, because
-memory that one stream has freed is reused in the order of that stream. Tables in a captured graph are kept for good.
+A launch over many tensors needs their addresses, and for each block the tensor that it belongs to. Both repeat from
+step to step, so tables are cached. Tables that depend on sizes alone are kept for good. Tables of addresses may never
+repeat if the shapes of batches keep changing, so only the most recently used ones are kept. There is one for each
+stream, because memory that a stream has freed is reused in the order of that stream. Tables in a captured graph are
+kept for good.
 
-A captured graph has memory of its own, so the addresses in it are new. The copies that fill their tables must not be
-captured. Nor may the tables be in the graph's memory: this is reused within a replay, and a kernel that runs before the
-one that reads a table would overwrite the table. `filled_after_capture` allocates room for them before the capture, and
+A captured graph has its own memory, so its addresses are new. The copies that fill their tables must not be captured.
+Nor may the tables be in the graph's memory, which is reused within a replay: a kernel that runs before the one that
+reads a table would overwrite the table. `filled_after_capture` allocates room for these tables before the capture, and
 fills it when the capture is over.
 """
 
@@ -19,11 +20,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_MOST = 1 << 14  # tuples of addresses that are kept
+_MOST = 1 << 14  # the number of tuples of addresses that are kept
 _kept: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()  # addresses and device -> a table for each stream
 _captured: list[torch.Tensor] = []
-_ROOM = 1 << 18  # integers, for the tables of a capture
-_ALIGNED = 2  # integers: sixteen bytes
+_ROOM = 1 << 18  # integers for the tables of a capture
+_ALIGNED = 2  # tables are aligned to this number of integers, which is 16 bytes
 _unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # for each capture in progress: the room, and its tables
 
 
@@ -36,7 +37,7 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
         _kept.popitem(last=False)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured:  # all work launched before a capture is done, so the table of any stream will do
+    if captured:  # all work launched before a capture has ended, so the table of any stream can be used
         stream = next(iter(by_stream), stream)
     if stream not in by_stream:
         by_stream[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
@@ -54,7 +55,7 @@ def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]
 
 @contextlib.contextmanager
 def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM) -> Iterator[None]:
-    """Surround the capture of a CUDA graph. Its tables, at most `room` integers, are filled at the end."""
+    """A context for the capture of a CUDA graph. Its tables, at most `room` integers, are filled at the end."""
     _unfilled.append((torch.empty(room, dtype=torch.int64, device=device), []))
     try:
         yield
@@ -66,8 +67,11 @@ def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM)
 
 
 def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> torch.Tensor:
-    """`rows` on `device`. A `shared` table is for all streams; else it is for the current one, and the host does not
-    wait for the copy. During the capture of a CUDA graph the table is filled later, or it is an error."""
+    """`rows` on `device`.
+
+    A `shared` table is for all streams. Any other table is for the current stream, and the host does not wait for its
+    copy. During the capture of a CUDA graph, `filled_after_capture` fills the table later; without it, this raises.
+    """
     if device.type != "cuda":
         return rows.to(device)
     if not torch.cuda.is_current_stream_capturing():
@@ -94,8 +98,8 @@ def blocks(
 ) -> torch.Tensor:
     """int64[blocks, columns]: each piece cut into blocks of `block` elements.
 
-    A piece is a row of integers and has a length. Its columns `moving` grow by `block` from block to
-    block; one written as `~column` counts elements and says how many of them are left to the block.
+    A piece is a row of integers, and has a length. Its columns `moving` grow by `block` from block to block. A column
+    that is given as `~column` counts elements, and in each block holds how many of them are left for the block.
 
     >>> blocks([(7, 0, 5)], [5], 4, moving=(1, ~2))
     tensor([[7, 0, 4],

@@ -1,8 +1,8 @@
 """unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer, from rank-major to value-major order.
 
-    buffer  any dtype[ranks * sum(sizes)], contiguous: row r is what rank r sent
-    sizes   elements of a value's part in a row, padding included
-    shapes  the whole shapes, of ranks * size elements or fewer; the rest is padding and is dropped
+    buffer  any dtype[ranks * sum(sizes)], contiguous: row r holds the elements that rank r sent
+    sizes   elements of each value's part in a row, padding included
+    shapes  the shapes of the whole values, with at most ranks * size elements; other elements are padding
     ->      one contiguous tensor for each value; a value that is contiguous in the buffer is a view of it
 
 Errors: a shape with more elements than the buffer has for it, a buffer of another length. Bytes moved at least: one
@@ -15,20 +15,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from .move import is_movable, move, plan
-
-_lib = torch.library.Library("ztrans", "FRAGMENT")
-_lib.define("unpack(Tensor buffer, int[] sizes, int[] numels, int ranks) -> Tensor[]")
-_lib.define("unpack.out(Tensor buffer, int[] sizes, int ranks, *, Tensor(a!)[] out) -> ()")
+from .operation import define
 
 
 def unpack(
     buffer: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], ranks: int
 ) -> list[torch.Tensor]:
-    """The whole values of `buffer`, as the head of this file says.
+    """The whole values of `buffer`. The docstring of this file describes the arguments.
 
     >>> unpack(torch.arange(6.0), [1, 2], [(2,), (3,)], 2)
     [tensor([0., 3.]), tensor([1., 2., 4.])]
@@ -36,17 +34,17 @@ def unpack(
     numels = [math.prod(shape) for shape in shapes]
     if len(sizes) == 1 or ranks == 1:
         _check(buffer, sizes, numels, ranks)
-        starts = [0, *_running(sizes)]
-        flat = [buffer.view(-1)[start : start + n] for start, n in zip(starts, numels)]
+        flat = [buffer.view(-1)[start : start + n] for start, n in zip(accumulate(sizes, initial=0), numels)]
     else:
-        flat = torch.ops.ztrans.unpack.default(buffer, sizes, numels, ranks)
+        flat = [buffer.new_empty(n) for n in numels]
+        torch.ops.ztrans.unpack.default(buffer, sizes, ranks, flat)
     return [value.view(shape) for value, shape in zip(flat, shapes)]
 
 
-def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
-    """The meaning of unpack, value by value and rank by rank."""
+def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+    """unpack in plain torch, value by value and rank by rank."""
     table, offset = buffer.view(ranks, sum(sizes)), 0
-    for value, size in zip(out, sizes, strict=True):
+    for value, size in zip(outs, sizes, strict=True):
         flat = value.view(-1)
         for r in range(ranks):
             here = flat[r * size : (r + 1) * size]
@@ -54,26 +52,22 @@ def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Seque
         offset += size
 
 
-def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, out: Sequence[torch.Tensor]) -> None:
+def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
     """unpack by the kernel: one launch."""
     if not is_movable(buffer.dtype, buffer.dtype):
-        return reference(buffer, sizes, ranks, out)
-    rows = _rows(tuple(sizes), tuple(v.numel() for v in out), ranks, buffer.device)
-    return move(rows, [*out, buffer], buffer.dtype, buffer.dtype)
+        return reference(buffer, sizes, ranks, outs)
+    rows = _rows(tuple(sizes), tuple(v.numel() for v in outs), ranks, buffer.device)
+    return move(rows, [*outs, buffer], buffer.dtype, buffer.dtype)
 
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device) -> torch.Tensor:
     pieces, total = [], sum(sizes)
-    for k, (offset, size, numel) in enumerate(zip((0, *_running(sizes)), sizes, numels)):
+    for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
         for r in range(ranks):
             n = min(size, max(0, numel - r * size))
             pieces.append((len(sizes), r * total + offset, k, r * size, n, n))
     return plan(pieces, device)
-
-
-def _running(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[: k + 1]) for k in range(len(sizes))]
 
 
 def _check(buffer: torch.Tensor, sizes: Sequence[int], numels: Sequence[int], ranks: int) -> None:
@@ -82,33 +76,15 @@ def _check(buffer: torch.Tensor, sizes: Sequence[int], numels: Sequence[int], ra
     if not buffer.is_contiguous() or buffer.numel() != ranks * sum(sizes):
         raise ValueError(f"unpack: the buffer must be contiguous and hold {ranks} times {sum(sizes)} elements.")
     for k, (size, n) in enumerate(zip(sizes, numels)):
-        if not 0 <= n <= ranks * size:
+        if n > ranks * size:
             raise ValueError(f"unpack: value {k} has {n} elements, the buffer {ranks} times {size} for it.")
 
 
-def _new(run):
-    def implementation(buffer, sizes, numels, ranks):
-        _check(buffer, sizes, numels, ranks)
-        out = [buffer.new_empty(n) for n in numels]
-        run(buffer, sizes, ranks, out)
-        return out
-
-    return implementation
+def _check_outs(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+    _check(buffer, sizes, [v.numel() for v in outs], ranks)
+    for k, value in enumerate(outs):
+        if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
+            raise ValueError(f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
 
 
-def _into(run):
-    def implementation(buffer, sizes, ranks, *, out):
-        _check(buffer, sizes, [v.numel() for v in out], ranks)
-        for k, value in enumerate(out):
-            if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
-                raise ValueError(f"unpack: out {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
-        run(buffer, sizes, ranks, out)
-
-    return implementation
-
-
-for _key, _run in (("CPU", reference), ("CUDA", launch)):
-    _lib.impl("unpack", _new(_run), _key)
-    _lib.impl("unpack.out", _into(_run), _key)
-torch.library.register_fake("ztrans::unpack", _new(lambda *_: None), lib=_lib)
-torch.library.register_fake("ztrans::unpack.out", _into(lambda *_: None), lib=_lib)
+define("unpack(Tensor buffer, int[] sizes, int ranks, Tensor(a!)[] outs) -> ()", _check_outs, reference, launch)

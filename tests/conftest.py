@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ztrans.runtime.codegen import check_compiler
+from ztrans.runtime.inductor.compiler import check_compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 

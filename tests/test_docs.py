@@ -1,12 +1,12 @@
-"""The pages for users: their code runs, prints what they show, and everything that they name exists.
+"""The pages for users: their code runs and prints what they show, and every file that they name exists.
 
-A page marks each block behind its opening fence:
+The words after the opening fence of a block say what kind of block it is:
 
-    python             it runs, in one namespace a page, from top to bottom, in an empty folder
-    python torchrun    it needs several processes: it is compiled, not run
-    python gpu         it needs a GPU: the same
-    python peer        it is the code of another library, or a loop before it is changed: the same
-    text               after a block that runs: what that block prints (see `is_shown`)
+    python             the block runs; the blocks of a page share a namespace, and run from top to bottom
+    python torchrun    the block needs several processes; it is compiled, but not run
+    python gpu         the block needs a GPU; it is compiled, but not run
+    python peer        the block is code of another library, or a loop before its change; it is compiled, but not run
+    text               what the block before it prints, if that block runs (see `is_shown`)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the line that opens it, the words after the fence, and its text."""
+    """A fenced block: the number of its first line, the words after the opening fence, and its text."""
 
     line: int
     info: tuple[str, ...]
@@ -52,17 +52,17 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
-    found, opened, body = list[Block](), None, list[str]()
+    page_blocks, opened, body = list[Block](), None, list[str]()
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if not line.startswith("```"):
             body.append(line)
         elif opened is None:
             opened, body = (number, tuple(line[3:].split())), []
         else:
-            found.append(Block(*opened, "\n".join(body) + "\n"))
+            page_blocks.append(Block(*opened, "\n".join(body) + "\n"))
             opened = None
     assert opened is None, f"{page.name}:{opened} opens a block that nothing closes"
-    return found
+    return page_blocks
 
 
 def prose(page: Path) -> str:
@@ -72,7 +72,7 @@ def prose(page: Path) -> str:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder to run in; a mesh of one that a page makes is gone after the test."""
+    """Runs the test in an empty folder. If a page creates a process group, it is destroyed after the test."""
     before = dist.is_initialized()
     monkeypatch.chdir(tmp_path)
     yield
@@ -88,7 +88,7 @@ def test_code_runs_and_prints_what_the_page_shows(page, scratch):
         if not block.is_python:
             continue
         assert block.runs or (len(block.info) == 2 and block.info[1] in NOT_RUN), f"{page.name}:{block.line}"
-        # Errors, and the lines that programs print, then name the page and its lines.
+        # With these empty lines, errors and printed programs name the lines of the page.
         code = compile("\n" * block.line + block.text, str(page), "exec")
         if block.runs:
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -98,7 +98,7 @@ def test_code_runs_and_prints_what_the_page_shows(page, scratch):
 
 
 def is_shown(printed: str, shown: str) -> bool:
-    """Whether a page shows what a block printed: `...` is anything, decimal figures may differ by a tenth.
+    """Whether the page shows what the block printed. `...` matches anything; decimals may differ by a tenth.
 
     >>> is_shown("step: 1.52 ms  # f:3\\n b", "step: 1.5 ms # f:... b"), is_shown("a b c", "a ... b")
     (True, False)
@@ -115,12 +115,12 @@ def is_shown(printed: str, shown: str) -> bool:
 
 
 def is_same(words: list[str], run: list[str]) -> bool:
-    """Whether printed words are those that a page shows."""
+    """Whether the printed words match a run of words of the page."""
     pattern, figures = " ".join(run), r"\d+\.\d+"
     texts = [rf"({figures})".join(map(re.escape, re.split(figures, text))) for text in pattern.split("...")]
     match = re.fullmatch(".*".join(texts), " ".join(words))
-    near = lambda a, b: math.isclose(float(a), float(b), rel_tol=0.1)
-    return match is not None and all(map(near, match.groups(), re.findall(figures, pattern)))
+    is_close = lambda a, b: math.isclose(float(a), float(b), rel_tol=0.1)
+    return match is not None and all(map(is_close, match.groups(), re.findall(figures, pattern)))
 
 
 def is_next(page: Path, block: Block, following: Block) -> bool:
@@ -175,7 +175,7 @@ def functions(file: Path) -> set[str]:
 
 
 def test_every_file_of_the_architecture_exists():
-    """Its tree too, whose first column is folders and files."""
+    """Also those in its tree, whose first column names folders and files."""
     page = ROOT / "docs/architecture.md"
     (tree,) = (block for block in blocks(page) if block.info == ("text",))
     named = re.findall(r"(?<!\S)[\w.]+/[\w./]*", tree.text)

@@ -1,4 +1,4 @@
-"""What people do wrong, and what they are told: type, transform, leaf, their line, and what to do."""
+"""Errors of users: the exception, the transform, the leaf, the user's line, and the advice in the text."""
 
 import re
 import subprocess
@@ -32,30 +32,30 @@ def lower(step, *transforms, state=None, batch=BATCH, **options):
 
 
 def line(function: str, marker: str) -> str:
-    """`test_errors.py:<line>`, of the first line after `def function` that holds `marker`."""
+    """`test_errors.py:<line>` of the first line after `def function` that contains `marker`."""
     text = Path(__file__).read_text().splitlines()
     start = next(i for i, row in enumerate(text) if row.strip().startswith(f"def {function}("))
     number = next(i for i, row in enumerate(text[start:], start + 1) if marker in row)
     return f"{HERE}:{number}"
 
 
-# ---- before all
+# ---- at import
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "3.0.0+cu130"])
-def test_another_torch(version):
+def test_an_unsupported_torch_is_refused(version):
     with pytest.raises(RuntimeError) as e:
         check_torch(version)
     assert str(e.value) == (
-        f"ztrans: this is torch {version}, and ztrans stands on private APIs of torch>=2.11,<2.15.\n"
-        f"Install such a torch, pip install 'torch>=2.11,<2.15', or a ztrans that was made for torch {version}."
+        f"ztrans: this is torch {version}, and ztrans uses private APIs of torch>=2.11,<2.15.\n"
+        f"Install such a torch, pip install 'torch>=2.11,<2.15', or a release of ztrans for torch {version}."
     )
 
 
 # ---- while tracing
 
 
-def test_reading_a_value():
+def test_reading_a_value_is_refused():
     def reads_item(state, batch):
         _, value = grad_and_value(loss)(state["params"], *batch)
         print(value.item())
@@ -67,7 +67,7 @@ def test_reading_a_value():
     assert "torch.where" in str(e.value)
 
 
-def test_branching_on_a_value():
+def test_branching_on_a_value_is_refused():
     def branches(state, batch):
         _, value = grad_and_value(loss)(state["params"], *batch)
         if value > 0:
@@ -79,7 +79,7 @@ def test_branching_on_a_value():
     assert line("branches", "if value > 0") in str(e.value)
 
 
-def test_a_shape_from_values():
+def test_a_shape_that_depends_on_values_is_refused():
     def selects(state, batch):
         return state, batch[0][batch[0] > 0].sum()
 
@@ -88,7 +88,7 @@ def test_a_shape_from_values():
     assert line("selects", "> 0]") in str(e.value)
 
 
-def test_generators_and_seeds():
+def test_generators_and_seeds_are_refused():
     def generates(state, batch):
         return state, torch.rand(3, generator=torch.Generator()).sum()
 
@@ -105,7 +105,7 @@ def test_generators_and_seeds():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_what_has_only_an_effect_is_left_out_with_a_warning():
+def test_an_operation_without_results_is_left_out_with_a_warning():
     def asserts(state, batch):
         torch._assert_async((batch[0] > 0).all())
         return state, batch[0].sum()
@@ -115,7 +115,7 @@ def test_what_has_only_an_effect_is_left_out_with_a_warning():
     assert line("asserts", "_assert_async") in str(told[0].message)
 
 
-def test_a_closure_over_a_tensor():
+def test_a_closure_over_a_tensor_is_refused():
     mask = torch.ones(3, 1)
 
     def closes(state, batch):
@@ -128,7 +128,7 @@ def test_a_closure_over_a_tensor():
     assert "Pass it in: as state" in str(e.value)
 
 
-def test_another_structure():
+def test_a_new_state_of_another_structure_is_refused():
     def forgets(state, batch):
         return {"params": state["params"]}, batch[0].sum()
 
@@ -142,7 +142,7 @@ def test_another_structure():
         lower(adds)
 
 
-def test_another_shape_of_state():
+def test_a_new_state_of_another_type_is_refused():
     def grows(state, batch):
         return {**state, "m": state["m"].to(torch.float64)}, batch[0].sum()
 
@@ -150,12 +150,12 @@ def test_another_shape_of_state():
         lower(grows)
 
 
-def test_no_pair_returned():
+def test_a_step_must_return_a_pair():
     with pytest.raises(ValueError, match=r"returned dict; a train step returns \(state, output\)"):
         lower(lambda state, batch: state)
 
 
-def test_a_state_leaf_that_is_no_tensor():
+def test_a_state_leaf_that_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match=r"state leaf state\.mode is 'fast'"):
         lower(lambda state, batch: (state, batch[0].sum()), state={**STATE, "mode": "fast"})
 
@@ -163,7 +163,7 @@ def test_a_state_leaf_that_is_no_tensor():
 # ---- shard_params
 
 
-def test_unreduced_values_reach_the_state():
+def test_a_value_that_reaches_the_state_unreduced_is_refused():
     def unreduced(state, batch):
         each = vmap(torch.func.grad(lambda p, x, y: loss(p, x, y)), (None, 0, 0))(state["params"], *batch)
         mean = {k: g.mean(0) for k, g in each.items()}
@@ -175,7 +175,7 @@ def test_unreduced_values_reach_the_state():
     assert HERE in str(e.value)
 
 
-def test_batch_statistics_in_the_update_are_not_reduced_silently():
+def test_a_batch_statistic_that_the_update_writes_to_the_state_is_refused():
     def tracks(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
         return {"params": sgd(state["params"], grads), "m": state["m"] * 0.9 + value}, value
@@ -185,7 +185,7 @@ def test_batch_statistics_in_the_update_are_not_reduced_silently():
     assert line("tracks", "+ value") in str(e.value)
 
 
-def test_integer_output():
+def test_an_integer_output_that_depends_on_the_batch_is_refused():
     def counts(state, batch):
         grads, _ = grad_and_value(loss)(state["params"], *batch)
         return {**state, "params": sgd(state["params"], grads)}, (batch[0] > 0).sum()
@@ -197,7 +197,7 @@ def test_integer_output():
     lower(counts, outputs="local")
 
 
-def test_an_update_that_cannot_be_sharded():
+def test_an_update_that_cannot_be_sharded_is_refused():
     def renorms(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
         m = torch.renorm(state["m"], 2, 0, 1.0)
@@ -210,8 +210,8 @@ def test_an_update_that_cannot_be_sharded():
     lower(renorms, where=lambda path, leaf: path != "m")
 
 
-def test_random_draws_in_the_update():
-    """Each rank may draw for its own part; a draw for a value that every rank holds would differ."""
+def test_a_random_draw_for_a_value_that_is_not_sharded_is_refused():
+    """Each rank may draw for its own shard. A value that every rank holds would differ between ranks."""
 
     def noisy(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
@@ -226,7 +226,7 @@ def test_random_draws_in_the_update():
     assert line("noisy", "randn_like") in str(e.value)
 
 
-def test_options():
+def test_wrong_options_are_refused():
     mesh = zt.AbstractMesh(dp=2)
     with pytest.raises(ValueError, match="axis='tp' is no axis of the mesh, which has 'dp'"):
         zt.shard_params(mesh, axis="tp")
@@ -244,7 +244,7 @@ def test_options():
         zt.prefetch()(3)
 
 
-def test_an_axis_of_pmean_that_is_not_sharded_over():
+def test_pmean_over_another_axis_is_refused():
     def reduces(state, batch):
         return state, zt.pmean(batch[0].sum(), "tp")
 
@@ -253,7 +253,7 @@ def test_an_axis_of_pmean_that_is_not_sharded_over():
     assert line("reduces", "zt.pmean") in str(e.value)
 
 
-def test_nothing_to_overlap():
+def test_overlap_grads_without_reductions_is_refused():
     case = CASES["mlp_momentum"]
     with pytest.raises(ValueError, match=r"no gradient reductions to overlap\.\nApply shard_params first"):
         zt.overlap_grads()(case.step).lower(case.state(), *batches(case, 1)[0])
@@ -270,7 +270,7 @@ def mesh():
         torch.distributed.destroy_process_group()
 
 
-def test_no_devices():
+def test_a_step_on_an_abstract_mesh_cannot_run():
     case = CASES["mlp_momentum"]
     step = zt.shard_params(zt.AbstractMesh(dp=2))(case.step)
     for use in (lambda: step(case.state(), *batches(case, 1)[0]), lambda: step.shard(case.state())):
@@ -278,7 +278,7 @@ def test_no_devices():
             use()
 
 
-def test_full_tensors(mesh):
+def test_full_tensors_as_state_are_refused(mesh):
     case = CASES["mlp_momentum"]
     step = zt.shard_params(mesh)(case.step)
     with pytest.raises(TypeError) as e:
@@ -290,24 +290,24 @@ def test_full_tensors(mesh):
     assert "Call `state = train_step.shard(state)` once, before the loop." in str(e.value)
 
 
-def test_another_layout(mesh):
+def test_state_with_another_layout_is_refused(mesh):
     case = CASES["mlp_momentum"]
     whole = zt.shard_params(mesh, stage=0)(case.step).shard(case.state())
     with pytest.raises(TypeError, match=re.escape("expected the layout [Shard(dim=0)], got [Replicate()]")):
         zt.shard_params(mesh)(case.step)(whole, *batches(case, 1)[0])
 
 
-def test_another_mesh(mesh):
+def test_state_on_another_mesh_is_refused(mesh):
     case = CASES["mlp_momentum"]
-    other = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
-    state = zt.shard_params(other)(case.step).shard(case.state())
-    with pytest.raises(TypeError, match="lies on another mesh"):
+    second_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
+    state = zt.shard_params(second_mesh)(case.step).shard(case.state())
+    with pytest.raises(TypeError, match="is on another mesh"):
         zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_that_fails_does_not_wait_for_the_others_to_end(fails):
-    """NCCL ends a communicator with all its ranks; they wait for this one in another place."""
+def test_a_rank_that_fails_ends_without_waiting_for_the_others(fails):
+    """NCCL ends a communicator together with all of its ranks, but the others wait for this one in a collective."""
     code = f"""
 import atexit
 import torch.distributed as dist
@@ -320,13 +320,13 @@ assert not {fails}
     assert done.stdout == f"left to the end: {fails}\n" and (done.returncode != 0) == fails
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
-def test_a_mesh_of_gpus_that_are_not_there():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
+def test_a_mesh_of_gpus_needs_a_gpu():
     with pytest.raises(RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"):
         zt.make_mesh("cuda", dp=-1)
 
 
-def test_too_few_ranks(mesh):
+def test_a_mesh_that_needs_more_ranks_is_refused(mesh):
     with pytest.raises(
         RuntimeError, match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun")
     ):
@@ -346,7 +346,7 @@ def test_many_batch_shapes_warn(mesh):
         step(state, *case.batch(9))
 
 
-def test_other_arguments_for_a_compiled_step(mesh):
+def test_a_compiled_step_refuses_arguments_of_other_shapes(mesh):
     case = CASES["mlp_momentum"]
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())
@@ -357,13 +357,13 @@ def test_other_arguments_for_a_compiled_step(mesh):
         compiled(state, *slices(batches(case, 1)[0], 2)[0])
 
 
-def test_an_unknown_backend(mesh):
+def test_an_unknown_backend_is_refused(mesh):
     case = CASES["mlp_momentum"]
     with pytest.raises(ValueError, match="unknown backend 'tvm'"):
         zt.shard_params(mesh)(case.step).lower(case.state(), *batches(case, 1)[0]).compile(backend="tvm")
 
 
-def test_a_process_group_that_is_gone():
+def test_a_step_after_its_process_group_is_destroyed_is_refused():
     mesh = zt.make_mesh(dp=1)
     case = CASES["mlp_momentum"]
     step = zt.shard_params(mesh)(case.step)
@@ -377,7 +377,7 @@ def test_without_a_compiler_inductor_says_so():
     from torch._inductor import config
 
     lowered = zt.Step.of(lambda w, x: (w - x, x.sum())).lower(torch.ones(4), torch.ones(4))
-    told = r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"
-    # `monkeypatch` would leave the setting deleted behind it.
-    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ValueError, match=told):
+    message = r"needs a C\+\+ compiler, and there is none.\nInstall g\+\+ or clang"
+    # `monkeypatch` would delete the setting afterwards, instead of restoring it.
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ValueError, match=message):
         lowered.compile(backend="inductor")

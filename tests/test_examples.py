@@ -1,4 +1,4 @@
-"""The examples: each one's `main` at a small size, and those that run under torchrun on two ranks."""
+"""The examples: `main` of each at a small size, and the examples for torchrun on two ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Imports an example by name; a mesh of one that it makes is gone after the test."""
+    """Imports an example by name. If the example creates a process group, it is destroyed after the test."""
     before = dist.is_initialized()
     monkeypatch.syspath_prepend(EXAMPLES)
     yield importlib.import_module
@@ -28,7 +28,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
 
 
 def torchrun(script: str, *args: str) -> str:
-    """What an example prints on two ranks."""
+    """The output of an example that runs on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*command, str(EXAMPLES / script), *args],
@@ -46,20 +46,20 @@ def printed(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) +loss (\S+)", text)}
 
 
-def test_mlp(example, capsys):
+def test_the_mlp_example_learns(example, capsys):
     losses = example("mlp").main(steps=30, batch=64)
     assert losses[-1] < losses[0] / 2
     assert printed(capsys.readouterr().out).keys() == {0, 20, 29}
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_gpt(example, bf16):
+def test_the_gpt_example_learns(example, bf16):
     gpt = example("gpt")
     losses = gpt.main(gpt.Config(layers=1, width=32, heads=2, sequence=16), steps=25, batch=8, lr=1e-2, bf16=bf16)
     assert losses[-1] < losses[0] - 1
 
 
-def test_inspect_a_step(example, capsys):
+def test_the_inspection_example_prints_every_stage(example, capsys):
     config = example("gpt").Config(layers=1, width=32, heads=2, sequence=16)
     example("inspect_a_step").main(config, ranks=4)
     out = capsys.readouterr().out
@@ -71,14 +71,14 @@ def test_inspect_a_step(example, capsys):
 
 
 @pytest.mark.distributed
-def test_mlp_on_two_ranks(example, capsys):
+def test_the_mlp_example_has_equal_losses_on_one_rank_and_on_two(example, capsys):
     example("mlp").main()
-    one, two = printed(capsys.readouterr().out), printed(torchrun("mlp.py"))
-    assert two == pytest.approx(one, abs=0.02)
+    one_rank, two_ranks = printed(capsys.readouterr().out), printed(torchrun("mlp.py"))
+    assert two_ranks == pytest.approx(one_rank, abs=0.02)
 
 
 @pytest.mark.distributed
-def test_demo(tmp_path):
+def test_the_demo_agrees_with_the_plain_step(tmp_path):
     sizes = {"layers": 1, "width": 32, "heads": 2, "sequence": 16, "batch": 4, "steps": 25, "fp32-steps": 5}
     out = tmp_path / "new" / "demo.png"
     text = torchrun("demo.py", *(f"--{k}={v}" for k, v in sizes.items()), "--lr=0.01", f"--out={out}")
@@ -91,14 +91,15 @@ def test_demo(tmp_path):
     assert apart < 0.05
     assert relative < 1e-5
     param = re.search(r"param .*(0\.\d\d)", text)
-    assert float(param[1]) < 0.7, "the gathers of matrices cross the wire in bf16"
+    assert float(param[1]) < 0.7, "matrices must be gathered in bf16"
 
 
-def test_the_program_in_the_readme_is_the_golden_one():
-    """Line by line, in order; where README leaves lines out it says `...`."""
-    golden = (ROOT / "tests/golden/test_fuse_cast_gather/test_all_four.txt").read_text().splitlines()
+def test_the_program_in_the_readme_is_from_the_golden_file():
+    """Its lines are those of the file, in order. Where lines are left out, the README has `...`."""
+    folder = ROOT / "tests/golden/test_fuse_cast_gather"
+    golden = (folder / "test_the_program_of_all_four_transforms_prints.txt").read_text().splitlines()
     blocks = (ROOT / "README.md").read_text().split("```")[1::2]
     (shown,) = (block for block in blocks if block.startswith("\n# step "))
     rest = iter(golden)
     for line in shown.strip().splitlines():
-        assert line.strip() == "..." or line in rest, f"README shows {line!r}, which the program has not, or not there"
+        assert line.strip() == "..." or line in rest, f"README shows {line!r}, which the program does not have there"

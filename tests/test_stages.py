@@ -1,4 +1,4 @@
-"""Compiled steps without a mesh: what is written in place, and what such a step refuses to write."""
+"""Compiled steps: which state is updated in place, and which state a step refuses because it cannot be."""
 
 import numpy as np
 import pytest
@@ -23,17 +23,17 @@ def test_state_is_updated_in_place_and_batches_are_not():
     assert torch.equal(x, X)
 
 
-def test_leaves_that_trade_places():
+def test_a_step_may_exchange_two_leaves():
     run = zt.Step.of(lambda s, x: ({"a": s["b"], "b": s["a"]}, s["a"]))
     state, held = {"a": torch.zeros(3), "b": torch.ones(3)}, []
     for _ in range(3):
         state, output = run(state, X)
         held.append(output)
     assert state["a"].tolist() == [1, 1, 1] and state["b"].tolist() == [0, 0, 0]
-    assert [h[0].item() for h in held] == [0, 1, 0], "an output is not the state, which the next step writes"
+    assert [h[0].item() for h in held] == [0, 1, 0], "the next step overwrites the state, but not an output"
 
 
-def test_one_value_for_two_leaves():
+def test_two_leaves_with_one_new_value_get_memory_of_their_own():
     run = zt.Step.of(lambda s, x: ({"a": s["a"] + 1, "b": s["a"] + 1}, s["a"] + 1))
     state, output = run({"a": torch.zeros(3), "b": torch.zeros(3)}, X)
     state["a"].zero_(), output.sub_(5)
@@ -50,7 +50,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("message", SHARED)
-def test_leaves_that_cannot_be_written_in_place(message):
+def test_leaves_that_cannot_be_written_in_place_are_refused(message):
     state, x = SHARED[message]
     run = zt.Step.of(step)
     with pytest.raises(TypeError, match=rf"step: {message}.*\nCall `state = step.shard\(state\)` once"):
@@ -62,14 +62,14 @@ def test_leaves_that_cannot_be_written_in_place(message):
     assert torch.equal(W, torch.zeros(6)) and torch.equal(X, torch.arange(3.0))
 
 
-def test_parts_of_one_buffer_can_be_written():
+def test_leaves_may_be_parts_of_one_buffer():
     flat = torch.zeros(6)
     zt.Step.of(step)({"a": flat[:3], "b": flat[3:]}, X)
     assert flat.tolist() == [1, 1, 1, 0, 0, 0]
 
 
-def test_a_state_that_becomes_its_own_conjugate():
-    """A conjugate lies where its tensor does and differs from it only in a mark, which no one else sees."""
+def test_a_step_may_return_the_conjugate_of_its_state():
+    """A lazy conjugate shares the memory of its tensor and differs only in a flag, so it must be computed."""
     run = zt.Step.of(lambda z, x: (z.conj(), (z.conj() * x).sum()))
     z, x = torch.complex(X, X + 1), torch.complex(X, X * 2)
     want = z.conj().resolve_conj()
@@ -87,7 +87,7 @@ def test_lockstep_takes_state_in_any_memory_order():
     assert torch.equal(new, state * 2)
 
 
-def test_a_compiled_step_is_for_its_flags():
+def test_a_compiled_step_refuses_another_flag():
     def flagged(state, batch):
         return state, batch["x"] * (2 if batch["twice"] else 1)
 
@@ -97,8 +97,8 @@ def test_a_compiled_step_is_for_its_flags():
         compiled(W, {"x": X, "twice": True})
 
 
-def test_state_that_comes_to_share_memory_is_refused():
-    """A target network that is set to the one that is trained, instead of copied from it."""
+def test_leaves_that_begin_to_share_memory_are_refused():
+    """As when a target network is set to the trained network, instead of to a copy of it."""
     run = zt.Step.of(step)
     state, _ = run({"a": torch.zeros(3), "b": torch.ones(3)}, X)
     state["b"] = state["a"]
@@ -108,7 +108,7 @@ def test_state_that_comes_to_share_memory_is_refused():
     assert run(state, X)[0]["b"].tolist() == [2, 2, 2]
 
 
-def test_numpys_numbers_are_numbers():
+def test_numpy_scalars_are_numbers():
     def scaled(state, x, rate, times):
         return state - rate * x, x * times
 
@@ -122,13 +122,13 @@ def test_numpys_numbers_are_numbers():
 
 
 @pytest.mark.parametrize("leaf", [None, "adam", True])
-def test_what_no_state_can_hold(leaf):
+def test_a_state_leaf_must_be_a_tensor_or_a_number(leaf):
     with pytest.raises(TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"):
         zt.Step.of(lambda s, x: (s, x)).shard({"ema": leaf})
 
 
 def differentiated(state, x):
-    """For leaves that require gradients, as those of `model.named_parameters()`."""
+    """A step whose leaves must require gradients, as those of `model.named_parameters()` do."""
     (g,) = torch.autograd.grad((state["w"] @ x).square().sum(), [state["w"]])
     return {"w": state["w"] - 0.1 * g}, 0.0
 
@@ -139,7 +139,7 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def test_leaves_that_require_gradients_still_do_when_sharded(mesh):
+def test_sharded_leaves_require_gradients_if_the_full_ones_do(mesh):
     w = torch.eye(3, requires_grad=True)
     want = differentiated({"w": w}, X)[0]["w"].detach()
     for run in (zt.Step.of(differentiated), zt.shard_params(mesh)(differentiated)):
@@ -147,27 +147,27 @@ def test_leaves_that_require_gradients_still_do_when_sharded(mesh):
         assert state["w"].requires_grad and torch.equal(w, torch.eye(3))
         for _ in range(2):
             state, _ = run(state, X)
-        again, _ = differentiated({"w": want.clone().requires_grad_()}, X)
-        assert torch.allclose(run.unshard(state)["w"], again["w"])
+        wanted, _ = differentiated({"w": want.clone().requires_grad_()}, X)
+        assert torch.allclose(run.unshard(state)["w"], wanted["w"])
 
 
 @pytest.mark.parametrize("source", [None, 0])
 def test_shard_copies(mesh, source):
-    """Also what lies whole on every rank, from one rank's tensors, and what is sharded already."""
+    """Also replicated leaves, leaves sent from one rank, and leaves that are sharded already."""
     run = zt.shard_params(mesh, stage=0)(step)
     own = {"a": torch.zeros(3), "b": torch.ones(3)}
     state = run.shard(own, source=source)
     kept = run.shard(state)
     run(state, X)
-    for each in (own, run.unshard(kept)):
-        assert each["a"].tolist() == [0, 0, 0] and each["b"].tolist() == [1, 1, 1]
+    for untouched in (own, run.unshard(kept)):
+        assert untouched["a"].tolist() == [0, 0, 0] and untouched["b"].tolist() == [1, 1, 1]
 
 
-def test_shard_lays_out_what_was_laid_out_otherwise(mesh):
+def test_shard_changes_the_layout_of_a_sharded_state(mesh):
     whole, cut = (zt.shard_params(mesh, stage=stage)(step) for stage in (0, 3))
     state = cut.shard(whole.shard({"a": torch.zeros(3), "b": torch.ones(3)}))
-    other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
-    for each in (state, cut.shard(zt.shard_params(other)(step).shard(state))):
-        assert cut(each, X)[0]["a"].full_tensor().tolist() == [1, 1, 1]
+    second_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
+    for layout in (state, cut.shard(zt.shard_params(second_mesh)(step).shard(state))):
+        assert cut(layout, X)[0]["a"].full_tensor().tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"):
-        zt.shard_params(other)(step).shard({"a": X, "b": X}, source=1)
+        zt.shard_params(second_mesh)(step).shard({"a": X, "b": X}, source=1)

@@ -1,4 +1,4 @@
-"""Step as a function: its name, signature and types, arguments by name, methods; and transforms of one's own."""
+"""`Step` as a function: its name, signature and types, arguments by name, methods, and a user's own transforms."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def test_a_step_looks_like_its_function():
 # ---- arguments by name
 
 
-def test_arguments_by_name_are_those_by_position():
-    """One program for all of them."""
+def test_arguments_by_name_and_by_position_run_the_same_program():
     step = zt.Step.of(scaled)
     want = scaled(torch.zeros(()), X)
     for call in (
@@ -63,20 +62,20 @@ def test_arguments_by_name_are_those_by_position():
     assert len(texts) == 1
 
 
-def test_a_default_that_is_kept_is_a_constant_and_one_that_is_passed_an_input():
+def test_a_default_is_a_constant_and_a_passed_argument_is_an_input():
     step = zt.Step.of(scaled)
     for scale in (3.0, 4.0):
         assert step(torch.zeros(()), X, scale=scale)[1] == X.sum() * scale + 1
         assert step(torch.zeros(()), X, scale)[1] == X.sum() * scale + 1
     assert len(step._cache) == 1
-    for plus in (5.0, 6.0):  # after a default that is kept, and of a parameter that has no position
+    for plus in (5.0, 6.0):  # keyword-only, and `scale` before it keeps its default
         assert step(torch.zeros(()), X, plus=plus)[1] == X.sum() * 2 + plus
     assert len(step._cache) == 2
     assert [v.name for v in step.trace(torch.zeros(()), X, plus=5.0).graph.inputs] == ["state", "batch", "plus"]
     assert step(torch.zeros(()), X, plus=7, scale=1.5)[1] == X.sum() * 1.5 + 7
 
 
-def test_arguments_of_var_keywords_come_in_any_order():
+def test_keyword_arguments_may_be_passed_in_any_order():
     step = zt.Step.of(lambda state, **batch: (state, batch["x"] - batch["y"]))
     for call in (lambda s: step(s, x=X, y=X * 3), lambda s: step(s, y=X * 3, x=X)):
         assert torch.equal(call(X.clone())[1], X * -2)
@@ -96,7 +95,7 @@ def test_wrong_arguments_are_a_type_error_as_in_python():
             run()
 
 
-def test_a_program_says_which_names_it_was_compiled_for():
+def test_the_error_says_which_names_a_program_was_compiled_for():
     compiled = zt.Step.of(scaled).lower(torch.zeros(()), X, plus=2.0).compile()
     assert compiled(torch.zeros(()), X, plus=3.0)[1] == X.sum() * 2 + 3
     with pytest.raises(TypeError, match=r"(?s)compiled for arguments .*, the last by name: plus, called with"):
@@ -139,7 +138,7 @@ def loss_of(params, model, x, y):
 
 
 class Trainer:
-    """A trainer with configuration, and a module that it is free to hold."""
+    """A trainer whose methods are steps. It holds configuration and a module."""
 
     def __init__(self, rate: float = 0.5) -> None:
         self.rate, self.model, self.seen = rate, nn.Linear(2, 1), 0
@@ -172,8 +171,8 @@ def test_a_method_is_bound_as_a_function_is():
     assert Trainer.free is first.free and torch.equal(first.free(X.clone(), X)[0], X - X.mean())
 
 
-def test_what_a_method_reads_of_its_self_is_captured():
-    """Numbers are constants, and a change is traced anew; other attributes are not read."""
+def test_the_numbers_that_a_method_reads_of_self_are_constants():
+    """After a change of one the step is traced anew. Attributes that the method does not read do not matter."""
     trainer = Trainer(rate=0.5)
     for rate in (0.5, 0.5, 0.25):
         trainer.rate, trainer.seen = rate, trainer.seen + 1
@@ -185,7 +184,7 @@ def test_what_a_method_reads_of_its_self_is_captured():
         compiled(X.clone(), X)
 
 
-def test_a_method_may_use_a_module_of_its_self():
+def test_a_method_may_use_a_module_of_self():
     trainer, x, y = Trainer(), torch.ones(4, 2), torch.zeros(4, 1)
     state = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     grads, loss = grad_and_value(loss_of)(state, trainer.model, x, y)
@@ -195,7 +194,7 @@ def test_a_method_may_use_a_module_of_its_self():
 
 
 class Model(nn.Module):
-    """A module whose own method is a step."""
+    """A module with a method that is a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +212,7 @@ class Model(nn.Module):
         return self.linear(x) * self.gain
 
 
-def test_a_method_of_a_module():
+def test_a_method_of_a_module_may_be_a_step():
     model = Model()
     state = {k: p.detach().clone() for k, p in model.named_parameters()}
     for gain in (2.0, 3.0):
@@ -232,7 +231,7 @@ def twin_of(trainer: Trainer, how: str) -> Trainer:
 
 
 @pytest.mark.parametrize("how", ["copy", "deepcopy", "pickle"])
-def test_a_copy_of_an_object_has_methods_of_its_own(how):
+def test_a_copied_object_has_its_own_bound_steps(how):
     trainer = Trainer(rate=0.5)
     trainer.plain(X.clone(), X)
     twin = twin_of(trainer, how)
@@ -242,7 +241,7 @@ def test_a_copy_of_an_object_has_methods_of_its_own(how):
     assert torch.equal(trainer.plain(X.clone(), X)[0], X - 0.5 * X.mean())
 
 
-def test_an_object_with_a_method_is_freed():
+def test_an_object_with_a_compiled_method_can_be_freed():
     trainer = Trainer()
     trainer.plain(X.clone(), X)
     gone = weakref.ref(trainer)
@@ -259,7 +258,7 @@ class Slotted:
         return state, x
 
 
-def test_an_object_that_cannot_keep_its_programs():
+def test_an_object_with_slots_cannot_have_a_step_as_a_method():
     with pytest.raises(
         TypeError, match=r"step: a step that is a method keeps its programs in its object, and <.*Slotted"
     ):
@@ -272,19 +271,19 @@ class Child(Trainer):
         return super().plain.fn(state, x)[0], x.sum() * 2
 
 
-def test_a_method_and_that_of_the_class_above():
+def test_a_method_and_the_one_that_it_overrides_are_two_steps():
     child = Child()
     assert super(Child, child).plain is not child.plain
     assert torch.equal(super(Child, child).plain(X.clone(), X)[1], X.sum())
     assert torch.equal(child.plain(X.clone(), X)[1], X.sum() * 2)
 
 
-# ---- transforms of one's own
+# ---- a user's own transforms
 
 
 @dataclass(frozen=True, repr=False)
 class DataParallel(zt.Transform):
-    """All-reduce gradients over one axis, as DDP does: a user's own transform in a few lines."""
+    """A user's own transform: it all-reduces gradients over one axis, as DDP does."""
 
     mesh: zt.AbstractMesh = field(repr=False)
     axis: str = "dp"
@@ -307,7 +306,7 @@ def step_of_mean(state, x):
     return {"w": state["w"] - 0.1 * grads}, loss
 
 
-def test_a_transform_of_ones_own_may_distribute():
+def test_a_users_transform_may_distribute_the_step():
     own, ours = (t(step_of_mean) for t in (DataParallel(MESH), zt.shard_params(MESH, stage=0)))
     state, x = {"w": X.clone()}, torch.randn(4, 4)
     assert own.mesh == MESH and own.layouts(state) == ours.layouts(state) == [()]
@@ -319,10 +318,10 @@ def test_a_transform_of_ones_own_may_distribute():
         own.shard(state)
 
 
-def test_a_transform_with_a_mesh_comes_first_and_all_have_one():
-    with pytest.raises(ValueError, match=r"dataparallel: applied after prefetch, which work on the program"):
+def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
+    with pytest.raises(ValueError, match=r"data_parallel: applied after prefetch, which work on the program"):
         zt.chain(zt.prefetch(), DataParallel(MESH))(step_of_mean)
-    with pytest.raises(ValueError, match=r"dataparallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
+    with pytest.raises(ValueError, match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
         zt.chain(zt.shard_params(MESH), DataParallel(zt.AbstractMesh(dp=4)))(step_of_mean)
     assert zt.chain(zt.remat(), DataParallel(MESH))(step_of_mean).mesh == MESH, "remat works on the program as written"
 
@@ -386,7 +385,7 @@ zt.shard_params(mesh, stage=4)
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory) -> Path:
-    """A script of a user's, and behind it one wrong call a line."""
+    """The script of a user, followed by wrong calls, one on each line."""
     path = tmp_path_factory.mktemp("types") / "script.py"
     path.write_text(SCRIPT + WRONG)
     return path
@@ -402,7 +401,7 @@ def lines_of(path: Path, output: str) -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_wrong_call_is_an_error_of_mypy_and_a_right_one_is_none(script):
+def test_mypy_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "--config-file="]
     command += ["--cache-dir", os.path.join(script.parent, "cache"), str(script)]
@@ -413,7 +412,7 @@ def test_a_wrong_call_is_an_error_of_mypy_and_a_right_one_is_none(script):
 
 
 @pytest.mark.slow
-def test_a_wrong_call_is_an_error_of_pyright_and_a_right_one_is_none(script):
+def test_pyright_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("pyright", reason="needs pyright: pip install 'pyright[nodejs]'")
     settings = f'{{"extraPaths": ["{ROOT}"], "include": ["{script.name}"]}}'
     (script.parent / "pyrightconfig.json").write_text(settings)

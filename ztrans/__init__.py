@@ -1,4 +1,4 @@
-"""ztrans: composable function transforms for training steps, over PyTorch."""
+"""ztrans: composable function transforms of PyTorch train steps."""
 
 from . import ir
 from .compiled import Compiled

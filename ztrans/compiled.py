@@ -1,4 +1,4 @@
-"""Compiled: the program of one rank bound to its devices, to be run, profiled and tuned."""
+"""Compiled: the program of one rank, bound to its device. It can be run, profiled and tuned."""
 
 from __future__ import annotations
 
@@ -14,43 +14,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .ir.ambient import refuse_inside, without_autocast
+from .ir.donation import donation
 from .ir.graph import Graph
-from .ir.printer import format_seconds, html, program
+from .ir.printer import Printed, format_seconds
+from .ir.update_groups import Group, group_updates
+from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
-from .runtime.codegen import executable
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, placed, with_rates
 from .runtime.cuda.symmetric_start import check
+from .runtime.executable import executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
+from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
-from .tracing.arguments import Arguments, check_captured, check_donation, flat
+from .tracing.arguments import (
+    Arguments,
+    BatchKey,
+    StateKey,
+    check_captured,
+    check_donation,
+    flat,
+    local_batch,
+)
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
+
+
+class Given(NamedTuple):
+    """The arguments of one call, their keys, and the leaves of the state if it is the one that was returned last."""
+
+    arguments: Arguments
+    state: StateLeaves | None
+    state_key: StateKey
+    batch_key: BatchKey
+
+    @staticmethod
+    def of(arguments: Arguments, last: LastState) -> Given:
+        """The arguments with what is known of their state."""
+        state = last.recognise(arguments.state)
+        known = last.known if state is not None else None
+        return Given(arguments, state, known.key if known else arguments.state_key(), arguments.batch_key())
 
 
 class Bound(NamedTuple):
     """A program as it runs on this rank."""
 
     lowered: Lowered
-    run: Any  # a function from flat inputs to flat outputs, with the FX `program` that it runs
-    messages: int = 0  # a hash of those that it sends
+    run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
+    messages: int = 0  # a hash of the messages that it sends
 
 
 @dataclass(frozen=True, repr=False)
-class Compiled:
+class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares the programs of all ranks, and takes rank 0's plan where plans differ. This is left out
-    for a program that follows a plan which the ranks have `agreed` on for another batch size: it sends the same
+    The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
+    `agreed` skips this: it follows a plan that the ranks have agreed on for another batch size, so it sends the same
     messages.
 
-    Raises: TypeError when called with other arguments than it was compiled for, when a value that the step reads
-    besides its arguments has changed since it was traced, and inside of torch.func's transforms.
+    Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
+        its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
     """
 
     lowered: Lowered
@@ -60,52 +88,52 @@ class Compiled:
     _bound: list[Bound] = field(default_factory=list, compare=False, repr=False)
     _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
     _runner: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _last: LastState = field(default_factory=LastState, compare=False, repr=False)
+    # The keys of states and batches that this program has accepted, with the tree of its output.
+    _accepted: dict[tuple[StateKey, BatchKey], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
-        """The program that runs; before the first call the lowered one."""
+        """The program that runs; before the first call, the lowered program."""
         return (self._bound[0].lowered if self._bound else self.lowered).graph
-
-    def as_text(self, *, full: bool = False) -> str:
-        """The program that runs as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
 
     def __repr__(self) -> str:
         captured = ", cuda_graph=True" if self.cuda_graph else ""
         return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
 
-    def _repr_html_(self) -> str:
-        return html(self.graph)
-
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(self._arguments(args, kwargs))
+        return self.run(Given.of(self._arguments(args, kwargs), self._last), self._last)
 
-    @without_autocast()
-    def run(self, arguments: Arguments) -> tuple[Any, Any]:
-        """Run the program for arguments that fit it, and for captured values that are known to be those of the trace.
+    def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
+        """Run the program without checking the captured values.
 
-        A `Step` calls this: to choose a program, it has compared the captured values.
+        A `Step` calls this: it has compared the captured values when it chose the program. `last` holds the state
+        that was returned last, and after this run the state that it returns.
         """
-        leaves, local = self._flat(arguments)
+        key, n = (given.state_key, given.batch_key), self.graph.num_state
+        known = given.state is not None and key in self._accepted
+        leaves, local = self._known_inputs(given, last) if known else self._flat(given.arguments)
         with self._step(leaves, local) as run:
             outputs = run(local)
-        for i, old in enumerate(leaves[: self.lowered.graph.num_state]):
-            # the tensors that the caller passed, whose storages now hold the new state
+        if known:
+            return given.arguments.state, pytree.tree_unflatten(outputs[n:], self._accepted[key])
+        for i, old in enumerate(leaves[:n]):
+            # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        return pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        self._accepted[key] = pytree.tree_structure(output)
+        last.remember(state, outputs[:n], given.state_key)
+        return state, output
 
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
-        """Run `steps` real steps on these arguments and record when each operation and message ran.
+        """Run `steps` steps on these arguments, and record when each operation and message ran.
 
-        The state is donated and advances. All ranks must call it. Afterwards all have the same times of operations
-        and links; the timeline, in the lanes of `Lowered.timeline`, is this rank's own. A step with `cuda_graph` is
-        recorded without its graph. See `profile.Profile`.
+        The state is donated and advances. All ranks must call it. The times of operations and links in the result are
+        the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
+        `cuda_graph` is recorded without its graph. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
         leaves, local = self._flat(self._arguments(args, kwargs))
@@ -120,18 +148,20 @@ class Compiled:
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one.
 
-        Call it before the process group is destroyed, or to go on with another state: the next call runs without a
-        graph, and the one after it captures a new one.
+        Call it before the process group is destroyed, or to continue with another state. The next call then runs
+        without a graph, and the one after it captures a new graph.
         """
         for bound in self._bound:
             if isinstance(bound.run, Capture):
                 bound.run.close()
 
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
-        """Record `steps` steps, plan anew from them, record as many steps of the new plan, and keep the faster plan.
+        """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
-        Returns the program with that plan, and the first recording. The plan's notes give the seconds of a step on
-        the slowest rank. The state is donated and advances. All ranks must call it.
+        The notes of the plan give the seconds of a step on the slowest rank. The state is donated and advances. All
+        ranks must call it.
+
+        Returns: The program with the faster plan, and the first recording.
         """
         before = self.profile(*args, steps=steps, **kwargs)
         replanned = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
@@ -146,17 +176,17 @@ class Compiled:
 
     @property
     def _mesh(self) -> DeviceMesh | None:
-        """The mesh of devices that the program runs on; None for a program of one process."""
+        """The mesh of devices that the program runs on, or None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @contextlib.contextmanager
     def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Any]:
-        """The function that runs the program, once all ranks have met for this step."""
+        """Meet the other ranks for this step, then yield the function that runs the program."""
         name, mesh = self.lowered.graph.name, self._mesh
         state = leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
         with alone(self._runner if mesh is None else process_groups(mesh).runner, name):
-            bound = self._bind(local)
+            bound = self._bound[0] if self._bound else self._bind(local)
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))
                 meet(mesh, call, lambda: messages(bound.lowered.graph))
@@ -168,8 +198,8 @@ class Compiled:
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
 
-        The ranks have agreed on that order, so this rank alone may have such a batch. A program with other
-        collectives cannot follow it: it is planned, and agreed on, as a new one.
+        The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
+        collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
         known = self._bound[0].lowered if self._bound else self.lowered
         try:
@@ -183,9 +213,18 @@ class Compiled:
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
         leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
-        check_donation(lowered.graph, local)  # at every call: the caller may have set one leaf to another
+        check_donation(lowered.graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 
+    def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
+        """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
+        program, n = self.lowered.program, self.lowered.graph.num_state
+        batch = local_batch(program, n, given.arguments)
+        if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
+            return self._flat(given.arguments)
+        return given.state.leaves, [*given.state.local, *batch]
+
+    @without_autocast()
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         run: Any
         if not self._bound:
@@ -198,17 +237,34 @@ class Compiled:
                 graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
                 lowered = dataclasses.replace(lowered, graph=graph)
             else:
-                run = executable(lowered.graph, self._mesh, self._writes.begin)
+                graph, groups = _grouped(lowered.graph)
+                run = executable(graph, self._mesh, self._writes.begin, groups)
+                lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
 
 
-def _agreed(lowered: Lowered) -> Lowered:
-    """The program in the order of the first rank's plan, which may be for other measured times than this rank's.
+def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
+    """The program with equal updates next to each other, and their groups.
 
-    Raises: RuntimeError on every rank where ranks lowered different programs, or where that plan does not fit one.
+    Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
+    """
+    twins, peak = donation(graph).twins, memory(graph).peak
+    needs_no_memory = lambda e: e in twins or not any(v.shape for v in e.results)
+    for may_move in (lambda e: True, needs_no_memory):
+        grouped, groups = group_updates(graph, may_move)
+        if memory(grouped).peak <= peak:
+            return grouped, groups
+    return graph, ()
+
+
+def _agreed(lowered: Lowered) -> Lowered:
+    """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
+
+    Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
+        program of a rank.
     """
     mesh, name = lowered.mesh, lowered.graph.name
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:

@@ -1,7 +1,7 @@
 """Traced and Lowered: the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as written. `Lowered` is the program of one rank, with all transforms applied and its order
-planned. Each prints as its program.
+`Traced` is the program as the user wrote it. `Lowered` is the program of one rank, with all transforms applied and its
+order planned. Printing a stage prints its program.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
+from .ir.collectives.user_collectives import by_axis
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
-from .ir.printer import format_seconds, html, program, traffic
-from .ir.user_collectives import by_axis
+from .ir.printer import Printed, format_seconds, traffic
 from .ir.write_order import writes_last
 from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
@@ -36,8 +36,8 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
-from .runtime.codegen import check_compiler
 from .runtime.cuda.graph_capture import check_device
+from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
 from .tracing.arguments import Arguments, check_captured, local_part, traced_leaves
 from .tracing.trace import Program
@@ -45,7 +45,7 @@ from .transforms.base import Transform, mesh_of, rewritten
 
 
 @dataclass(frozen=True, repr=False)
-class Traced:
+class Traced(Printed):
     """A step's program as written, before any transform, as `jax.stages.Traced`."""
 
     program: Program
@@ -58,44 +58,33 @@ class Traced:
     @no_collection()
     @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """The program of one rank: transforms applied, collectives placed, buckets and order planned.
+        """Apply all transforms and plan buckets and order, which gives the program of one rank.
 
         Args:
             cluster: the devices and links to plan for; by default H100s on InfiniBand, or CPUs on gigabit Ethernet.
                 `Step.tune` plans for measured ones.
-            plan: a plan that was made before, which is applied as it is.
+            plan: an existing plan, which is used instead of a new one.
 
-        Raises: ValueError when the plan is for another program, or a memory budget cannot be met. ProgramError when a
-        transform returns a program that is not well formed.
+        Raises:
+            ValueError: the plan is for another program, or the program does not fit a memory budget.
+            ProgramError: a transform returned a program that is not well formed.
         """
-        mesh, history = self._transformed()
-        hinted = history[-1][1]
-        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        if plan is None:
-            plan, graph = make(hinted, cluster)
-        else:
-            graph = plans.apply(hinted, plan)
-            plan = plans.weighed(plan, memory(graph).peak, hinted.budget, cluster.device)
-        plan = _described(plan, graph)
-        return Lowered(graph, (*history[:-1], ("lower", graph)), self.program, mesh, plan, cluster, hinted)
+        hinted = self._hinted(cluster)
+        return hinted.planned(plan) if plan is not None else hinted._ordered(*make(hinted.graph, hinted.cluster))
 
     @no_collection()
-    def follow(self, other: Lowered) -> Lowered:
-        """The program of one rank, in the order of `other`: a program of the same step for other batch sizes.
+    def follow(self, leader: Lowered) -> Lowered:
+        """The program of one rank, in the order of `leader`: a program of the same step for other batch sizes.
 
-        Raises: ValueError when the two programs do not have the same collectives.
+        Raises: ValueError if the two programs do not have the same collectives.
         """
-        mesh, history = self._transformed()
-        hinted, plan = history[-1][1], other.plan
-        if plan.program != fingerprint(hinted):
-            plan = transfer(plan, landmarks(other.hinted, plan), hinted)
-        graph = plans.ordered(hinted, plan)
-        history = (*history[:-1], ("lower", graph))
-        plan = _described(plans.weighed(plan, memory(graph).peak, hinted.budget, other.cluster.device), graph)
-        return Lowered(graph, history, self.program, mesh, plan, other.cluster, hinted)
+        hinted, plan = self._hinted(leader.cluster), leader.plan
+        if plan.program != fingerprint(hinted.graph):
+            plan = transfer(plan, landmarks(leader.hinted, plan), hinted.graph)
+        return hinted.following(plan)
 
-    def _transformed(self) -> tuple[DeviceMesh | AbstractMesh | None, tuple[tuple[str, Graph], ...]]:
-        """The mesh, and the program after each transform, the last one without marks and without unused equations."""
+    def _hinted(self, cluster: Cluster | None) -> Lowered:
+        """The program after all transforms, without marks and without unused equations, before it has an order."""
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
@@ -104,24 +93,15 @@ class Traced:
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
-        return mesh, (*history, ("hinted", hinted))
-
-    def as_text(self, *, full: bool = False) -> str:
-        """The program as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
+        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        return Lowered(hinted, (*history, ("lower", hinted)), self.program, mesh, Plan(""), cluster, hinted)
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
 
-    def _repr_html_(self) -> str:
-        return html(self.graph)
-
 
 @dataclass(frozen=True, repr=False)
-class Lowered:
+class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`."""
 
     graph: Graph
@@ -132,31 +112,21 @@ class Lowered:
     cluster: Cluster
     hinted: Graph = dataclasses.field(repr=False)
 
-    def as_text(self, *, full: bool = False) -> str:
-        """The program as text; a long bucket folds, or with `full` has a line for each member."""
-        return program(self.graph, full)
-
-    def __str__(self) -> str:
-        return self.as_text()
-
     def __repr__(self) -> str:
         return f"Lowered({self.graph!r}, {self.plan!r})"
-
-    def _repr_html_(self) -> str:
-        return html(self.graph)
 
     def cost_analysis(self) -> Cost:
         """FLOPs, bytes of memory traffic, and wire bytes by axis and role, on one rank."""
         return cost(self.graph)
 
     def memory_analysis(self) -> Memory:
-        """Live bytes over the program, its peak, and the values and lines that hold it."""
+        """The bytes that are live at each equation, their peak, and the values that are live at the peak."""
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """A simulation of the step on a cluster (default: that of its plan), to print or to save as a picture.
+        """Simulate the step on a cluster, by default that of its plan; the result prints, and saves as a picture.
 
-        It has the lower bound on the time of the step in any order of the same collectives within the same memory.
+        It includes a lower bound: in no order of the same collectives, within the same memory, is the step faster.
         """
         cluster = cluster or self.cluster
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
@@ -166,11 +136,11 @@ class Lowered:
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
     def replan(self, profile: Profile | Cluster) -> Lowered:
-        """Plan anew from measured times; `plan.notes` say how much faster the step should become.
+        """Plan again, from measured times; `plan.notes` say how much faster the step should become.
 
-        Every rank may pass its own profile. When the program first runs, all ranks take rank 0's plan.
+        Each rank may pass its own profile. When the program first runs, all ranks use rank 0's plan.
 
-        Source: DeepSpeed DeepCompile, 2025, which also plans anew after some recorded steps.
+        Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         plan, graph = make(self.hinted, cluster)
@@ -181,26 +151,33 @@ class Lowered:
         return dataclasses.replace(self, cluster=cluster).planned(plan)
 
     def planned(self, plan: Plan) -> Lowered:
-        """This program in the order of another plan."""
+        """This program in the order of the given plan."""
         return self._ordered(plan, plans.apply(self.hinted, plan))
 
     def following(self, plan: Plan) -> Lowered:
-        """This program in the order of another rank's plan, even where that takes more memory than the budget."""
+        """This program in the order of another rank's plan, even if that needs more memory than the budget."""
         return self._ordered(plan, plans.ordered(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
+        """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
-        plan = _described(plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device), graph)
+        plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
+        plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))  # its text begins with that
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """Run one step of all ranks in this process, equation by equation, from the full state.
+        """Run one step of all ranks in this process, equation by equation.
 
-        `batches` holds each rank's batch arguments: a tuple of them, or a dict of them by name. Returns the full new
-        state and each rank's output; nothing is updated in place. No process group is needed, so it runs under an
-        AbstractMesh.
+        It needs no process group, so it also runs under an AbstractMesh. Nothing is updated in place.
 
-        Raises: TypeError for arguments, or values that the step captured, other than those it was traced for.
+        Args:
+            state: the full state.
+            batches: the batch arguments of each rank, as a tuple, or as a dict by name.
+
+        Returns: The full new state, and the output of each rank.
+
+        Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
+            traced for.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
@@ -219,15 +196,15 @@ class Lowered:
         return results[0][0], [output for _, output in results]
 
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
-        """A callable program on this rank's devices.
+        """Bind the program to this rank's device, so that it can be called.
 
         Args:
             backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
                 collectives and matrix products, when the program first runs.
-            cuda_graph: whether the second call captures the whole step as a CUDA graph, which that call and all
-                later ones replay; see `Compiled.close`.
+            cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
+                it. See `Compiled.close`.
 
-        Raises: ValueError for another backend, for "inductor" without a compiler, or for a graph without a GPU.
+        Raises: ValueError if there is no such backend, no compiler for "inductor", or no GPU for a CUDA graph.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
@@ -238,8 +215,3 @@ class Lowered:
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
-
-
-def _described(plan: Plan, graph: Graph) -> Plan:
-    """The plan of a program, with what the program sends: its text begins with that."""
-    return dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))

@@ -1,7 +1,7 @@
 """Step: a train step and the transforms applied to it.
 
-Decorating a step appends to its tuple of transforms and never nests. Calling a step traces, lowers and compiles a
-program for the arguments at the first such call, and runs it. `trace`, `lower` and `compile` do one of these at a
+Decorating a step appends to its tuple of transforms; steps never nest. The first call with arguments of some type
+traces, lowers and compiles a program for them; every call runs it. `trace`, `lower` and `compile` do one of these at a
 time (see `stages`).
 """
 
@@ -18,29 +18,28 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .compiled import Compiled
+from .compiled import Compiled, Given
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
-from .ir.layout import AbstractMesh, copied, relaid, shard_leaf
+from .ir.layout import AbstractMesh, copied
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
 from .runtime.failure import check_whole
-from .runtime.meeting import Call, meet
+from .runtime.known_state import LastState
 from .runtime.mesh import check_runs
-from .runtime.replicas import check_same
+from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, any_size, check_laid_out
+from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
 from .tracing.errors import no_state
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, layout_of, mesh_of
 
 _MANY_PROGRAMS = 8
-_METHODS = "_ztrans_methods"  # the attribute of an object that holds its methods that are steps
+_METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -52,35 +51,35 @@ State = TypeVar("State")
 class Step(Generic[P, R]):
     """A train step `fn(state, *batch) -> (state, output)` and the transforms applied to it.
 
-    Calling it runs one step on this rank's slice of the batch; the state passed in is donated, that is updated in
-    place. It has the name, docstring, signature and types of its function. Equality is that of function and
-    transforms.
+    Calling it runs one step on this rank's slice of the batch. The state is donated: it is updated in place. A step has
+    the name, docstring, signature and types of its function. Two steps are equal if their functions and transforms are.
 
-    A method of a class may be a step. Its `self` is read as a closure is: the numbers, strings and truth values that
-    the method reads from it are constants of the program, and a change of one is traced anew; a tensor in it is an
-    error, for a tensor is passed as state or with the batch.
+    A method of a class may be a step. Numbers, strings and bools that it reads from `self` are constants of the
+    program, as those of a closure are; if one changes, the step is traced again. A tensor in `self` is an error: pass
+    it as state or with the batch.
     """
 
     fn: Callable[P, R]
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
-    _cache: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     # The program whose plan the ranks agreed on, by its key without the sizes of its batch.
-    _agreed: dict[tuple, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _agreed: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _last: LastState = dataclasses.field(default_factory=LastState, compare=False, repr=False)
 
-    __name__: ClassVar[str]  # of each step, that of its function
+    __name__: ClassVar[str]  # each step has the name of its function
 
     def __post_init__(self) -> None:
-        """Take over what `functools.wraps` takes over, and the signature."""
+        """Copy the attributes of the function that `functools.wraps` copies, and its signature."""
         attributes: dict[str, Any] = {"__name__": type(self.fn).__name__, "__wrapped__": self.fn}
         attributes |= {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
-        with contextlib.suppress(TypeError, ValueError):  # some functions of C have none
+        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
             attributes["__signature__"] = inspect.signature(self.fn)
         vars(self).update(attributes)
 
     @staticmethod
     def of(fn: Callable[P, R]) -> Step[P, R]:
-        """`fn` as a step, with no transforms if it is not one yet."""
+        """`fn` itself if it is a step, otherwise a step without transforms."""
         if isinstance(fn, Step):
             return fn
         if not callable(fn):
@@ -90,9 +89,9 @@ class Step(Generic[P, R]):
         return Step(fn)
 
     def then(self, transform: Transform) -> Step[P, R]:
-        """This step with one more transform; the same one twice is once.
+        """This step with one more transform. A transform that it already has is not added again.
 
-        Raises: ValueError when the transforms of the step do not allow it (see `appended`).
+        Raises: ValueError if the transforms of the step do not allow it (see `appended`).
         """
         transforms = appended(self.transforms, transform)
         return self if transforms is self.transforms else Step(self.fn, transforms, self.plan)
@@ -107,11 +106,11 @@ class Step(Generic[P, R]):
     def __get__(self: Step[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Step[Q, R]: ...
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Step[..., Any]:
-        """The step as a method of `instance`, where a function would be one: a step of the bound function.
+        """The step as a method of `instance`: a step of the bound function.
 
-        The object keeps the step, and with it the programs compiled for it, as long as it lives.
+        The object keeps that step, with its compiled programs, as long as the object lives.
 
-        Raises: TypeError for an object without a `__dict__`, and for a class.
+        Raises: TypeError if `instance` has no `__dict__`, or is a class.
         """
         bind = getattr(type(self.fn), "__get__", None)
         if instance is None or bind is None:
@@ -127,11 +126,11 @@ class Step(Generic[P, R]):
 
     @property
     def mesh(self) -> DeviceMesh | AbstractMesh | None:
-        """The mesh that the step runs on; None for a step of one process."""
+        """The mesh that the step runs on, or None if it runs in one process."""
         return mesh_of(self.transforms)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
-        """The program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
+        """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         return self._traced(Arguments.of(self.fn, args, kwargs))
 
     def _traced(self, arguments: Arguments) -> Traced:
@@ -141,9 +140,9 @@ class Step(Generic[P, R]):
         return Traced(program, self.transforms)
 
     def lower(self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any) -> Lowered:
-        """`trace(state, *batch).lower(cluster=..., plan=...)`; by default with the plan of `planned`, if it fits.
+        """`trace(state, *batch).lower(cluster=..., plan=...)`; the plan is by default that of `planned`, if it fits.
 
-        An argument of the step that is called `cluster` or `plan` is passed by position.
+        Pass an argument of the step that is called `cluster` or `plan` by position.
         """
         return self._lowered(Arguments.of(self.fn, args, kwargs), cluster, plan)
 
@@ -152,78 +151,82 @@ class Step(Generic[P, R]):
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except OtherProgramError as error:  # as for a last batch that is smaller
-                planned = traced.lower(cluster=cluster)
-                warnings.warn(f"{error}\nThis program was planned anew.", stacklevel=3)
-                return planned
+            except OtherProgramError as error:  # for instance for a last, smaller batch
+                warnings.warn(f"{error}\nThis program is planned anew.", stacklevel=3)
         return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step[P, R]:
-        """This step with a plan made before, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
+        """This step with an existing plan, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
 
-        A program that the plan is not for, as that of another batch shape, is planned anew, with a warning.
+        A program that the plan does not fit, such as that of another batch shape, gets a new plan, with a warning.
         """
         return Step(self.fn, self.transforms, plan)
 
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
-        """Record `steps` steps, plan anew from them, record as many steps of the new plan, and keep the faster plan.
+        """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
-        Returns the first recording. The state is donated and advances. All ranks must call it. See `Compiled.tune`.
+        The state is donated and advances. All ranks must call it. See `Compiled.tune`.
+
+        Returns: The first recording.
         """
         arguments = Arguments.of(self.fn, args, kwargs)
-        key = self._key(arguments)
-        tuned, measured = self._compiled(arguments).tune(*args, steps=steps, **kwargs)
+        given = Given.of(arguments, self._last)
+        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
+        key = self._key(given)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        for outdated in [k for k in self._cache if any_size(k) == any_size(key)]:
+        for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
-        self._cache[key] = self._agreed[any_size(key)] = tuned
+        self._cache[key] = self._agreed[key.any_size()] = tuned
         return measured
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
-        return cast("R", self._compiled(arguments).run(arguments))
+        given = Given.of(arguments, self._last)
+        return cast("R", self._compiled(given).run(given, self._last))
 
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
-        """The compiled step for arguments like these, made at the first call with such arguments.
+        """The compiled step for arguments like these. It is compiled when such arguments first occur.
 
-        The sizes of the batch may differ from rank to rank and from call to call: a program for another size follows
-        the plan of the first, so that all ranks send the same messages in the same order.
+        The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
+        the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(Arguments.of(self.fn, args, kwargs))
+        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
 
-    def _compiled(self, arguments: Arguments) -> Compiled:
-        key = self._key(arguments)
+    def _compiled(self, given: Given) -> Compiled:
+        key = self._key(given)
         if key not in self._cache:
+            arguments = given.arguments
             self._check_laid_out(arguments.state)
-            first = self._agreed.get(any_size(key))
+            first = self._agreed.get(key.any_size())
             if first is None:
-                self._cache[key] = self._agreed[any_size(key)] = self._lowered(arguments).compile()
+                self._cache[key] = self._agreed[key.any_size()] = self._lowered(arguments).compile()
             else:
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
-                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in arguments.batch_leaves()]
+                leaves = pytree.tree_leaves(arguments.batch)
+                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
                 warnings.warn(
                     f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
                     f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
                     f"batches to a few sizes. So is every new value of a number that the step reads besides its "
-                    f"arguments: pass it as one. In a lifted loop these are all settings of the module and of the "
-                    f"optimizer but lr: a scheduler may want cycle_momentum=False.",
+                    f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
+                    f"and of the optimizer, except lr: give a scheduler cycle_momentum=False.",
                     stacklevel=3,
                 )
         return self._cache[key]
 
-    def _key(self, arguments: Arguments) -> tuple:
-        return *arguments.key(), self._captured.key()
+    def _key(self, given: Given) -> StepKey:
+        return StepKey(given.state_key, given.batch_key, self._captured.key())
 
     @functools.cached_property
     def _captured(self) -> Captured:
         return Captured(self.fn)
 
     def _devices(self) -> DeviceMesh | None:
-        """The mesh of devices that the step runs on; None for a step of one process.
+        """The mesh of devices that the step runs on, or None if it runs in one process.
 
-        Raises: ValueError for an abstract mesh; RuntimeError for one whose process group has been destroyed.
+        Raises: ValueError if the mesh is abstract; RuntimeError if its process group has been destroyed.
         """
         if self.mesh is not None:
             check_runs(self.mesh)
@@ -236,23 +239,24 @@ class Step(Generic[P, R]):
             check_laid_out(self.__name__, mesh, paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
-        """The layout of each state leaf, in the order of the tree's leaves."""
+        """The layout of each leaf of the state, in the order of the leaves in its tree."""
         names = leaf_names(self.fn, (state,))[0]
         return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
-        """Full tensors (the same on every rank), or DTensors -> DTensor leaves as this step wants them, copied.
+        """Copy a state into DTensors in the layouts that this step needs. All ranks must call it.
 
-        All ranks must call it. Without a `source` the ranks compare a digest of every leaf. With `source=0` only
-        rank 0's tensors count: the others may hold meta tensors, and each leaf is sent in turn. Meta leaves without a
-        source become uninitialised parts, to be filled in place (`torch.nn.init` works on them), so no rank ever
-        holds the whole state.
+        Args:
+            state: DTensors, or full tensors that are the same on every rank; the ranks compare a digest of every leaf.
+                Meta tensors become uninitialised parts, to be filled in place, as `torch.nn.init` does. So no rank ever
+                holds the whole state.
+            source: the rank whose tensors are used, and sent to the others leaf by leaf. These may hold meta tensors.
+            device: the device of the parts; by default that of the mesh for a meta leaf, otherwise that of the leaf.
 
-        Raises: TypeError for a leaf that is neither a tensor nor a number; ValueError where ranks hold different
-        leaves, and for another source than 0 on a mesh of several axes; RuntimeError for a half updated state.
+        Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
+            `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves, tree = pytree.tree_flatten(state)
-        paths = leaf_names(self.fn, (state,))[1]
+        leaves, paths = pytree.tree_leaves(state), leaf_names(self.fn, (state,))[1]
         for path, leaf in zip(paths, leaves):
             if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
                 raise no_state(path, leaf)
@@ -260,32 +264,21 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        if source and mesh.ndim > 1:
-            raise ValueError(
-                f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, source=0, can be."
-            )
-        check_same(mesh, [axis for t in self.transforms for axis in t.axes], paths, leaves, source)
-        device = torch.device(device) if device is not None else None
-        laid = [
-            relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
-            for x, layout in zip(leaves, self.layouts(state))
-        ]
-        return pytree.tree_unflatten(laid, tree)
+        axes = [axis for t in self.transforms for axis in t.axes]
+        target = torch.device(device) if device is not None else None
+        return shard_state(state, mesh, paths, self.layouts(state), axes, source, target)
 
     def unshard(self, state: State) -> State:
-        """DTensor leaves -> full tensors on every rank; a collective call.
+        """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
-        Raises: RuntimeError for a half updated state, or when not all ranks call it.
+        Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        if isinstance(self.mesh, DeviceMesh) and self.mesh.size() > 1:
-            check_runs(self.mesh)
-            meet(self.mesh, Call("unshard"))
-        return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().clone(), state)
+        return unshard_state(state, self.mesh if isinstance(self.mesh, DeviceMesh) else None)
 
 
 class _Methods:
-    """The methods of one object that are steps, by themselves. A copy of the object makes its own."""
+    """The methods of one object that are steps. A copy of the object starts without any."""
 
     def __init__(self) -> None:
         self.steps: dict[Step, Step] = {}

@@ -1,1 +1,1 @@
-"""ztrans and its peers on one model, one data set and one network. See __main__.py."""
+"""Train one model with ztrans and with other libraries, on the same data and network. See __main__.py."""

@@ -1,8 +1,8 @@
-"""ZeRO-3 written out by hand for this model: what an engineer with a week and no library would run.
+"""ZeRO-3 written by hand for this model, as an engineer might write it in a week without a library.
 
-The parameters of a layer lie in one flat buffer, cut evenly. A layer is gathered while the one
-before it computes, in forward and again in backward. Its gradients are exchanged while backward
-goes on, over a second communicator. One fused AdamW updates the flat parts.
+The parameters of a layer are one flat buffer, cut evenly over the ranks. A layer is gathered while the layer before it
+computes, in forward and again in backward. Its gradients are exchanged while backward goes on, over a second
+communicator. One fused AdamW updates the flat shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .wire import all_gather, exchange
 
 
 class Layer:
-    """Parameters that are gathered and reduced together."""
+    """The parameters of some modules, which are gathered together and reduced together."""
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype, gathers, reductions) -> None:
         self.params = [p for module in modules for p in module.parameters()]
@@ -34,7 +34,7 @@ class Layer:
         self.free()
 
     def free(self) -> None:
-        """Give the memory back; autograd keeps its views, which are right again after the next gather."""
+        """Free the gathered parameters. Views that autograd keeps are valid again after the next gather."""
         self.whole.untyped_storage().resize_(0)
 
     def start_gather(self) -> None:
@@ -80,12 +80,12 @@ def zero3(task: Task) -> Callable[[], Tensor]:
             layers[i + 1].start_gather()
 
     def after_forward(i: int) -> None:
-        if i < last:  # which backward begins with
+        if i < last:  # backward starts with the last layer, so that one is kept
             layers[i].free()
 
     def before_backward(i: int) -> None:
         layers[i].finish_gather()
-        if i > 1:  # an embedding's backward does not read it
+        if i > 1:  # the backward of an embedding does not read the embedding
             layers[i - 1].start_gather()
 
     def after_gradient(i: int) -> None:

@@ -1,4 +1,4 @@
-"""JAX: the same mathematics under jit, parameters cut over the hosts (FSDP), gloo between them."""
+"""JAX: the same step under jit, with parameters sharded over the hosts as in FSDP, over gloo."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def adamw(state: dict, grads: dict, b1=0.9, b2=0.999, decay=0.01) -> dict:
 def fsdp(task: Task) -> Callable[[], float]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    # Its hosts are stopped between turns, and dead to each other when no heart beats.
+    # Processes are stopped between turns. With the default, JAX would take a stopped process for dead.
     jax.distributed.initialize(coordinator, task.ranks, task.rank, heartbeat_timeout_seconds=100_000)
     mesh = jax.make_mesh((task.ranks,), ("dp",), axis_types=(AxisType.Auto,))
     cut, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())

@@ -1,8 +1,8 @@
-"""Peak memory of a step, in two accounts that treat all subjects alike.
+"""Peak memory of a step, measured in two ways that are fair to all subjects.
 
-`Peak`: bytes that malloc has lent out: tensors, those of C++ included, and what libraries hold beside
-them. (PyTorch's profiler does not see what gloo's threads free.) `resident_peak`: memory that the
-operating system has lent: this, and what malloc keeps for later.
+`Peak` counts the bytes that malloc has handed out: tensors, also those of C++ code, and other memory of the libraries.
+(PyTorch's profiler does not see the memory that gloo's threads free.) `resident_peak` counts the memory that the
+operating system has given to the process, which includes free memory that malloc keeps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _libc.mallinfo2.restype = _Mallinfo
 
 
 def lent() -> int:
-    """Bytes in use: small ones in arenas, large ones mapped by themselves."""
+    """Bytes that malloc has handed out: small blocks in its arenas, and large blocks, which it maps separately."""
     info = _libc.mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 class Peak:
-    """The most bytes in use while it is entered, looked at all the time by a thread."""
+    """A context that measures the most bytes in use inside, by a thread that looks every 0.2 ms."""
 
     def __enter__(self) -> Peak:
         self.bytes, self.over = 0, threading.Event()
@@ -48,30 +48,30 @@ class Peak:
 
 
 def trim() -> None:
-    """Give the operating system what malloc keeps for later."""
+    """Return free memory that malloc keeps to the operating system."""
     _libc.malloc_trim(0)
 
 
 def forget_peak() -> None:
-    """Forget it, and what malloc has kept so far: what was needed to get ready is nobody's step."""
+    """Reset `resident_peak`, and return malloc's free memory, so that memory used during the start does not count."""
     trim()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident() -> int:
-    return _said("/proc/self/status", "VmRSS")
+    return _bytes_of("/proc/self/status", "VmRSS")
 
 
 def resident_peak() -> int:
-    """Since the last `forget_peak`."""
-    return _said("/proc/self/status", "VmHWM")
+    """The peak of resident bytes since the last `forget_peak`."""
+    return _bytes_of("/proc/self/status", "VmHWM")
 
 
 def available() -> int:
-    """Bytes that the machine has left."""
-    return _said("/proc/meminfo", "MemAvailable")
+    """The bytes of memory that are available on the machine."""
+    return _bytes_of("/proc/meminfo", "MemAvailable")
 
 
-def _said(file: str, key: str) -> int:
+def _bytes_of(file: str, key: str) -> int:
     (line,) = (x for x in Path(file).read_text().splitlines() if x.startswith(f"{key}:"))
     return 1024 * int(line.split()[1])

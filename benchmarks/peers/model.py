@@ -1,4 +1,4 @@
-"""What all subjects train: a GPT, a batch, AdamW."""
+"""The model, the batch and the optimizer of all subjects: a GPT, random tokens, AdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Config:
     heads: int = 4
     vocab: int = 2048
     sequence: int = 256
-    batch: int = 4  # sequences a rank, a step
+    batch: int = 4  # sequences for each rank in a step
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank is asked to train; all of the batch if `rank` is None."""
+    """The training task of one rank. If `rank` is None, it has the batches of all ranks."""
 
     config: Config
     ranks: int
@@ -59,12 +59,12 @@ class Task:
     bf16: bool = False
 
     def model(self) -> GPT:
-        """The same on every rank."""
+        """The model, with the same weights on every rank."""
         torch.manual_seed(0)
         return GPT(self.config)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and the tokens that follow them."""
+        """This rank's tokens, and for each the token that follows it."""
         shape = self.ranks, self.config.batch, self.config.sequence + 1
         tokens = torch.randint(self.config.vocab, shape, generator=torch.Generator().manual_seed(1))
         tokens = tokens.flatten(0, 1) if self.rank is None else tokens[self.rank]
@@ -78,7 +78,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-# Adam forgives a gradient of the wrong scale, but for eps: this one is large enough to show it in the loss.
+# Adam's update does not depend on the scale of the gradient, except through eps. This eps is large enough that a wrong
+# scale changes the loss.
 LR, EPS = 1e-3, 1e-6
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own: the plain loop, DDP and FSDP2, each also under torch.compile."""
+"""PyTorch's own: the plain loop, DDP and FSDP2, each with and without torch.compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wire import AllGather, ReduceScatter
 
 
 def loop(task: Task, model: nn.Module, compile: bool = False, fused: bool = True) -> Callable[[], Tensor]:
-    """A step of the ordinary loop, on one batch again and again."""
+    """A step of the ordinary loop. Every step uses the same batch."""
     optimizer, (x, y) = adamw(model.parameters(), fused), task.batch()
     model = torch.compile(model) if compile else model
 
@@ -41,12 +41,13 @@ def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], T
     dist.init_process_group("gloo")
     model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket)
     if task.bf16:
-        model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))  # itself it asks for NCCL
+        # In a lambda, as DDP accepts the hook itself only with NCCL.
+        model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
     return loop(task, model, compile)
 
 
 def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[], Tensor]:
-    """`tuned` is what its options can do about gloo: gathers started ahead, and whole duplex links."""
+    """With `tuned`, FSDP2 is set up for gloo: gathers start ahead, and messages use both directions of a link."""
     dist.init_process_group("gloo")
     model = task.model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -54,10 +55,10 @@ def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[],
         fully_shard(module, mp_policy=policy if task.bf16 else MixedPrecisionPolicy())
     if tuned:
         assert isinstance(model, FSDPModule)
-        model._set_unshard_async_op(True)  # without streams, a gather is asynchronous only if it is told so
+        model._set_unshard_async_op(True)  # on a CPU, a gather is asynchronous only with this flag
         for module in (model, *model.blocks):
             module.set_custom_all_gather(AllGather())
             module.set_custom_reduce_scatter(ReduceScatter())
         for before, after in zip([model, *model.blocks], model.blocks):
             before.set_modules_to_forward_prefetch([after])
-    return loop(replace(task, bf16=False), model, compile)  # its own policy casts, not autocast
+    return loop(replace(task, bf16=False), model, compile)  # FSDP2's policy casts, so autocast is off

@@ -1,4 +1,4 @@
-"""One rank of one subject, in a process of its own: builds and warms up, and is measured when it is its turn."""
+"""The process of one rank of one subject. It builds the step and warms up, and then runs and measures its turns."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .subjects import SUBJECTS, Skip
 
 
 def turns(ask: dict, rank: int) -> Iterator[dict]:
-    """First that it is ready; then, whenever asked on, what its steps took."""
+    """Yields once when the step is ready, and then the results of a turn each time."""
     subject = next(s for s in SUBJECTS if s.name == ask["subject"])
     task = Task(Config(**ask["config"]), ask["ranks"], rank, ask["precision"] == "bf16")
     resident, lent = memory.resident(), memory.lent()
     step = subject.make(task)
     losses = [float(step()) for _ in range(ask["warmup"])]
     memory.trim()
-    said = getattr(step, "said", dict)  # what only ztrans can say of a step
+    predictions = getattr(step, "predictions", dict)  # only ztrans can predict the seconds of a step
     yield {"ready": True}
     while True:
-        before = said()
+        before = predictions()
         memory.trim()
         memory.forget_peak()
         with memory.Peak() as peak:
@@ -38,15 +38,15 @@ def turns(ask: dict, rank: int) -> Iterator[dict]:
             start = time.perf_counter()
             losses.append(float(step()))
             seconds.append(time.perf_counter() - start)
-        found = {"seconds": seconds, "losses": [losses[0], losses[-1]], "sent": (bytes_sent() - sent) / ask["steps"]}
-        found |= {"lent": peak.bytes - lent, "resident": memory.resident_peak() - resident}
-        found |= {"said": [before, said()]}
+        figures = {"seconds": seconds, "losses": [losses[0], losses[-1]], "sent": (bytes_sent() - sent) / ask["steps"]}
+        figures |= {"lent": peak.bytes - lent, "resident": memory.resident_peak() - resident}
+        figures |= {"said": [before, predictions()]}  # the key that `report` reads, also in other checkouts
         memory.trim()
-        yield found
+        yield figures
 
 
 def bytes_sent() -> int:
-    """Of this host, headers included."""
+    """The bytes that this host has sent, headers included."""
     lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(words[9]) for words in lines if words[0] != "lo:")
 
@@ -57,12 +57,12 @@ def main(address: str) -> None:
     with Client(address, "AF_UNIX") as runner:
         runner.send(rank)
         try:
-            for found in turns(runner.recv(), rank):
-                runner.send(found)
+            for answer in turns(runner.recv(), rank):
+                runner.send(answer)
                 runner.recv()
         except Skip as reason:
             runner.send({"skipped": str(reason)})
-        except EOFError:  # there are no more turns
+        except EOFError:  # the runner has closed the connection: there are no more turns
             pass
         except Exception as error:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What the runs measured, as a table, as JSON and as a picture."""
+"""The results of all subjects, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ from .model import Config
 from .subjects import SUBJECTS
 
 MIB = 2**20
-# How far a loss may be from that of plain fp32 training on the whole batch, as a part of it.
+# The relative difference that is allowed between a loss and that of plain fp32 training on the whole batch.
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
-MIDDLE = ("first", "foretold", "recorded", "simulated", "bound")  # of what is said, the median counts
+MIDDLE = ("first", "foretold", "recorded", "simulated", "bound")  # keys of predictions, of which the median is shown
 REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
 HEAD = (
-    "| | seconds a step, median | least | of compute | foretold | recorded | simulated | bound | sent, MiB "
+    "| | seconds a step, median | least | of compute | predicted | recorded | simulated | bound | sent, MiB "
     "| malloc, MiB | resident, MiB | loss | |",
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 LEGEND = """\
-- All subjects are there at once and take turns of a few steps, the others stopped.
-- *of compute*: the median over that of the plain loop, eager, on one host and without communication, all hosts at once.
-- *foretold*: the plan played with what was known before all turns, a calibration and five recorded steps of the
-  plan before it; and the median over that. *recorded*: what steps of its own take while recorded, three before the
-  timed ones of each turn and three after; it tells a bad minute from a fault of the simulator. *simulated*: played
-  with what these steps say of compute and links; this says how well the simulator plays. *bound*: what no order of
-  the same messages can beat on these same figures. *first plan*: seconds of the five recorded steps; of their plan
-  and the plan made from them, the one that was faster while recorded is the one timed.
-- *sent*: what one host sends in a step, headers included.
-- *malloc*: peak of what malloc has lent (tensors, and what libraries keep beside them) in the untimed step of each
-  turn, since before the model was built. *resident*: the same for memory lent by the operating system, in all steps
-  of the turns; it includes a compiler's modules.
-- *remat*: cheap activations are made again in backward.
+- All subjects stay in memory and take turns of a few steps, while the others are stopped.
+- *of compute*: the median divided by that of the plain loop in eager mode without communication, on all hosts at once.
+- *predicted*: simulated seconds of the plan, from what is known before the first turn: a calibration, and five recorded
+  steps of an earlier plan. The ratio in brackets is the median divided by them. *recorded*: measured seconds of steps
+  with recording, three before the timed steps of each turn and three after them; they show how noisy the machine was.
+  *simulated*: simulated seconds from the costs of these recorded steps; they show how good the simulator is. *bound*:
+  the lower bound, which no order of the same messages can beat with these costs. *first plan*: seconds of the five
+  recorded steps. Of their plan and the plan that is made from them, the one that was faster is timed.
+- *sent*: bytes that one host sends in a step, headers included.
+- *malloc*: peak of the bytes that malloc has handed out, in the untimed step of each turn, minus those before the model
+  was built. *resident*: the same for memory that the operating system has given, in all steps of the turns. It includes
+  the modules of a compiler.
+- *remat*: backward computes cheap activations again.
 - *bf16*: FSDP2, DeepSpeed, the schedule by hand and ztrans from stage 1 on cast parameters; DDP, compute alone,
   SimpleFSDP and ztrans stage 0 use autocast.
-- *loss*: mean over ranks after the last step. An exclamation mark: not that of plain training on the whole batch.
-- AdamW(fused=True) in all but JAX. Every batch is the same one; a step takes what it takes on its slowest host.
+- *loss*: mean over ranks after the last step. An exclamation mark: it differs from plain training on the whole batch.
+- All but JAX use AdamW(fused=True). Every step uses the same batch. Its seconds are those of its slowest host.
 """
 
 
 def line(run: dict) -> str:
-    """One run in a few words."""
+    """The result of a turn in a few words, for the terminal."""
     if "seconds" not in run:
         return " ".join(f"{key}: {str(value).splitlines()[0]}" for key, value in run.items())
     return f"{statistics.median(run['seconds']):.3f} s   loss {run['losses'][0]:.4f} -> {run['losses'][1]:.4f}"
 
 
 def pooled(runs: list[dict]) -> dict:
-    """The turns of one subject as one run: all steps, the median of what was said of them, the most memory."""
+    """The turns of one subject merged into one: all steps, the median of the predictions, the largest memory."""
     good = [run for run in runs if "seconds" in run]
     if len(good) < len(runs) or not runs:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
-    one, said = dict(good[-1]), [each for run in good for each in run["said"]]
-    one |= one.pop("said")[-1]
-    one |= {k: statistics.median(each[k] for each in said) for k in MIDDLE if k in said[-1]}
-    one |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
-    one["sent"] = statistics.median(run["sent"] for run in good)
-    return one | {"seconds": [s for run in good for s in run["seconds"]]}
+    pool, predictions = dict(good[-1]), [prediction for run in good for prediction in run["said"]]
+    pool |= pool.pop("said")[-1]
+    pool |= {k: statistics.median(prediction[k] for prediction in predictions) for k in MIDDLE if k in predictions[-1]}
+    pool |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
+    pool["sent"] = statistics.median(run["sent"] for run in good)
+    return pool | {"seconds": [s for run in good for s in run["seconds"]]}
 
 
 def agrees(losses: list[float], truth: list[float], precision: str) -> bool:
@@ -88,9 +88,9 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
-        said = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in MIDDLE[1:]]
+        compared = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in MIDDLE[1:]]
         share = f"{median / statistics.median(base):.2f}" if base else ""
-        times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(said)}"
+        times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(compared)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
         remark = f"{run['first']:.3f} s with the first plan" if "first" in run else subject.remark
         rows.append(f"| {name} | {figures} | {remark} |")
@@ -98,7 +98,7 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
 
 
 def ratios(runs: dict[str, dict]) -> list[str]:
-    """Seconds of each ztrans row over those of each peer: of a peer's rows, eager and compiled, the faster."""
+    """The seconds of each ztrans row divided by those of each peer, whose faster row counts (eager or compiled)."""
     medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
     peers: dict[str, float] = {}
     for name, seconds in medians.items():
@@ -110,12 +110,13 @@ def ratios(runs: dict[str, dict]) -> list[str]:
     rows = [f"| | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
     for name, seconds in medians.items():
         if "ztrans" in name:
-            rows.append(f"| {name} | {' | '.join(f'{seconds / other:.3f}' for other in peers.values())} |")
-    return ["Seconds over those of each peer, of which the faster row counts, eager or compiled:", "", *rows, ""]
+            shares = " | ".join(f"{seconds / peer_seconds:.3f}" for peer_seconds in peers.values())
+            rows.append(f"| {name} | {shares} |")
+    return ["Seconds divided by those of each peer, whose faster row counts (eager or compiled):", "", *rows, ""]
 
 
 def changes(runs: dict[str, dict]) -> list[str]:
-    """Seconds of ztrans over those of the same subject with another checkout's ztrans."""
+    """The seconds of ztrans divided by those of the same subject with the ztrans of another checkout."""
     medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
     rows = [
         f"| {listed} | {seconds:.3f} | {medians[listed]:.3f} | {medians[listed] / seconds:.3f} |"
@@ -127,7 +128,7 @@ def changes(runs: dict[str, dict]) -> list[str]:
 
 
 def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
-    """Writes the three files, and returns the text of the first."""
+    """Write the report, the JSON and the picture. Returns the text of the report."""
     by_precision = {p: {n: pooled(turns) for n, turns in each.items()} for p, each in runs.items()}
     names = ("torch", "deepspeed", "jax")
     versions = {n: importlib.metadata.version(n) for n in names if importlib.util.find_spec(n)}
@@ -154,7 +155,7 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
 
 
 def picture(by_precision: dict[str, dict], network: str) -> Figure:
-    """A bar a subject, its median; a tick at its least; a line at compute alone."""
+    """A bar chart of the medians, with a tick at the fastest step, and a line at compute alone."""
     timed = {p: {n: r["seconds"] for n, r in results.items() if "seconds" in r} for p, results in by_precision.items()}
     timed = {p: seconds for p, seconds in timed.items() if seconds}
     rows = max(map(len, timed.values()), default=1)

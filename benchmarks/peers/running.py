@@ -1,4 +1,4 @@
-"""A subject on all hosts: processes that stay, stopped but for their turns."""
+"""A subject on all hosts. Its processes stay in memory, and are stopped between their turns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NETLAB = ROOT / "benchmarks" / "netlab"
 
 
 class Running:
-    """One subject, built and warmed up; `answer` says so, or why not.
+    """One subject, built and warmed up. `answer` says that it is ready, or why it cannot run.
 
-    Packages are imported from this checkout, and from `checkout` before it where one is given.
+    Packages are imported from `checkout` if it is given, and else from this checkout.
     """
 
     def __init__(self, ask: dict, port: int, timeout: int, checkout: Path | None = None) -> None:
-        self.timeout, self.log = timeout, tempfile.TemporaryFile()  # noqa: SIM115 (as long as it runs)
+        self.timeout, self.log = timeout, tempfile.TemporaryFile()  # noqa: SIM115 (open while the subject runs)
         self.ranks: list[Connection] = []
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "MASTER_PORT": str(port)}
         environment["PYTHONPATH"] = os.pathsep.join(str(root) for root in (checkout, ROOT) if root)
@@ -33,14 +33,17 @@ class Running:
             streams = {"stdout": self.log, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
             with contextlib.suppress(TimeoutError, EOFError), _at_most(timeout):
-                came = {(rank := listener.accept()).recv(): rank for _ in range(ask["ranks"])}
-                self.ranks = [came[k] for k in range(ask["ranks"])]
+                connections = {(rank := listener.accept()).recv(): rank for _ in range(ask["ranks"])}
+                self.ranks = [connections[k] for k in range(ask["ranks"])]
         self.answer = self.turn(ask)
 
     def turn(self, word: object = "go on") -> dict:
-        """Let it run until all ranks have answered: rank 0's answer, with the loss of all and each step's seconds
-        on the slowest; or what went wrong."""
-        answers = [] if self.ranks else [{"failed": "its processes never started"}]
+        """Let the processes run until all ranks have answered.
+
+        Returns: rank 0's answer, with the mean loss of all ranks and the seconds of each step on its slowest rank; or
+        the error of a rank that failed.
+        """
+        answers = [] if self.ranks else [{"failed": "its processes did not start"}]
         self._signal(signal.SIGCONT)
         try:
             with _at_most(self.timeout):
@@ -53,7 +56,7 @@ class Running:
         except TimeoutError:
             answers.append({"failed": f"not done in {self.timeout} s"})
         except (EOFError, ConnectionError):
-            answers.append({"failed": "a rank died without a word"})
+            answers.append({"failed": "a rank died without an error"})
         self._signal(signal.SIGSTOP)
         if _is_bad(answers[-1]):
             self.stop()
@@ -68,7 +71,7 @@ class Running:
 
     def stop(self) -> None:
         self._signal(signal.SIGCONT)
-        self.process.terminate()  # netlab ends what it started
+        self.process.terminate()  # netlab then ends the processes that it started
         self.process.wait()
 
     def _signal(self, which: signal.Signals) -> None:

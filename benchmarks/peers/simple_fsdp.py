@@ -1,4 +1,4 @@
-"""SimpleFSDP, torchtitan's idea: DTensor parametrizations under torch.compile, collectives scheduled by Inductor."""
+"""SimpleFSDP, as in torchtitan: DTensor parametrizations under torch.compile. Inductor schedules the collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils.flop_counter import flop_registry
 from .model import Task
 from .native import loop
 
-FLOPS, MEMORY, WIRE = 1e11, 2e10, 1.2e8  # of one core a second, in bytes a second of its memory and of a gigabit
+FLOPS, MEMORY, WIRE = 1e11, 2e10, 1.2e8  # of one core: FLOP/s, bytes/s of its memory, bytes/s of a gigabit link
 
 
 def milliseconds(node: fx.Node, size: int | None = None) -> float:
-    """About what a node takes here: a collective by its bytes, a product by its operations, the rest by memory."""
+    """An estimate for a node: a collective by its bytes, a product by its FLOPs, others by their memory traffic."""
     tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     moved = size or sum(x.numel() * x.itemsize for x in tensors)
     if "c10d" in str(node.target):
@@ -34,7 +34,7 @@ def milliseconds(node: fx.Node, size: int | None = None) -> float:
 
 
 class Whole(nn.Module):
-    """A parameter gathered where it is read, its gradient reduce-scattered."""
+    """A parametrization that gathers a parameter where it is read, and reduce-scatters its gradient."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ def compiled(task: Task) -> Callable[[], Tensor]:
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
             parametrize.register_parametrization(module, name, Whole(dtype), unsafe=True)
-    # Inductor asks triton for the bandwidth of a GPU; without one it is to go by that of a processor, in GB/s.
+    # Inductor asks triton for the memory bandwidth of a GPU. Here that of the CPU is returned instead, in GB/s.
     _runtime_estimation.get_gpu_dram_gbps = lambda: MEMORY / 1e9
     options = torch._inductor.config.aten_distributed_optimizations
-    options.custom_runtime_estimation = milliseconds  # its own way is to time kernels on a GPU
+    options.custom_runtime_estimation = milliseconds  # by default it times kernels on a GPU
     options.enable_overlap_scheduling = True
     options.collective_bucketing = True
     return loop(task, model, compile=True)

@@ -11,21 +11,21 @@ from .model import Task
 
 
 class Skip(Exception):
-    """Why a subject cannot run here."""
+    """Raised by a subject that cannot run here, with the reason."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`build`, "module:function" beside this one, makes of a Task its step, to be called again and again."""
+    """One subject. `build` names a function of this package, "module:function", which turns a Task into a step."""
 
     name: str
     build: str
     options: dict = field(default_factory=dict)
     needs: str = "torch"
     precisions: tuple[str, ...] = ("fp32", "bf16")
-    alone: bool = False  # no communication: it does not learn from the others' batches
+    alone: bool = False  # there is no communication, so each rank trains on its own batch alone
     remark: str = ""
-    checkout: Path | None = None  # of another ztrans than the one beside this benchmark
+    checkout: Path | None = None  # another checkout, from which ztrans is imported
 
     @property
     def of_ztrans(self) -> bool:
@@ -42,7 +42,7 @@ class Subject:
 
 
 COMPILED = {"compile": True}
-TUNED = "gathers started ahead; its collectives as messages both ways"
+TUNED = "gathers start ahead; collectives are messages in both directions"
 
 SUBJECTS = (
     Subject("compute alone", "native:plain", alone=True),
@@ -59,7 +59,7 @@ SUBJECTS = (
         for stage, remark in {1: "", 2: "", 3: "keeps small parameters gathered"}.items()
     ),
     Subject("JAX, jit", "jax:fsdp", needs="jax", precisions=("fp32",), remark="sharded as in FSDP"),
-    Subject("ZeRO-3 by hand", "by_hand:zero3", remark="one layer ahead, messages both ways"),
+    Subject("ZeRO-3 by hand", "by_hand:zero3", remark="gathers one layer ahead; messages in both directions"),
     *(Subject(f"ztrans stage {stage}", "ztrans:lifted", {"stage": stage}) for stage in (0, 1, 2, 3)),
     *(
         Subject(f"ztrans stage {stage}, inductor", "ztrans:lifted", {"stage": stage, "backend": "inductor"})
@@ -70,6 +70,6 @@ SUBJECTS = (
 )
 
 
-def beside(subject: Subject, checkout: Path) -> Subject:
+def with_checkout(subject: Subject, checkout: Path) -> Subject:
     """The same subject with the ztrans of another checkout."""
     return replace(subject, name=f"{subject.name} [{checkout.resolve().name}]", checkout=checkout.resolve())

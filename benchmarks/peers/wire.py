@@ -1,7 +1,7 @@
-"""Gathers and reduce-scatters of flat buffers over gloo as point-to-point messages.
+"""All-gather and reduce-scatter of flat buffers over gloo, as point-to-point messages.
 
-Gloo's own all-gather and all-to-all of more than a megabyte or two use one direction of a link at
-a time, and its reduce-scatter is an all-reduce. Messages use both directions, each byte once.
+For more than one or two megabytes, gloo's own all-gather and all-to-all use only one direction of a link at a time,
+and its reduce-scatter is an all-reduce. Messages use both directions, and send each byte once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Works(dist.Work):
-    """Several works as one."""
+    """Several works, waited for together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,9 +23,9 @@ class Works(dist.Work):
 
 
 def exchange(received: Tensor, send: Tensor, group: dist.ProcessGroup) -> Works:
-    """Row r of `send` goes to rank r; row r of `received` comes from there. This rank's own is left out."""
+    """Send row r of `send` to rank r, and receive row r of `received` from it. This rank's own row is left out."""
     me, works = group.rank(), Works()
-    for step in range(1, group.size()):  # each round every rank sends to another one
+    for step in range(1, group.size()):  # in each round every rank sends to a different rank
         to, source = (me + step) % group.size(), (me - step) % group.size()
         works.works.append(dist.irecv(_bytes(received[source]), group=group, group_src=source))
         works.works.append(dist.isend(_bytes(send[to]), group=group, group_dst=to))
@@ -49,7 +49,7 @@ class _Allocate:
 
 
 class AllGather(_Allocate):
-    """FSDP2's gather."""
+    """An all-gather for FSDP2's `set_custom_all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Works | None:
         works = all_gather(output_tensor, input_tensor, group)
@@ -60,7 +60,7 @@ class AllGather(_Allocate):
 
 
 class ReduceScatter(_Allocate):
-    """FSDP2's reduction."""
+    """A reduce-scatter for FSDP2's `set_custom_reduce_scatter`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
         rows = input_tensor.view(group.size(), -1)

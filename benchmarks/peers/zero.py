@@ -12,7 +12,7 @@ from .model import Task, adamw, loss_of
 
 
 def deepspeed(task: Task, stage: int, bucket: int = 4_000_000) -> Callable[[], Tensor]:
-    """Buckets of `bucket` elements: its own of 500 million would hold all of this model, and overlap nothing."""
+    """Buckets have `bucket` elements. With the default of 500 million, one would hold the whole model: no overlap."""
     os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0", LOCAL_SIZE="1")
     import deepspeed  # reads these variables
 

@@ -1,4 +1,4 @@
-"""ztrans, on the same module and loop as the others."""
+"""ztrans, with the same module and training loop as the other subjects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import ztrans as zt
 
 from .model import Task, adamw, loss_of
 
-PROFILED = 5  # steps that the plan is made from
-RECORDED = 3  # before and after the timed steps of a turn, for simulated seconds: the first touches new memory
+PROFILED = 5  # recorded steps from which the plan is made
+RECORDED = 3  # recorded steps before and after the timed steps of a turn; several, as the first touches new memory
 
 
 class Lifted:
-    """A step of ztrans: planned for what `calibrate` finds, and again from recorded steps; the faster plan is kept."""
+    """A step of ztrans, planned for the calibrated cluster, and again from recorded steps. The faster plan stays."""
 
     def __init__(self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str) -> None:
         self.batch = batch
@@ -30,8 +30,8 @@ class Lifted:
         self.state, loss = self.compiled(self.state, *self.batch)
         return loss
 
-    def said(self) -> dict:
-        """What the simulator says of this step, and what no order could beat: from steps recorded now."""
+    def predictions(self) -> dict:
+        """The simulated seconds of this step and the lower bound, from the costs of steps that are recorded now."""
         lowered, copies = self.compiled.lowered, pytree.tree_map(clone, self.state)  # recorded steps train too
         profile = self.compiled.profile(copies, *self.batch, steps=RECORDED)
         timeline = lowered.timeline(profile.cluster(lowered.cluster))
@@ -45,7 +45,7 @@ def clone(x: object) -> object:
 
 
 def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) -> Lifted:
-    """In bf16, stage 0 has autocast, as DDP has; from stage 1 on parameters are cast, as by FSDP2 and DeepSpeed."""
+    """In bf16, stage 0 uses autocast, as DDP does. From stage 1 on parameters are cast, as by FSDP2 and DeepSpeed."""
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
@@ -64,14 +64,14 @@ def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) 
 
     mesh = zt.make_mesh("cpu", dp=-1)
     dtype = torch.bfloat16 if task.bf16 else None
-    # The others do not average their losses over the ranks either.
+    # outputs="local", as the other subjects do not average their losses over the ranks either.
     shard = zt.shard_params(mesh, axis="dp", stage=stage, reduce_dtype=dtype, outputs="local")
     step, state = zt.lift(loop_step, model, optimizer)
     more = (zt.remat(),) if remat else ()
     step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather(), *more)(step)
     lowered = step.lower(step.shard(state), *batch, cluster=zt.calibrate(mesh))
-    made = Lifted(lowered, lambda: step.shard(state), batch, backend)
-    for param in model.parameters():  # the state is all that is needed now
+    subject = Lifted(lowered, lambda: step.shard(state), batch, backend)
+    for param in model.parameters():  # only the state is needed now
         param.data = param.data.new_empty(0)
     optimizer.state.clear()
-    return made
+    return subject

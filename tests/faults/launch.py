@@ -1,4 +1,4 @@
-"""Ranks as plain processes, which may be killed and stopped: no launcher ends the others when one fails."""
+"""Start ranks as plain processes. A test may kill or stop one of them: no launcher then ends the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ROOT = HERE.parents[1]
 
 @dataclass
 class Rank:
-    """What a process left behind: its exit code, what it reported by name, what it wrote to stderr, seconds it took."""
+    """The result of one process: exit code, its reports by name, its stderr, and how many seconds it took."""
 
     code: int
-    said: dict[str, dict]
+    reports: dict[str, dict]
     errors: str
     seconds: float
 
 
 def launch(scenario: str, ranks: int, seconds: float = 20.0, after_start=lambda processes: None) -> list[Rank]:
-    """Run a scenario of `scenarios.py` on some ranks. A process that takes longer than `seconds` is killed (code -9)."""
+    """Run a scenario of `scenarios.py` on `ranks` ranks. A process that runs longer than `seconds` is killed (code -9)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,10 +51,10 @@ def launch(scenario: str, ranks: int, seconds: float = 20.0, after_start=lambda 
         for rank in range(ranks)
     ]
     after_start(processes)
-    return [_ended(process, began, seconds) for process in processes]
+    return [_collect(process, began, seconds) for process in processes]
 
 
-def _ended(process: subprocess.Popen, began: float, seconds: float) -> Rank:
+def _collect(process: subprocess.Popen, began: float, seconds: float) -> Rank:
     try:
         out, errors = process.communicate(timeout=max(0.1, began + seconds - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -62,5 +62,5 @@ def _ended(process: subprocess.Popen, began: float, seconds: float) -> Rank:
         process.kill()
         out, errors = process.communicate()
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    said = {row.pop("name"): row for row in rows}
-    return Rank(process.returncode, said, errors, time.monotonic() - began)
+    reports = {row.pop("name"): row for row in rows}
+    return Rank(process.returncode, reports, errors, time.monotonic() - began)

@@ -1,5 +1,7 @@
-"""What goes wrong on ranks of a mesh, one scenario a run: `python tests/faults/scenarios.py SCENARIO` under the
-environment of torchrun. Each rank prints what it saw as lines of JSON."""
+"""Scenarios in which ranks of a mesh fail or disagree. Each rank prints its reports, one line of JSON for each.
+
+Each rank runs `python tests/faults/scenarios.py SCENARIO`, in the environment that torchrun sets.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ TIMEOUT = datetime.timedelta(seconds=6)  # of the user's group
 WIDTH, LAYERS = 24, 4
 
 
-def report(name: str, **what) -> None:
-    sys.stdout.write(json.dumps({"name": name, **what}) + "\n")
+def report(name: str, **fields) -> None:
+    sys.stdout.write(json.dumps({"name": name, **fields}) + "\n")
     sys.stdout.flush()
 
 
@@ -53,7 +55,7 @@ def params() -> dict[str, torch.Tensor]:
 def loss_of(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     for i in range(LAYERS):
         x = torch.tanh(F.linear(x, weights[f"w{i}"], weights[f"b{i}"]))
-    # Where the batch is one sample, this reshape is a view and not a copy: the program has other equations.
+    # With a batch of one sample this reshape is a view, not a copy, so the program has different equations.
     return F.mse_loss(x.transpose(0, 1).reshape(-1), y.transpose(0, 1).reshape(-1))
 
 
@@ -99,7 +101,7 @@ def same(a, b) -> bool:
 
 
 class Armed:
-    """At exchange number `at` from now on, of the channels for one purpose, `fault` happens on this rank."""
+    """Calls `fault` on this rank at the `at`-th exchange, counted from now, on the channels for `purpose`."""
 
     def __init__(self, fault: Callable[[], None], at: int, purpose: str) -> None:
         self.fault, self.left, self.purpose, self.original = fault, at, purpose, Channel.exchange
@@ -125,7 +127,7 @@ def interrupt() -> None:
 
 
 def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("no memory is left (pretended)")
+    raise torch.OutOfMemoryError("no memory is left (simulated)")
 
 
 def signalled(number: int) -> Callable[[], None]:
@@ -133,7 +135,7 @@ def signalled(number: int) -> Callable[[], None]:
 
 
 def failed(run: Callable[[], object]) -> dict:
-    """The error of a call, its notes, and the seconds until it came."""
+    """The error that a call raises, its notes, and the seconds until it is raised."""
     began = time.monotonic()
     try:
         run()
@@ -143,19 +145,19 @@ def failed(run: Callable[[], object]) -> dict:
     return {"kind": "", "text": "", "notes": [], "after": time.monotonic() - began}
 
 
-# ---- scenarios in which all ranks live
+# ---- scenarios in which no rank ends early
 
 
 def uneven() -> None:
-    """Batches of other sizes on every rank and in every step, against data parallelism written out by hand."""
+    """The batch size differs between ranks and steps; the result is compared with data parallelism written by hand."""
     torch.set_default_dtype(torch.float64)
     mesh, steps = start(), 50
     sizes = [[random.Random(100 * k + r).choice([1, 2, 3, 7]) for r in range(WORLD)] for k in range(steps)]
     sizes[-1] = [3, *[1] * (WORLD - 1)]  # the last small batch
     truth = first_state()
     for k in range(steps):
-        every = [grad_and_value(loss_of)(truth["params"], *batch(k, r, sizes[k][r]))[0] for r in range(WORLD)]
-        truth = updated(truth, {name: sum(g[name] for g in every) / WORLD for name in truth["params"]})
+        grads = [grad_and_value(loss_of)(truth["params"], *batch(k, r, sizes[k][r]))[0] for r in range(WORLD)]
+        truth = updated(truth, {name: sum(g[name] for g in grads) / WORLD for name in truth["params"]})
     for stage in (0, 1, 2, 3):
         step = transformed(mesh, stage)
         state = step.shard(first_state())
@@ -167,7 +169,7 @@ def uneven() -> None:
 
 
 def disagreements() -> None:
-    """Ranks that call different things, and then the same again."""
+    """Ranks call different steps or methods, and then the same ones again."""
     mesh = start()
     step = transformed(mesh, 3)
     state = step.shard(first_state())
@@ -187,16 +189,16 @@ def disagreements() -> None:
         whole = {k: grads[k] if k in grads else torch.zeros_like(p) for k, p in state["params"].items()}
         return updated(state, whole), value
 
-    for name, other in (("update", flagged), ("messages", fewer)):
-        branch = transformed(mesh, 3, step=other)
+    for name, function in (("update", flagged), ("messages", fewer)):
+        branch = transformed(mesh, 3, step=function)
         report(name, **failed(lambda branch=branch: branch(state, *batch(1, RANK), RANK != 1)))
     branch = transformed(mesh, 3, step=fewer)
     state, _ = branch(state, *batch(1, RANK), True)
     report("known", **failed(lambda: branch(state, *batch(2, RANK), RANK != 1)))
 
-    other = transformed(mesh, 3, step=lambda state, x, y: train_step(state, x, y))
-    report("names", **failed(lambda: (other if RANK else step)(state, *batch(2, RANK))))
-    state, _ = step(state, *batch(2, RANK))  # nobody has sent anything: all go on together
+    renamed = transformed(mesh, 3, step=lambda state, x, y: train_step(state, x, y))
+    report("names", **failed(lambda: (renamed if RANK else step)(state, *batch(2, RANK))))
+    state, _ = step(state, *batch(2, RANK))  # no rank has sent anything, so all can go on
     report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
 
     def logits(state, x, y):
@@ -207,6 +209,7 @@ def disagreements() -> None:
 
 
 def starts_apart() -> None:
+    """Ranks pass different first states to `shard`."""
     mesh = start()
     for stage in (0, 3):
         step, seeded = transformed(mesh, stage), first_state()
@@ -214,9 +217,9 @@ def starts_apart() -> None:
         report(f"seeds {stage}", **failed(lambda step=step, seeded=seeded: step.shard(seeded)))
         state = step.shard(seeded, source=0)
         report(f"source {stage}", distance=distance(step.unshard(state), first_state()))
-    other = first_state()
-    other["params"]["w1"] = torch.zeros(WIDTH + RANK, WIDTH)
-    report("shapes", **failed(lambda: transformed(mesh, 3).shard(other, source=0)))
+    reshaped = first_state()
+    reshaped["params"]["w1"] = torch.zeros(WIDTH + RANK, WIDTH)
+    report("shapes", **failed(lambda: transformed(mesh, 3).shard(reshaped, source=0)))
     fewer = first_state()
     if RANK:
         del fewer["m"]["b3"]
@@ -226,30 +229,30 @@ def starts_apart() -> None:
 
 
 def threads() -> None:
-    """A second thread takes a step of the mesh while the first is in one."""
+    """A second thread takes a step on the mesh while the first thread is in one."""
     mesh = start()
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     state, _ = step(state, *batch(0, RANK))
-    other, told = step.shard(first_state()), []
+    second_state, errors = step.shard(first_state()), []
 
-    def second() -> None:
-        told.append(failed(lambda: step(other, *batch(1, RANK))))
+    def take_step() -> None:
+        errors.append(failed(lambda: step(second_state, *batch(1, RANK))))
 
-    def beside() -> None:
-        thread = threading.Thread(target=second)
+    def run_second_thread() -> None:
+        thread = threading.Thread(target=take_step)
         thread.start()
         thread.join()
 
-    with Armed(beside, 2, "gathers"):
+    with Armed(run_second_thread, 2, "gathers"):
         state, _ = step(state, *batch(1, RANK))
-    report("threads", **told[0])
+    report("threads", **errors[0])
     state, _ = step(state, *batch(2, RANK))
     report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
 
 
 def forked() -> None:
-    """A child that is forked and ends, as those of data loaders do."""
+    """The rank forks a child process, which ends, as the workers of a data loader do."""
     mesh = start()
     step = transformed(mesh, 3)
     state = step.shard(first_state())
@@ -270,24 +273,25 @@ def resources() -> dict[str, int]:
     return {"descriptors": count("fd"), "threads": count("task"), "resident": resident}
 
 
-def again(times: int) -> torch.distributed.device_mesh.DeviceMesh:
-    where = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + times}"
-    dist.init_process_group("gloo", init_method=where, rank=RANK, world_size=WORLD, timeout=TIMEOUT)
+def restart(times: int) -> torch.distributed.device_mesh.DeviceMesh:
+    """A new process group and its mesh; `times` counts them, since each needs a port of its own."""
+    address = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + times}"
+    dist.init_process_group("gloo", init_method=address, rank=RANK, world_size=WORLD, timeout=TIMEOUT)
     return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
 
 
 def steady() -> None:
-    """A thousand steps; and the process group destroyed and made again."""
+    """Takes a thousand steps, then destroys the process group and creates a new one, six times."""
     DTensor.from_local(torch.zeros(2), start(), [Shard(0)], run_check=False)
-    dist.destroy_process_group()  # torch keeps the first group that a DTensor has seen
+    dist.destroy_process_group()  # torch never frees the first group that a DTensor has used, so it is not measured
     for times in range(7):
-        step = transformed(again(1 + times), 3)
+        step = transformed(restart(1 + times), 3)
         state = step.shard(first_state())
         for k in range(1000 if times == 0 else 2):
             state, _ = step(state, *batch(k, RANK))
             if k in (99, 999):
                 report(f"after {k + 1}", **resources())
-        report(f"made again {times}", **resources())
+        report(f"group {times}", **resources())
         dist.destroy_process_group()
         if times == 0:
             report("called", **failed(lambda step=step, state=state: step(state, *batch(0, RANK))))
@@ -298,7 +302,7 @@ def steady() -> None:
 
 
 def one_fails(fault: Callable[[], None], stage: int, update: str, purpose: str, at: int) -> None:
-    """Rank 1 fails in its third step; what all ranks see, have, and are told when they go on."""
+    """Rank 1 fails in its third step. Every rank reports its error, its state, and the errors of the next calls."""
     mesh = start()
     step = transformed(mesh, stage, update)
     state = step.shard(first_state())
@@ -321,7 +325,7 @@ def last(fault: Callable[[], None]) -> Callable[[], None]:
 
 
 def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
-    """The fault comes with the last reduction of the step, when parameters of the last layers have been updated."""
+    """The fault happens at the last reduction of the step, when the last layers have already been updated."""
 
     def run() -> None:
         step, cluster = transformed(zt.AbstractMesh(dp=WORLD), stage), zt.cluster("cpu", dp="ethernet-1g")
@@ -333,13 +337,13 @@ def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
 
 
 def ends_early() -> None:
-    """Rank 1 runs out of data and ends its program as it should; the others take another step."""
+    """Rank 1 runs out of data and ends its program normally; the other ranks take one more step."""
     mesh = start()
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     for k in range(3 if RANK == 1 else 4):
-        told = failed(lambda k=k: step(state, *batch(k, RANK)))
-    report("last step", **told)
+        error = failed(lambda k=k: step(state, *batch(k, RANK)))
+    report("last step", **error)
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {

@@ -1,4 +1,4 @@
-"""Strangers: connections to every port on which some processes listen, from somebody who is none of them."""
+"""Strangers connect to every port on which the ranks listen, as a port scanner would. They are no ranks themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ports(processes: Iterable[int]) -> set[int]:
 
 
 class Strangers:
-    """Connects to every port of some processes as soon as it is open, says `words`, and stays."""
+    """Connects to every port of some processes as soon as it is open, sends `words`, and keeps the connection open."""
 
     def __init__(self, processes: Iterable[int], words: bytes = b"", seconds: float = 10.0) -> None:
         self.processes, self.words, self.end = list(processes), words, time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import ztrans as zt
 from .options import Options
 from .programs import Program
 from .steps import step_of
-from .truth import STEPS, distance, doubles, finite, in_micro_batches, true_steps
+from .truth import STEPS, distance, doubles, finite, true_steps
 
 NEAR = 1e-10
 
@@ -71,11 +72,11 @@ def check(case: Case) -> None:
     true_state, true_outputs = true_steps(program, options)
     if not finite((true_state, true_outputs)):
         raise Wrong("the plain step itself is not finite: mend the generator")
-    step = step_of(program)
     batches = [_cut(program.batch(options.world, k), options.world) for k in range(STEPS)]
-    state = program.state()
-    plain = zt.chain(options.sharding)(step).lower(state, *batches[0][0])
-    lowered = _lowered(options, step, state, batches[0][0], plain)
+    # Every program of the case comes from one trace, of a rank's batch: tracing takes most of the time.
+    traced = zt.Step(step_of(program)).trace(program.state(), *batches[0][0])
+    plain = _through(traced, options.sharding).lower()
+    lowered = _lowered(options, traced, plain)
     for each in (plain, lowered):
         zt.check(each.graph)
     sharded, outputs = _steps(plain, program.state(), batches)
@@ -88,30 +89,35 @@ def check(case: Case) -> None:
     if not _equal((same, others), (sharded, outputs)):
         raise Wrong(f"schedules and fusion change bits: {distance((same, others), (sharded, outputs)):.3g}")
     if not program.rounds and options.reduce_dtype is None:
-        _check_alone(case, true_state)
+        _check_alone(program, traced, batches)
 
 
-def _lowered(options: Options, step: Any, state: Any, batch: tuple, plain: zt.Lowered) -> zt.Lowered:
+def _through(traced: zt.Traced, *transforms: zt.Transform) -> zt.Traced:
+    """The traced step with these transforms."""
+    return dataclasses.replace(traced, transforms=zt.chain(*transforms)(traced.program.captured.fn).transforms)
+
+
+def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lowered:
     """The step through all transforms; a budget that no order meets is an error that says what one needs."""
     axes = dict.fromkeys(dict(plain.graph.mesh), options.cluster[1])
     cluster = zt.cluster(options.cluster[0], **axes)
     peak = plain.memory_analysis().peak
     try:
-        return zt.chain(*options.transforms(peak))(step).lower(state, *batch, cluster=cluster)
+        return _through(traced, *options.transforms(peak)).lower(cluster=cluster)
     except ValueError as error:
         if options.budget is None or "is less than the step needs in any order" not in str(error):
             raise
-        return zt.chain(*options.transforms(4 * peak))(step).lower(state, *batch, cluster=cluster)
+        return _through(traced, *options.transforms(4 * peak)).lower(cluster=cluster)
 
 
-def _check_alone(case: Case, true_state: Any) -> None:
+def _check_alone(program: Program, traced: zt.Traced, batches: list) -> None:
     """On one rank, compiled: code that updates in place computes what the step does."""
-    step = zt.Step(step_of(case.program))
-    state = step.shard(case.program.state())
-    for k in range(STEPS):
-        batch = case.program.batch(case.options.world, k)
-        state, _ = step(state, *(in_micro_batches(x, case.program, case.options) for x in batch))
-    far = distance(step.unshard(state), true_state)
+    step = step_of(program)
+    compiled, state, truth = traced.lower().compile(), zt.Step(step).shard(program.state()), program.state()
+    for parts in batches:
+        state, _ = compiled(state, *parts[0])
+        truth, _ = step(truth, *parts[0])
+    far = distance(state, truth)
     if not far <= NEAR:
         raise Wrong(f"compiled on one rank it is {far:.3g} from the truth")
 

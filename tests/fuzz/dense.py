@@ -1,4 +1,4 @@
-"""Layers of products, norms, convolutions and attention."""
+"""Layers that are matrix products, norms, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def conv1d(chance: Random, width: int) -> Layer:
 
 def conv2d(chance: Random, width: int) -> Layer:
     channels, groups = 2 * chance.randint(1, 2), chance.choice([1, 2])
-    groups = min(groups, channels * width // 2)  # PyTorch normalises no group of one value
+    groups = min(groups, channels * width // 2)  # PyTorch refuses to normalise a group of one value
 
     def run(x, ids, first, second, scale):
         image = F.conv2d(x[:, None, :, None], first, padding=(1, 0))

@@ -1,4 +1,4 @@
-"""Gradients: the ways in which a program may take them."""
+"""The ways in which a random program takes its gradients: torch.func, autograd, `.backward()`, vmap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .programs import Program, Tensors
 def gradient(
     program: Program, trained: Tensors, fixed: Tensors, x: torch.Tensor, ids: torch.Tensor
 ) -> tuple[Tensors, torch.Tensor]:
-    """The gradients and the loss of these samples, in the program's style."""
+    """The gradients and the loss of these samples, computed in the program's style."""
     if program.pattern == "squared":
         return _squared(program, trained, fixed, x, ids)
     ways = {"func": _func, "vjp": _vjp, "each": _each, "autograd": _autograd, "backward": _backward}
@@ -30,10 +30,10 @@ def _vjp(program, trained, fixed, x, ids):
 
 
 def _each(program, trained, fixed, x, ids):
-    """One gradient for each sample, which the program averages itself."""
-    one = lambda p, row, number: program.loss(p, fixed, row[None], number[None])
-    every = vmap(grad(one), (None, 0, 0))(trained, x, ids)
-    return zt.pmean({k: g.mean(0) for k, g in every.items()}, "dp"), program.loss(trained, fixed, x, ids)
+    """One gradient for each sample; the program averages them itself."""
+    sample_loss = lambda p, row, number: program.loss(p, fixed, row[None], number[None])
+    sample_grads = vmap(grad(sample_loss), (None, 0, 0))(trained, x, ids)
+    return zt.pmean({k: g.mean(0) for k, g in sample_grads.items()}, "dp"), program.loss(trained, fixed, x, ids)
 
 
 def _autograd(program, trained, fixed, x, ids):
@@ -50,7 +50,7 @@ def _backward(program, trained, fixed, x, ids):
 
 
 def _squared(program, trained, fixed, x, ids):
-    """The gradient of the loss and of its own gradient's square."""
+    """The gradient of the loss plus the square of its gradient (a gradient penalty)."""
     leaves = _leaves(trained)
     value = program.loss(leaves, fixed, x, ids)
     inner = torch.autograd.grad(value, [*leaves.values()], create_graph=True, allow_unused=True)
@@ -63,5 +63,5 @@ def _leaves(trained: Tensors) -> Tensors:
 
 
 def _given(leaves: Tensors, grads) -> Tensors:
-    """Zeros for what has no gradient."""
+    """The gradients by name, with zeros for a leaf that has none."""
     return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(leaves.items(), grads)}

@@ -1,4 +1,4 @@
-"""Layer: one random part of a model, and the leaves that it reads."""
+"""`Layer`: one random layer of a model, and the leaves of the state that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-IDS = 5  # the batch's whole numbers are below this
+IDS = 5  # the integers in the batch are below this
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Leaf:
     dtype: torch.dtype = torch.float64
     trained: bool = True
 
-    def made(self) -> torch.Tensor:
-        """Its first value, drawn from the default generator."""
+    def draw(self) -> torch.Tensor:
+        """The first value of the leaf, drawn from the default generator."""
         numel = torch.Size(self.shape).numel()
-        if self.dtype is torch.uint8:  # the bytes of doubles
+        if self.dtype is torch.uint8:  # the bytes of fp64 numbers
             return torch.randn(numel // 8, dtype=torch.float64).view(torch.uint8).view(self.shape)
         if self.dtype is torch.int64:
             return torch.randn(numel, dtype=torch.float64).view(torch.int64).view(self.shape)
@@ -32,13 +32,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(x, ids, *leaves)` makes [n, out] of [n, width], for each sample alone.
+    """`run(x, ids, *leaves)` maps `x` [n, width] to [n, out]. Each sample is computed alone, unless `together` is set.
 
-    `rounds` says that it rounds gradients: the mean over ranks is then another one than that of the whole batch.
-    `together` says that it computes over the whole batch, by `pmean`: no rank alone has the plain step's gradient.
-    `by_autograd` says that it runs under autograd alone, and not under torch.func; `once` that it has no second
-    derivative; `mapped` that it runs under vmap; `placed` that DTensor knows how its leaves' parts are computed with,
-    which is asked of leaves that an update has made and no gradient is taken for.
+    rounds: gradients are rounded, so the mean over the ranks differs from the gradient of the whole batch.
+    together: the layer computes over the whole batch, by `pmean`, so no rank alone has the plain step's gradient.
+    by_autograd: the layer runs under autograd only, not under torch.func.
+    once: the layer has no second derivative.
+    mapped: the layer runs under vmap.
+    placed: DTensor has a rule for the operations on the leaves. It is needed where a leaf is the result of an update
+    and no gradient is taken for it.
     """
 
     name: str
@@ -54,5 +56,5 @@ class Layer:
 
 
 def size(chance: Random) -> int:
-    """A width or a number of rows: small, and of every remainder."""
+    """A random width or number of rows: small numbers, which leave every remainder when they are cut over ranks."""
     return chance.choice([1, 1, 2, 3, 4, 5, 6, 7, 8, 9])

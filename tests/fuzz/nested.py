@@ -1,4 +1,4 @@
-"""Layers that transform functions inside: vmap, jvp, grad, checkpoints; and those that index and sort."""
+"""Layers that use function transforms themselves (vmap, jvp, grad, checkpoint), and layers that index and sort."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .layer import IDS, Layer, Leaf, size
 
 
 def mapped(chance: Random, width: int) -> Layer:
-    """A function of one sample, over samples."""
+    """`vmap` over the samples."""
     out = size(chance)
     run = lambda x, ids, w: vmap(lambda row: torch.tanh(w @ row) * row.sum())(x)
     return Layer(f"mapped {width}-{out}", (Leaf((out, width)),), run, out)
 
 
 def mapped_leaf(chance: Random, width: int) -> Layer:
-    """A function of one member of a leaf, over its members."""
+    """`vmap` over the first dim of two leaves."""
     count = chance.randint(1, 4)
     run = lambda x, ids, w, b: vmap(lambda v, c: torch.tanh(x @ v + c), out_dims=1)(w, b)
     return Layer(f"mapped leaf {count}x{width}", (Leaf((count, width)), Leaf((count,))), run, count)
 
 
 def tangent(chance: Random, width: int) -> Layer:
-    """A value and its derivative along the features."""
+    """A value, and its derivative in the direction of the rolled input (`jvp`)."""
     out = size(chance)
 
     def run(x, ids, w):
@@ -40,13 +40,13 @@ def tangent(chance: Random, width: int) -> Layer:
 
 
 def leaf_tangent(chance: Random, width: int) -> Layer:
-    """A derivative along a leaf, towards itself."""
+    """The derivative with respect to a leaf, in a direction that is computed from the leaf (`jvp`)."""
     run = lambda x, ids, w: jvp(lambda v: torch.tanh(x * v), (w,), (w.sin(),))[1]
     return Layer(f"leaf tangent {width}", (Leaf((width,)),), run, width)
 
 
 def force(chance: Random, width: int) -> Layer:
-    """The gradient of an energy for each sample."""
+    """The gradient of an energy with respect to the input, as in molecular models."""
     run = lambda x, ids, w: grad(lambda z: (z @ w.T).tanh().square().sum())(x)
     return Layer(f"force {width}", (Leaf((size(chance), width)),), run, width)
 
@@ -80,7 +80,7 @@ def embedding(chance: Random, width: int) -> Layer:
 
 
 def scattered(chance: Random, width: int) -> Layer:
-    """Features that are added up by place."""
+    """Features are added into the places that an index gives."""
     out = size(chance)
     by = chance.choice(["scatter_add", "index_add", "index_put", "masked"])
 
@@ -119,7 +119,7 @@ def sorted_features(chance: Random, width: int) -> Layer:
 
 
 def leaf_reduced(chance: Random, width: int) -> Layer:
-    """Numbers that are computed from leaves alone."""
+    """A number that is computed from a leaf alone scales the input."""
     by = chance.choice(["sum", "mean", "std", "norm", "amax", "prod", "diagonal", "logsumexp"])
 
     def run(x, ids, w):
@@ -139,7 +139,7 @@ def leaf_reduced(chance: Random, width: int) -> Layer:
 
 
 def batch_norm(chance: Random, width: int) -> Layer:
-    """By hand, with statistics of the whole batch."""
+    """Batch norm written by hand, with the statistics of the whole batch."""
 
     def run(x, ids, w):
         mean = zt.pmean(x.mean(0), "dp")

@@ -1,6 +1,6 @@
-"""Optimizers written by hand, for one leaf each: what they keep of it, and how they update it.
+"""Optimizers written by hand. Each has the state that it keeps for one leaf, and the update of that leaf.
 
-None of them magnifies rounding: where a gradient is zero but for rounding, so is the update.
+None of them magnifies rounding errors: where a gradient is zero up to rounding, so is the update.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Kept = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`update(p, g, kept, step)` gives the new leaf and what is kept of it; `step` counts from one.
+    """`update(p, g, kept, step)` returns the new leaf and its new optimizer state; `step` counts from one.
 
-    `complex` says that it works on complex leaves as they are; others see them as pairs of real numbers.
+    complex: the update works on complex leaves as they are. Otherwise it is given a view as pairs of real numbers.
     """
 
     name: str
@@ -58,7 +58,7 @@ def nesterov(chance: Random) -> Optimizer:
 
 
 def adam(chance: Random) -> Optimizer:
-    """Also with the greatest of its averages, and with weights that decay apart."""
+    """Adam, AMSGrad (with `greatest`) and AdamW (with `decay`)."""
     greatest, decay = chance.random() < 0.3, chance.choice([0.0, 0.1])
 
     def update(p, g, k, t):
@@ -71,7 +71,7 @@ def adam(chance: Random) -> Optimizer:
 
 
 def rmsprop(chance: Random) -> Optimizer:
-    """Centred, and in place on copies."""
+    """Centred RMSprop, computed in place on copies."""
 
     def update(p, g, k, t):
         v, m, p = k["v"].clone(), k["m"].clone(), p.clone()
@@ -98,26 +98,26 @@ def adadelta(chance: Random) -> Optimizer:
 
 
 def lion(chance: Random) -> Optimizer:
-    """Its sign is a steep slope, so that rounding decides nothing."""
+    """Lion with a steep tanh in place of the sign, so that a rounding error cannot flip the update."""
     update = lambda p, g, k, t: (p - 0.01 * torch.tanh(100 * torch.lerp(k["m"], g, 0.1)), {"m": torch.lerp(k["m"], g, 0.01)})
     return Optimizer("lion", _zeros("m"), update)
 
 
 def lamb(chance: Random) -> Optimizer:
-    """Each leaf's update is as long as the leaf, or a part of it."""
+    """LAMB: the update of each leaf is scaled by the ratio of two norms, of the leaf and of its momentum."""
     order = chance.choice([1, 2, 3, float("inf")])
 
     def update(p, g, k, t):
         m = torch.lerp(k["m"], g, 0.1)
-        long = torch.linalg.vector_norm(p, order) if p.numel() else p.new_zeros(())
-        other = torch.linalg.vector_norm(m, order) if p.numel() else p.new_zeros(())
-        return p - 0.05 * m * torch.where(long > 0.1, long / (other + 0.1), 1.0), {"m": m}
+        p_norm = torch.linalg.vector_norm(p, order) if p.numel() else p.new_zeros(())
+        m_norm = torch.linalg.vector_norm(m, order) if p.numel() else p.new_zeros(())
+        return p - 0.05 * m * torch.where(p_norm > 0.1, p_norm / (m_norm + 0.1), 1.0), {"m": m}
 
     return Optimizer(f"lamb {order}", _zeros("m"), update)
 
 
 def adafactor(chance: Random) -> Optimizer:
-    """Averages of rows and of columns stand for all."""
+    """Adafactor: the second moments of a matrix are estimated from the averages of its rows and of its columns."""
 
     def init(p):
         if p.ndim < 2:
@@ -137,7 +137,7 @@ def adafactor(chance: Random) -> Optimizer:
 
 
 def muon(chance: Random) -> Optimizer:
-    """Orthogonal updates, by a few steps of Newton and Schulz."""
+    """Muon: the update is made orthogonal by a few steps of the Newton-Schulz iteration."""
     steps = chance.randint(1, 4)
 
     def update(p, g, k, t):
@@ -155,7 +155,7 @@ def muon(chance: Random) -> Optimizer:
 
 
 def preconditioned(chance: Random) -> Optimizer:
-    """Both sides of a matrix by their covariances, which are kept, and inverted by products."""
+    """As Shampoo: both sides of a gradient are multiplied by inverse covariances, computed by Newton's iteration."""
 
     def init(p):
         if p.ndim != 2:
@@ -189,7 +189,7 @@ def yogi(chance: Random) -> Optimizer:
 
 
 def adan(chance: Random) -> Optimizer:
-    """It looks at the difference to the gradient before."""
+    """Adan: the update also uses the difference to the gradient of the last step."""
 
     def update(p, g, k, t):
         d = torch.where(t > 1, g - k["g"], torch.zeros_like(g))
@@ -201,7 +201,7 @@ def adan(chance: Random) -> Optimizer:
 
 
 def schedule_free(chance: Random) -> Optimizer:
-    """The leaf lies between a fast one and the average of that."""
+    """Schedule-free SGD: the leaf is a mean of a fast sequence and the average of that sequence."""
 
     def update(p, g, k, t):
         fast = k["z"] + p * 0 - 0.05 * g if chance_copies else k["z"] - 0.05 * g
@@ -213,7 +213,7 @@ def schedule_free(chance: Random) -> Optimizer:
 
 
 def eight_bit(chance: Random) -> Optimizer:
-    """A momentum of eight bits, with one scale for the leaf."""
+    """SGD with its momentum in eight bits (or bf16), and one scale for the whole leaf."""
     narrow = chance.choice([torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 
     def update(p, g, k, t):
@@ -226,7 +226,7 @@ def eight_bit(chance: Random) -> Optimizer:
 
 
 def centralised(chance: Random) -> Optimizer:
-    """The gradient less its mean, as long as its rows are."""
+    """Gradient centralisation: the mean is subtracted, and each row is divided by one plus its norm."""
 
     def update(p, g, k, t):
         if p.ndim and p.numel():
@@ -238,7 +238,7 @@ def centralised(chance: Random) -> Optimizer:
 
 
 def harmonic(chance: Random) -> Optimizer:
-    """Rates by a mean of negative order, by the greatest and by the median of a leaf."""
+    """The rate of a leaf depends on a reduction of its gradient: a norm, the maximum, the median, a scan and others."""
     by = chance.choice(["harmonic", "amax", "median", "std", "softmax", "cumsum", "sort"])
 
     def update(p, g, k, t):
@@ -259,7 +259,7 @@ def harmonic(chance: Random) -> Optimizer:
 
 
 def frequencies(chance: Random) -> Optimizer:
-    """The gradient without its highest frequencies, along its last dim."""
+    """The gradient is filtered by a Fourier transform along its last dim."""
 
     def update(p, g, k, t):
         if not p.numel() or not p.ndim:
@@ -271,7 +271,7 @@ def frequencies(chance: Random) -> Optimizer:
 
 
 def flattened(chance: Random) -> Optimizer:
-    """A leaf as a row of blocks, each with a norm."""
+    """The gradient is flattened and cut into blocks, and each block is divided by one plus its norm."""
     size = chance.randint(1, 4)
 
     def update(p, g, k, t):

@@ -1,4 +1,4 @@
-"""Options: a random mesh, random options of every transform, and which of them are there."""
+"""`Options`: a random mesh, a random choice of transforms, and their random options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from .programs import Program
 
 @dataclass(frozen=True)
 class Options:
-    """What a program is lowered with. `budget` is a part of the peak that its own order has, or None."""
+    """The mesh, transforms and cluster that a program is lowered with.
+
+    `before` and `after` are the transforms before and after `shard_params`. `budget` is the memory budget as a
+    fraction of the peak of the program in its written order, or None for no budget.
+    """
 
     ranks: int
     hosts: int
@@ -76,7 +80,7 @@ class Options:
         return zt.shard_params(self.mesh, **dict(self.shard))
 
     def transforms(self, peak: int) -> tuple[zt.Transform, ...]:
-        """All of them, with a budget for a program whose own order has this peak."""
+        """All transforms in order. `peak` is the peak in bytes of the program in its written order."""
         memory = "auto" if self.budget is None else int(self.budget * peak)
         fetch = () if self.prefetch is None else (zt.prefetch(memory=memory, **dict(self.prefetch)),)
         return (*self.before, self.sharding, *self.after, *fetch)
@@ -90,7 +94,7 @@ class Options:
 
 
 def some(path: str, leaf: torch.Tensor) -> bool:
-    """About two leaves of three, by their names."""
+    """Choose about two leaves of three, by a hash of their paths."""
     return zlib.crc32(path.encode()) % 3 > 0
 
 

@@ -1,4 +1,4 @@
-"""Programs: a random model, how its gradients are taken, and what is done with them."""
+"""`Program`: a random model, the way in which its gradients are taken, and its optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATTERNS = ("once", "once", "once", "ahead", "alternating", "squared")  # see st
 
 @dataclass(frozen=True)
 class Program:
-    """A train step on `samples` samples a rank, drawn from a seed."""
+    """A random train step, which is determined by a seed. Each rank has `samples` samples."""
 
     seed: int
     width: int
@@ -46,7 +46,7 @@ class Program:
         layers: list[Layer] = []
         while not any(leaf.trained for layer in layers for leaf in layer.leaves) or chance.random() < 0.6:
             layer = chance.choice(LAYERS)(chance, width)
-            if not any(_without_truth(layer, other) for other in layers):
+            if not any(_without_truth(layer, earlier) for earlier in layers):
                 layers.append(layer)
                 width = layer.out
         names = [f"{i}.{j}" for i, layer in enumerate(layers) for j, leaf in enumerate(layer.leaves) if leaf.trained]
@@ -71,32 +71,32 @@ class Program:
 
     @property
     def name(self) -> str:
-        what = ", ".join(layer.name for layer in self.layers)
+        layers = ", ".join(layer.name for layer in self.layers)
         flags = [name for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place") if getattr(self, name)]
-        return " | ".join([what, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags])
+        return " | ".join([layers, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags])
 
     @property
     def rounds(self) -> bool:
-        """Whether ranks round their gradients apart, so that the whole batch has another one."""
+        """Whether each rank rounds its own gradients, so that their mean differs from the whole batch's gradient."""
         return any(layer.rounds for layer in self.layers)
 
     @property
     def together(self) -> bool:
-        """Whether no rank alone has the gradient: statistics, gradients of samples, a gradient of a gradient."""
+        """Whether a rank cannot compute its gradient alone: batch statistics, per-sample or second gradients."""
         shared = self.style == "each" or self.pattern == "squared" or self.weighted
         return shared or any(layer.together for layer in self.layers)
 
     def leaves(self, trained: bool) -> Tensors:
-        made = {}
+        leaves = {}
         for i, layer in enumerate(self.layers):
             for j, leaf in enumerate(layer.leaves):
-                value, name = leaf.made(), f"{i}.{j}"
+                value, name = leaf.draw(), f"{i}.{j}"
                 if (leaf.trained and name not in self.frozen) == trained:
-                    made[name] = value
-        return made
+                    leaves[name] = value
+        return leaves
 
     def state(self) -> dict[str, Any]:
-        """The first state; the count is a Python number in half of the programs."""
+        """The first state. In half of the programs the step count is a Python number."""
         torch.manual_seed(self.seed)
         params = self.leaves(trained=True)
         torch.manual_seed(self.seed)
@@ -106,13 +106,13 @@ class Program:
         return state | ({"average": {k: p.clone() for k, p in params.items()}} if self.averaged else {})
 
     def batch(self, ranks: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole batch of one step."""
+        """The batch of one step, for all ranks together."""
         torch.manual_seed(1000 * step + self.seed + 1)
         count = ranks * self.samples
         return torch.randn(count, self.width), torch.randint(0, IDS, (count,))
 
     def loss(self, trained: Tensors, fixed: Tensors, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A mean over samples, weighted where samples count differently, and a term of the leaves alone."""
+        """A mean over the samples, weighted if `weighted` is set, plus a weight decay if `decayed` is set."""
         leaves = {**trained, **fixed}
         for i, layer in enumerate(self.layers):
             y = layer.run(x, ids, *(leaves[f"{i}.{j}"] for j in range(len(layer.leaves))))
@@ -128,6 +128,6 @@ class Program:
         return value
 
 
-def _without_truth(layer: Layer, other: Layer) -> bool:
-    """Whether nobody can say by hand what both compute: one rounds on each rank, the other is of all ranks."""
-    return (layer.rounds and other.together) or (layer.together and other.rounds)
+def _without_truth(a: Layer, b: Layer) -> bool:
+    """Whether no reference result exists for a program with both layers: one rounds per rank, one spans all ranks."""
+    return (a.rounds and b.together) or (a.together and b.rounds)

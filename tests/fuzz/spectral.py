@@ -1,4 +1,4 @@
-"""Layers of Fourier transforms, complex leaves and linear algebra."""
+"""Layers with Fourier transforms, complex leaves and linear algebra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layer import Layer, Leaf, size
 
 
 def spectral(chance: Random, width: int) -> Layer:
-    """A filter with a complex leaf, in the frequencies."""
+    """A filter: the spectrum of the input is multiplied by a complex leaf."""
     run = lambda x, ids, w: torch.fft.irfft(torch.fft.rfft(x) * w, n=width)
     return Layer(f"spectral {width}", (Leaf((width // 2 + 1,), torch.complex128),), run, width)
 
@@ -26,7 +26,7 @@ def complex_linear(chance: Random, width: int) -> Layer:
 
 
 def transformed(chance: Random, width: int) -> Layer:
-    """The Fourier transform of a leaf."""
+    """A product with the Fourier transform of a leaf."""
     out = size(chance)
     run = lambda x, ids, w: x @ torch.fft.fft(w, dim=chance_dim).real.T
     chance_dim = chance.choice([0, 1])
@@ -34,7 +34,7 @@ def transformed(chance: Random, width: int) -> Layer:
 
 
 def solved(chance: Random, width: int) -> Layer:
-    """A product with an inverse, by a solve."""
+    """A product with the inverse of a matrix, computed by `solve`."""
 
     def run(x, ids, w):
         return torch.linalg.solve(w @ w.T + torch.eye(width, dtype=w.dtype), x.T).T
@@ -50,7 +50,7 @@ def cholesky(chance: Random, width: int) -> Layer:
 
 
 def orthogonal(chance: Random, width: int) -> Layer:
-    """A product with an orthogonal matrix: of an exponential, or of a QR decomposition."""
+    """A product with an orthogonal matrix, which comes from a matrix exponential or from a QR decomposition."""
     by_exponential = chance.random() < 0.5
 
     def run(x, ids, w):
@@ -62,7 +62,7 @@ def orthogonal(chance: Random, width: int) -> Layer:
 
 
 def determinant(chance: Random, width: int) -> Layer:
-    """A scale by the logarithm of a determinant."""
+    """The input is scaled by the logarithm of a determinant."""
 
     def run(x, ids, w):
         return x * torch.linalg.slogdet(w @ w.T + torch.eye(width, dtype=w.dtype)).logabsdet.tanh()
@@ -71,7 +71,7 @@ def determinant(chance: Random, width: int) -> Layer:
 
 
 def mixed(chance: Random, width: int) -> Layer:
-    """A transform of the features, with no leaf."""
+    """The Fourier transform of the features. The layer has no leaf."""
     return Layer("mixed", (), lambda x, ids: torch.fft.fft(x, dim=1).real / width**0.5, width)
 
 

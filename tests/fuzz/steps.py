@@ -1,4 +1,4 @@
-"""Steps: what a program does with its gradients."""
+"""The train step of a random program: how often it takes gradients, and what it does with them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step_of(program: Program, gradient: Gradient = gradient) -> Callable:
 
 
 def _summed(program: Program, gradient: Gradient, trained: Tensors, fixed: Tensors, x, ids) -> tuple[Tensors, Any]:
-    """The mean over micro-batches."""
+    """The gradients and the loss, averaged over the micro-batches."""
     grads, total = None, 0.0
     for part, numbers in zip(x.chunk(program.micro), ids.chunk(program.micro)):
         more, value = gradient(program, trained, fixed, part, numbers)

@@ -1,4 +1,4 @@
-"""Truth: the untouched step on the whole batch, or data parallelism written by hand where ranks round apart."""
+"""The reference results: the plain step on the whole batch, or data parallelism by hand where each rank rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def doubles() -> Iterator[None]:
-    """Numbers are doubles, on one thread."""
+    """Inside, the default dtype is fp64 and torch uses one thread."""
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def doubles() -> Iterator[None]:
 
 
 def true_steps(program: Program, options: Options) -> tuple[Any, list[Any]]:
-    """The state after some steps, and the output of each."""
+    """The state after `STEPS` steps, and the output of each step."""
     by_hand = program.rounds or options.reduce_dtype is not None
     step = step_of(program, averaging(options) if by_hand else gradient)
     state, outputs = program.state(), []
@@ -43,23 +43,24 @@ def true_steps(program: Program, options: Options) -> tuple[Any, list[Any]]:
 
 
 def averaging(options: Options):
-    """The gradient of every rank's samples, and their mean: what data parallelism is."""
+    """Data parallelism by hand: the gradient of each rank's samples, then the mean over the ranks."""
 
     def averaged(program: Program, trained, fixed, x, ids):
-        each = [gradient(program, trained, fixed, *part) for part in zip(x.chunk(options.world), ids.chunk(options.world))]
-        grads = {k: _mean([g[k] for g, _ in each], options.reduce_dtype) for k in trained}
-        return grads, torch.stack([value for _, value in each]).mean()
+        shares = zip(x.chunk(options.world), ids.chunk(options.world))
+        by_rank = [gradient(program, trained, fixed, *share) for share in shares]
+        grads = {k: _mean([g[k] for g, _ in by_rank], options.reduce_dtype) for k in trained}
+        return grads, torch.stack([value for _, value in by_rank]).mean()
 
     return averaged
 
 
 def in_micro_batches(x: torch.Tensor, program: Program, options: Options) -> torch.Tensor:
-    """The samples in the order in which ranks see them: of each micro-batch together, the first rank's first."""
+    """The samples in the order in which they are used: micro-batch by micro-batch, and within each, rank by rank."""
     return x.unflatten(0, (options.world, program.micro, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _mean(terms: list[torch.Tensor], wire: torch.dtype | None) -> torch.Tensor:
-    """The mean of what crosses the wire, summed in the order of the ranks, in fp32 at least."""
+    """The mean of `terms` after they are cast to the dtype of the wire, summed in rank order, in fp32 at least."""
     result = terms[0].dtype
     if wire is not None and result.is_floating_point:
         terms = [t.to(wire) for t in terms]
@@ -70,7 +71,7 @@ def _mean(terms: list[torch.Tensor], wire: torch.dtype | None) -> torch.Tensor:
 
 
 def distance(a: Any, b: Any) -> float:
-    """The relative distance of the leaf that is farthest; what is smaller than 1e-3 is measured against that."""
+    """The largest relative distance of two leaves. For a leaf with a norm below 1e-3 the distance is relative to 1e-3."""
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         x, y = _doubles(x), _doubles(y)
@@ -87,7 +88,7 @@ def _doubles(x: Any) -> torch.Tensor:
 
 
 def finite(tree: Any) -> bool:
-    """Whether all numbers are ones that can be compared."""
+    """Whether all numbers are finite, so that they can be compared. Leaves that hold bits are left out."""
     return all(bool(_doubles(x).isfinite().all()) for x in pytree.tree_leaves(tree) if not _is_bits(x))
 
 

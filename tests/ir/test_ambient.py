@@ -1,4 +1,4 @@
-"""PyTorch's own state around a step: autocast, default dtype, torch.func, another trace."""
+"""PyTorch's global state around a call: autocast, default dtype, torch.func transforms, another trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ W, X = torch.linspace(0, 3, 64).view(8, 8), torch.linspace(-1, 5, 32).view(4, 8)
 
 
 def guarded(state, x):
-    """A step that keeps one product out of the caller's autocast."""
+    """A step that switches the caller's autocast off for one matrix product."""
     y = x @ state
     with torch.autocast("cpu", enabled=False):
         return state, (y.float() @ state).sum()
@@ -28,7 +28,7 @@ def plain(state, x):
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
 def test_a_program_is_cast_once(backend):
-    """The casts of the trace are in the program; under the caller's autocast it makes no others."""
+    """The program holds the casts that autocast added during the trace. When it runs, autocast adds no more."""
     for step in (guarded, plain):
         with torch.autocast("cpu", torch.bfloat16):
             want = step(W, X)[1]
@@ -38,7 +38,7 @@ def test_a_program_is_cast_once(backend):
             assert torch.equal(zt.evaluate(lowered.graph, W, X)[1], want)
 
 
-def test_autocast_and_the_default_dtype_are_part_of_what_a_program_is_made_for():
+def test_a_change_of_autocast_or_default_dtype_is_traced_anew():
     def zeros(state, x):
         return state, (x @ state).sum() + torch.zeros(())
 
@@ -66,7 +66,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_a_program_inside_of_torch_func_is_refused(kind):
-    """In place of zeros, or of an error of PyTorch's own."""
+    """Without this check the result would be zeros, or an obscure error of PyTorch."""
     run = zt.Step.of(plain)
     lowered = run.lower(W, X)
     calls = {

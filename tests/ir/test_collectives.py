@@ -1,4 +1,4 @@
-"""Collectives own their rules: a new one is a file like this, and rows in the tables of planning and of the runtime."""
+"""A collective owns its rules. A new one is a class like the one below, and rows in two tables (planning, runtime)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ from ztrans.ir.collectives import (
     is_start,
     lane,
     pair,
-    received_bytes,
     rules,
-    sends_as_it_lies,
     wait,
-    wire_bytes,
 )
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
@@ -42,7 +39,7 @@ RANKS = 4
 
 
 class Broadcast(Start):
-    """Rules of a new collective: the value of the first rank of an axis, on every rank."""
+    """The rules of a new collective, which sends the value of the first rank of an axis to every rank."""
 
     moves = True
     lane = "gather"
@@ -66,7 +63,7 @@ def broadcast(values, names, axis, **eqn):
 
 
 def copied(emission, eqn, place):
-    """An emitter for a single rank: what the first rank sends is what it has."""
+    """An emitter for a program on one rank: the result is the value that is sent."""
     return [emission.out.call_function(operator.getitem, ((emission.nodes[v],), 0)) for v in eqn.ins]
 
 
@@ -75,7 +72,7 @@ def var(name, *shape, dtype=torch.float32):
 
 
 def program(ranks=RANKS):
-    """y = x0 * 2 + x, where x0 is the first rank's x, and reaches the sum as bf16."""
+    """y = x * 2 + b + bf16(first), where `first` is the value of `x * 2` on the first rank."""
     x, b = var("x", 8, 4), var("b", 8, 4)
     twice = Eqn(aten.mul.Tensor, (x, 2), (var("twice", 8, 4),))
     start = broadcast(twice.outs, ["first"], "dp", provenance=Provenance("param", ("x",), "dp"))
@@ -103,13 +100,13 @@ def test_a_new_collective_is_verified_and_printed():
         check(nameless)
 
 
-def test_a_new_collective_means_what_its_rules_say():
+def test_the_interpreter_runs_a_new_collective_by_its_rules():
     for rank, (_, y) in enumerate(zt.lockstep(program(), inputs())):
         first = torch.full((8, 4), 0.1) * 2
         assert torch.equal(y, (torch.full((8, 4), rank + 0.1) * 2 + 1) + first.bfloat16())
 
 
-def test_what_a_new_collective_sends_lives_until_its_wait():
+def test_the_value_that_a_new_collective_sends_lives_until_its_wait():
     graph = program()
     pairs = pair(graph)
     (started,), (waited,) = pairs.starts.values(), pairs.waits.values()
@@ -117,18 +114,19 @@ def test_what_a_new_collective_sends_lives_until_its_wait():
     assert waited.started is started and waited.member == 0
     sent = graph.eqns[0].outs[0]
     assert liveness(graph).last[sent] == started.first_wait
-    assert graph.eqns[2] not in donation(graph).twins, "it reads `twice`, which is under way"
+    assert graph.eqns[2] not in donation(graph).twins, "it may not overwrite `twice`, which is still being sent"
     assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
     assert first_write(writes_last(graph)) == 3
 
 
-def test_a_new_collective_has_bytes_a_lane_and_buckets():
-    assert (wire_bytes(START, AXES), received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
-    assert is_start(START) and sends_as_it_lies(START, 0, AXES)
-    other = broadcast([var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp"))
-    assert bucket_key(other) == bucket_key(START)
-    both = coalesce([START, other])
-    assert both.op is BROADCAST and both.outs == (*START.outs, *other.outs) and both.provenance.paths == ("x", "z")
+def test_a_new_collective_has_bytes_and_a_lane_and_joins_buckets():
+    rule = rules(START)
+    assert (rule.wire_bytes(START, AXES), rule.received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
+    assert is_start(START) and rule.sends_own(START, 0, AXES)
+    second = broadcast([var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp"))
+    assert bucket_key(second) == bucket_key(START)
+    both = coalesce([START, second])
+    assert both.op is BROADCAST and both.outs == (*START.outs, *second.outs) and both.provenance.paths == ("x", "z")
 
 
 def test_on_an_axis_of_one_rank_a_new_collective_vanishes():
@@ -137,11 +135,11 @@ def test_on_an_axis_of_one_rank_a_new_collective_vanishes():
     assert torch.equal(zt.lockstep(alone, inputs(1))[0][1], zt.lockstep(program(ranks=1), inputs(1))[0][1])
 
 
-def test_transforms_treat_a_new_collective_by_its_rules():
+def test_fuse_cast_gather_applies_to_a_new_collective():
     graph = program()
     fused = zt.fuse_cast_gather().rewrite(graph)
     (start,) = pair(check(fused)).starts
-    assert start.kwargs["dtype"] is torch.bfloat16 and wire_bytes(start, AXES) == 64
+    assert start.kwargs["dtype"] is torch.bfloat16 and rules(start).wire_bytes(start, AXES) == 64
     for before, after in zip(zt.lockstep(graph, inputs()), zt.lockstep(fused, inputs())):
         assert torch.equal(before[1], after[1])
 
@@ -167,14 +165,15 @@ def test_code_for_a_new_collective_is_a_row_in_a_table():
     assert torch.equal(run(*mine)[1], zt.lockstep(graph, inputs())[0][1])
 
 
-def test_every_primitive_has_its_rows():
+def test_every_primitive_has_rows_in_the_tables():
     assert set(EMITTERS) == set(PRIMITIVES)
     assert set(COPIES) == set(STARTS)
     assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
     assert len({p.name for p in PRIMITIVES}) == len({type(p.rules) for p in PRIMITIVES}) == len(PRIMITIVES)
 
 
-def test_buckets_and_the_steps_own_collectives_are_paired():
+def test_starts_are_paired_with_their_waits():
+    """Also those of buckets, and of the collectives that the step itself contains."""
     a, b, c = var("a", 4), var("b", 4), var("c", 4)
     start = coalesce([broadcast([v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")) for v in (a, b)])
     late, early = wait(start.outs[0]), wait(start.outs[1])

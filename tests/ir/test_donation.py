@@ -1,4 +1,4 @@
-"""What writes over its arguments: the same bits, in their place, and never where somebody still reads."""
+"""Donation: an operation may overwrite an argument that is not read later. The result has the same bits."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "dim"), [((5, 3), 1), ((33, 1030), 1), ((33, 1030), 0), ((130, 9, 17), 1)])
-def test_a_result_takes_the_place_of_what_it_was_made_of(name, dtype, shape, dim):
+def test_a_result_overwrites_a_contiguous_argument(name, dtype, shape, dim):
     op, arguments, places = CALLS[name]
     for place in places:
         args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments(rows(*shape, dtype=dtype), dim))
         wanted, target = op(*args), args[place]
-        made = onto(op, place)(*args)
-        assert made.data_ptr() == target.data_ptr()
-        assert torch.equal(made, wanted)
+        result = onto(op, place)(*args)
+        assert result.data_ptr() == target.data_ptr()
+        assert torch.equal(result, wanted)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_does_not_lie_in_order_is_left_alone(name):
+def test_an_argument_that_is_not_contiguous_is_not_overwritten(name):
     op, arguments, places = CALLS[name]
     for place in places:
         args = list(arguments(rows(12, 6), 1))
         args[place] = args[place].t().contiguous().t()  # the same values, transposed in memory
         wanted, before = op(*args), args[place].clone()
-        made = onto(op, place)(*args)
-        assert torch.equal(made, wanted) and torch.equal(args[place], before)
+        result = onto(op, place)(*args)
+        assert torch.equal(result, wanted) and torch.equal(args[place], before)
 
 
-def test_a_scalar_is_written_over_another_only_where_it_is_alone():
-    """One of two may lie on a CPU, as a learning rate does, and the result on a GPU."""
+def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
+    """A scalar may be on the CPU, as a learning rate is, while the result of the operation is on the GPU."""
 
     def step(state, x):
         rate = state["lr"] * 0.5 + 1
@@ -74,7 +74,7 @@ def test_a_scalar_is_written_over_another_only_where_it_is_alone():
     assert product not in twins
 
 
-def test_programs_do_so():
+def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     over = set()
     for name in ("accumulation", "autocast"):
         over |= {getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()}

@@ -1,4 +1,4 @@
-"""The graph: what check refuses, what dce keeps, names, types and text."""
+"""The graph: which programs `check` refuses, which equations `dce` keeps, names, types and printed text."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ OUT = var("out", 4, 2)
 USE = add(FULL, X, OUT)
 
 
-def test_a_well_formed_program():
+def test_check_returns_a_well_formed_program():
     good = graph([W, X], [START, END, USE], [W, OUT], num_state=1)
     assert zt.check(good) is good
     assert (FUTURE.name, FULL.name) == ("w.full'", "w.full")
@@ -94,7 +94,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("message", MALFORMED)
-def test_check_names_what_is_wrong(message):
+def test_the_error_of_check_names_the_defect(message):
     broken = MALFORMED[message]
     if message.startswith("state x: .* comes back as y"):  # outputs are compared by identity
         y = broken.eqns[0].outs[0]
@@ -103,13 +103,13 @@ def test_check_names_what_is_wrong(message):
         zt.check(broken)
 
 
-def test_check_says_where():
+def test_the_error_of_check_names_the_equation_and_its_line():
     at = Source("/home/me/train.py", 7, "step")
     with pytest.raises(ProgramError, match=r"at y: f32\[2\] = aten.add.Tensor \[train.py:7 step\]"):
         zt.check(graph([], [add(X, X, var("y", 2)).replace(source=at)], []))
 
 
-def test_dce_drops_what_nobody_reads():
+def test_dce_drops_equations_whose_results_are_not_read():
     unused = add(X, X, var("unused", 4, 2))
     chained = add(unused.outs[0], X, var("chained", 4, 2))
     left = dce(graph([W, X], [unused, chained, START, END, USE], [OUT]))
@@ -117,7 +117,7 @@ def test_dce_drops_what_nobody_reads():
     assert dce(graph([W, X], [START, END, USE], [X])).eqns == (), "dead collectives go with their waits"
 
 
-def test_dce_keeps_a_bucket_for_one_of_its_members():
+def test_dce_keeps_a_bucket_if_one_member_is_read():
     v = BUCKET.ins[1]
     ends = [wait(f) for f in BUCKET.outs]
     left = dce(graph([W, v], [BUCKET, *ends], [ends[1].outs[0]]))
@@ -134,12 +134,12 @@ def test_dce_keeps_random_draws_in_order():
     assert dce(graph([X], [*rand, shape, third], [X])).eqns == (*rand, shape, third)
 
 
-def test_dce_keeps_an_equation_for_its_second_result():
+def test_dce_keeps_an_equation_if_only_its_second_result_is_read():
     pair = zt.Eqn(aten.var_mean.correction, (X,), (None, mean := var("mean")))
     assert dce(graph([X], [pair], [mean])).eqns == (pair,)
 
 
-def test_dce_looks_into_lists_and_keywords():
+def test_dce_follows_arguments_in_lists_and_keywords():
     eqns = [add(X, X, a := var("a", 4, 2)), add(X, X, b := var("b", 4, 2))]
     cat = zt.Eqn(aten.cat.default, ([a, X],), (var("c", 8, 2),))
     where = zt.Eqn(aten.clamp.Tensor, (X,), (d := var("d", 4, 2),), {"min": b})
@@ -148,7 +148,7 @@ def test_dce_looks_into_lists_and_keywords():
     assert cat.ins == (a, X) and where.ins == (X, b)
 
 
-def test_substitute_and_variables():
+def test_substitute_and_variables_visit_every_argument():
     x, y = var("x"), var("y")
     tree = [x, (2, x), {"k": [y, None, 1.5]}, torch.float32, "x"]
     assert list(variables(tree)) == [x, x, y]
@@ -164,7 +164,7 @@ def test_rename_follows_chains_in_arguments_keywords_and_outputs():
     assert renamed.outputs == (c, 1)
 
 
-def test_names():
+def test_fresh_names_are_unique():
     names = Names(["mm", "mm_1"])
     assert [names.fresh(n) for n in ("mm", "mm", "add", "add", "mm_1", "add")] == [
         "mm_2", "mm_3", "add", "add_1", "mm_1_1", "add_2",
@@ -186,12 +186,12 @@ def test_names():
         (var("x", 2, dtype=torch.uint16), "torch.uint16[2]"),
     ],
 )
-def test_types(v, text):
+def test_a_type_prints(v, text):
     assert v.type == text
     assert repr(v) == f"x: {text}"
 
 
-def test_kinds_of_equations():
+def test_views_casts_and_random_draws_are_recognised():
     view = zt.Eqn(aten.t.default, (X,), (OUT,))
     cast = zt.Eqn(aten._to_copy.default, (X,), (OUT,), {"dtype": torch.bfloat16})
     assert is_view(view) and not is_view(cast) and is_view_or_cast(cast) and is_view_or_cast(view)
@@ -199,7 +199,7 @@ def test_kinds_of_equations():
     assert not is_view(START) and is_random(aten.bernoulli.p) and not is_random(aten.add.Tensor)
 
 
-def test_users_and_producers():
+def test_users_and_producers_of_a_variable():
     assert users(graph([X], [twice := add(X, X, OUT)], [OUT])) == {X: [twice]}
     assert producers([twice, zt.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0] is None
 

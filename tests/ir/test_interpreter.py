@@ -1,4 +1,4 @@
-"""The meaning of the step's own collectives: what each rank has, beside what the same tensors are by hand."""
+"""The interpreter runs the collectives that a step itself contains. The results of each rank are computed by hand."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ X, Y = Var("x", torch.float32, (6,)), Var("y", torch.float32, (6,))
 
 
 def program(op, *args) -> Graph:
-    """One collective of `x`, or of both, over tp."""
+    """A program of one collective over tp, of `x` alone or of `x` and `y`."""
     many = isinstance(args[0], list)
     outs = tuple(Var(f"o{k}", torch.float32, (6,)) for k in range(1 + many))
     eqn = Eqn(op.default, (*args, "tp"), outs, source=Source("/home/me/train.py", 12, "step"))
@@ -38,20 +38,20 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_own_collectives(kind):
+def test_a_collective_of_the_step_has_the_result_of_torch_distributed(kind):
     (op, *args), wanted = RESULTS[kind]
     assert exchanged(op, *args) == [[w] for w in wanted]
 
 
 @pytest.mark.parametrize("kind", ["sum", "gather", "scatter"])
-def test_own_collectives_of_several(kind):
+def test_a_coalesced_collective_of_the_step_has_several_results(kind):
     (op, _, *how), wanted = RESULTS[kind]
     both = getattr(own, op.__name__.split(".")[-1] + "_coalesced")
     assert exchanged(both, [X, Y], *how) == [[w, [-v for v in w]] for w in wanted]
 
 
 @pytest.mark.skipif(not hasattr(own, "isend"), reason="this torch has no functional isend")
-def test_what_goes_from_rank_to_rank():
+def test_a_point_to_point_message_is_refused():
     with pytest.raises(ValueError) as e:
         exchanged(own.isend, X, 1, 0)
     assert str(e.value) == (

@@ -1,4 +1,7 @@
-"""Values that lie in memory otherwise than PyTorch's operations without values say: their views are what they are."""
+"""Views of values whose strides differ from the trace.
+
+Operations on fake tensors do not always predict the strides of the real result. A program must take views all the same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def layer_normed(x):
     return F.layer_norm(x, x.shape[1:], torch.ones(x.shape[1:]))
 
 
-# Of a transposed argument these, or their derivatives, lie otherwise than in a trace (torch 2.13, on a CPU).
+# With a transposed argument the result of these, or of their derivatives, has other strides than in the trace
+# (torch 2.13, on a CPU).
 OPERATIONS = {
     "batch_norm": normed,
     "layer_norm": layer_normed,
@@ -42,7 +46,7 @@ OPERATIONS = {
 
 
 def flat(y):
-    """All elements of `y` in two orders: a view in one of them, in a trace or in a run."""
+    """All elements of `y` in two orders. The strides decide which of the two is a view."""
     return torch.cat([y.reshape(-1), y.transpose(1, 2).reshape(-1)])
 
 
@@ -59,27 +63,27 @@ def step_of(operation):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
-def test_a_value_may_lie_otherwise_than_in_the_trace(name, backend):
-    """Batch norm over the middle axis, as PatchTST has it, and its like."""
+def test_strides_may_differ_from_the_trace(name, backend):
+    """As in batch norm over the middle axis (PatchTST has one), and in other operations."""
     step, state = step_of(OPERATIONS[name]), {"w": torch.linspace(1, 2, 120).view(4, 5, 6)}
     (want, y), lowered = step(state, X), zt.Step.of(step).lower(state, X)
     new, output = lowered.compile(backend=backend)({"w": state["w"].clone()}, X)
-    told, (said,) = lowered.lockstep(state, [(X,)])
+    lockstep_new, (lockstep_output,) = lowered.lockstep(state, [(X,)])
     if backend == "eager":
         assert torch.equal(new["w"], want["w"]) and torch.equal(output, y)
     else:
         assert torch.allclose(new["w"], want["w"], atol=1e-5) and torch.allclose(output, y, atol=1e-5)
-    assert torch.equal(told["w"], want["w"]) and torch.equal(said, y)
+    assert torch.equal(lockstep_new["w"], want["w"]) and torch.equal(lockstep_output, y)
 
 
-def test_some_of_them_do():
-    """Else the tests above would try nothing."""
+def test_fake_strides_do_differ_from_real_ones():
+    """Otherwise the tests above would prove nothing."""
     with FakeTensorMode() as mode:
         fake = normed(mode.from_tensor(X).transpose(1, 2)).stride()
     assert fake != normed(X.transpose(1, 2)).stride()
 
 
-def test_a_view_as_another_dtype_and_pairs_as_complex_numbers():
+def test_such_a_value_can_be_viewed_as_another_dtype_and_as_complex():
     def step(state, x):
         y = normed(x.transpose(1, 2))
         pairs = torch.view_as_complex(y.transpose(1, 2).contiguous().view(4, 5, 3, 2))

@@ -1,4 +1,4 @@
-"""The printer: lines that fit a screen, buckets that fold, differences that fold, and programs in a notebook."""
+"""The printer: lines fit a screen, buckets and long differences fold, and programs show in a notebook."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ SOURCE = Source("/home/me/modeling_something_with_a_long_name.py", 1252, "Attent
 
 
 def gathers(count: int, prefix: str = "params.blocks.0.w", source: Source | None = SOURCE) -> Eqn:
-    """One bucket of `count` parameters of a kilobyte each."""
+    """One bucket of `count` parameters of 1 KiB each."""
     members = [Var(f"{prefix}{i}", torch.float32, (16, 16), (Split("dp"),)) for i in range(count)]
     names = [f"{v.name}.full" for v in members]
     return all_gather(members, names, "dp", provenance=Provenance("param", tuple(names), "dp"), source=source)
@@ -36,7 +36,7 @@ def of(*eqns: Eqn, **fields) -> Graph:
 
 
 def odd_equations() -> list[Eqn]:
-    """Equations with much of everything: names, results, arguments, numbers, dims, and no spaces to break at."""
+    """Equations that are hard to print: long names, many results, arguments and dims, and no spaces to break at."""
     x, y = Var(LONG, torch.bfloat16, (4096, 11008)), Var("w" * 300, torch.float32, tuple(range(1000, 1040)))
     parts = tuple(Var(f"split.{i}", torch.float32, (4,)) for i in range(64))
     return [
@@ -60,12 +60,12 @@ def test_every_line_fits(eqn, full):
     assert max(map(len, shown)) <= WIDTH < 120
     assert shown[0].startswith("  ") and not any(line.endswith(" ") for line in shown)
     if eqn.source:
-        assert re.search(r"  # modeling_something\S*:?.*inner$", shown[0]), "the user's line is at the margin of the first"
+        assert re.search(r"  # modeling_something\S*:?.*inner$", shown[0]), "the first line ends with the user's line"
 
 
 @pytest.mark.parametrize("eqn", odd_equations(), ids=lambda e: f"{e.op}-{len(e.outs)}")
 def test_the_full_form_leaves_nothing_out(eqn):
-    """Apart from where its lines break, and a comma after the last member, it is the canonical text."""
+    """Apart from line breaks and trailing commas, the full form is the canonical text."""
     squeeze = lambda text: re.sub(r"\s|,(?=\s*\])", "", text)
     first, *rest = lines(eqn, full=True)
     assert squeeze("".join([first.rpartition("  # ")[0] or first if eqn.source else first, *rest])) == squeeze(equation(eqn))
@@ -78,14 +78,14 @@ def test_a_bucket_folds():
     ]
     assert lines(gathers(2, "w", source=None)) == [
         "  w0.full': f32[16,16]!, w1.full': f32[16,16]! = all_gather([w0, w1], axis=dp)"
-    ], "what fits does not fold"
+    ], "a bucket that fits does not fold"
     half = gathers(27, source=None)
     half = half.replace(kwargs={**half.kwargs, "dtype": torch.bfloat16})
     assert "... 26 more: 13.50 KiB], bf16, axis=dp)" in lines(half)[-1], "the bytes are those on the wire"
     assert fold(["a"]) == "a"
 
 
-def test_a_bucket_has_a_line_for_each_member():
+def test_the_full_form_of_a_bucket_has_a_line_for_each_member():
     shown = lines(gathers(27), full=True)
     assert len(shown) == 27 + 1 + 27 + 1
     assert shown[1] == "  params.blocks.0.w1.full': f32[16,16]!," and shown[26] == "  params.blocks.0.w26.full': f32[16,16]!"
@@ -120,8 +120,8 @@ def numbered(count: int, op=aten.relu.default) -> list[Eqn]:
 
 def test_a_difference_starts_with_a_summary():
     eqns = numbered(6)
-    other = eqns[3].replace(op=aten.neg.default)
-    text = zt.diff(of(*eqns[:4], gathers(2)), of(eqns[2], eqns[0], eqns[1], other, eqns[4], gathers(1)))
+    negated = eqns[3].replace(op=aten.neg.default)
+    text = zt.diff(of(*eqns[:4], gathers(2)), of(eqns[2], eqns[0], eqns[1], negated, eqns[4], gathers(1)))
     assert text.splitlines()[:2] == [
         "# equations: 1 moved, 1 rewritten, 2 added, 1 removed",
         "#   dp param: 1 collective of 2 values, 1.00 KiB -> 1 collective of 1 value, 512 B",
@@ -139,7 +139,7 @@ def test_long_differences_fold():
 
 
 def test_buckets_that_fold_to_one_text_differ_in_a_difference():
-    """The first member and the number of members are the same; the last is another."""
+    """The first member and the number of members are equal; the last member differs."""
     first = gathers(9)
     last = Var("params.other", torch.float32, (16, 16), (Split("dp"),))
     second = first.replace(args=([*first.args[0][:-1], last],))
@@ -153,14 +153,14 @@ def test_equal_programs_have_no_difference():
     assert zt.diff(lowered, lowered.graph) == "" == zt.diff(lowered, lowered, full=True)
 
 
-def test_what_is_no_program_is_refused():
+def test_diff_refuses_arguments_that_are_no_programs():
     graph = of(*numbered(1))
     for wrong in ("a program", zt.Plan("0"), 3):
         with pytest.raises(TypeError, match=f"diff: got a {type(wrong).__name__}; it compares programs: Graph, Traced"):
             zt.diff(graph, wrong)
 
 
-def test_traffic_counts_what_the_cost_counts():
+def test_traffic_and_cost_analysis_count_the_same_bytes():
     lowered = lower(zt.overlap_grads(), zt.prefetch())
     sent = traffic(lowered.graph)
     assert {key: total.bytes for key, total in sent.items()} == dict(lowered.cost_analysis().wire)
@@ -168,7 +168,7 @@ def test_traffic_counts_what_the_cost_counts():
 
 
 class Page(HTMLParser):
-    """The text of HTML, and its tags."""
+    """The text and the tags of an HTML page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -191,11 +191,11 @@ def test_a_program_in_a_notebook():
     assert [region for region, _ in summaries] == re.findall(r"^  # (\w+)$", str(lowered), re.MULTILINE)
     assert sum(int(count) for _, count in summaries) == len(lowered.graph.eqns)
     wanted = [line for line in str(lowered).splitlines() if not re.fullmatch(r"  # \w+", line)]
-    assert [line for line in wanted if line not in cell.text] == [], "every line, its columns as they print"
-    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, "nothing that runs or loads"
+    assert [line for line in wanted if line not in cell.text] == [], "every line is there, with its columns"
+    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, "no tag runs or loads anything"
     assert all(not {"src", "href", "onload", "onclick"} & attrs.keys() for _, attrs in cell.tags)
     borders = {re.search(r"border-left: [^;]*", attrs["style"])[0] for tag, attrs in cell.tags if "border-left" in attrs.get("style", "")}
-    assert len(borders) == 3, "regions are visibly apart"
+    assert len(borders) == 3, "each region has a border of its own"
 
 
 @pytest.mark.parametrize("name", ["<b>x</b>", "</pre><script>alert(1)</script>", "a & b", '"quoted"'])
@@ -207,13 +207,13 @@ def test_names_are_escaped_in_a_notebook(name):
     assert {tag for tag, _ in Page(html(graph)).tags} == {tag for tag, _ in plain.tags} <= {"div", "pre", "details", "summary", "span"}
 
 
-def test_a_long_program_in_a_notebook_ends():
+def test_a_long_program_is_cut_in_a_notebook():
     cell = html(of(*numbered(1000)))
     assert "forward, 1,000 equations" in cell and "... 600 more" in cell and len(cell.splitlines()) < 420
 
 
-def test_a_notebook_needs_nothing_installed():
-    """What draws programs and timelines in a notebook imports the standard library alone."""
+def test_a_notebook_needs_no_optional_package():
+    """Programs and timelines are drawn in a notebook with the standard library alone."""
     import subprocess
 
     script = (

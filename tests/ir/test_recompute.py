@@ -1,4 +1,4 @@
-"""Selective checkpoints: what they drop is computed again in backward, to the bit, and is not kept."""
+"""Selective checkpoints: backward computes the values again that they drop. The bits are equal, and memory is saved."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MOVED = selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFF
 
 
 def make(kind, dropout=0.0):
-    """A step of some blocks, each within a checkpoint of that kind, and its state."""
+    """A step with `LAYERS` blocks, each inside a checkpoint of the given kind, and the state of that step."""
     torch.manual_seed(0)
     shapes = {"scale": (WIDTH,), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     state = {f"{k}.{name}": torch.randn(shape) / 4 for k in range(LAYERS) for name, shape in shapes.items()}
@@ -72,11 +72,11 @@ def products(lowered, region):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_same_bits_as_without(kind, stage):
+def test_a_checkpoint_changes_no_bit(kind, stage):
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
     results = []
-    for each in ("none", kind):
-        step, state = make(each)
+    for variant in ("none", kind):
+        step, state = make(variant)
         lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(state, *slices((X, Y), 2)[0])
         zt.check(lowered.graph)
         results.append(lowered.lockstep(state, slices((X, Y), 2)))
@@ -84,25 +84,25 @@ def test_the_same_bits_as_without(kind, stage):
     assert distance(results[0][0], make("none")[0](state, X, Y)[0]) < 1e-6
 
 
-def test_what_is_dropped_is_not_kept():
-    """Of each block two products are repeated where none is saved, but for the last, whose result nothing reads."""
+def test_dropped_values_take_no_memory_until_backward():
+    """Where no product is saved, one of the two products of each block is repeated; nothing reads the other's result."""
     lowered = {kind: zt.Step.of(make(kind)[0]).lower(make(kind)[1], X, Y) for kind in KINDS}
-    again = {kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()}
-    assert again == {"none": 0, "whole": 4, "products": 0, "by policy": 0, "nothing saved": 4, "all saved": 0}
-    # Bytes beside the state: activations, and what backward makes on its way.
+    repeated = {kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()}
+    assert repeated == {"none": 0, "whole": 4, "products": 0, "by policy": 0, "nothing saved": 4, "all saved": 0}
+    # The bytes above the state: activations, and the values that backward computes.
     peaks = {kind: low.memory_analysis().peak - low.memory_analysis().state for kind, low in lowered.items()}
     assert peaks["nothing saved"] <= peaks["whole"] < 0.8 * peaks["products"]
     assert peaks["products"] == peaks["by policy"] < 0.8 * peaks["none"] and peaks["all saved"] == peaks["none"]
 
 
-def test_each_block_begins_with_what_the_one_before_gave():
-    """The result of a checkpoint is kept, so that backward computes one block at a time."""
+def test_the_result_of_each_checkpoint_is_kept():
+    """So backward recomputes one block at a time, and does not start again from the first block."""
     lowered = zt.Step.of(make("nothing saved")[0]).lower(make("nothing saved")[1], X, Y)
     computed = [e for e in lowered.graph.eqns if any(v and ".again" in v.name for v in e.outs)]
-    made = {v for e in computed for v in e.outs}
+    recomputed = {v for e in computed for v in e.outs}
     additions = [e for e in computed if e.op is aten.add.Tensor]
     norms = [e for e in computed if e.op is aten.native_layer_norm.default]
-    assert not additions and len(norms) == 4 and not any(e.args[0] in made for e in norms)
+    assert not additions and len(norms) == 4 and not any(e.args[0] in recomputed for e in norms)
 
 
 def test_random_draws_are_kept():
@@ -117,7 +117,7 @@ def test_random_draws_are_kept():
 
 
 class Blocks(nn.Module):
-    """As people write it: checkpoints around layers, and a head."""
+    """An ordinary module: layers inside checkpoints, and a head."""
 
     def __init__(self, kind):
         super().__init__()
@@ -146,7 +146,7 @@ def lifted(kind):
     return zt.lift(loop_step, model, adam)
 
 
-def test_in_a_lifted_loop():
+def test_a_lifted_loop_may_use_selective_checkpoints():
     states, peaks = [], []
     for kind in ("none", "products"):
         step, state = lifted(kind)
@@ -159,7 +159,7 @@ def test_in_a_lifted_loop():
     assert distance(*states) == 0 and peaks[1] < peaks[0]
 
 
-def test_a_checkpoint_may_be_long():
+def test_a_checkpoint_may_hold_a_thousand_operations():
     def step(state, x):
         w = state.detach().requires_grad_()
 
@@ -172,12 +172,12 @@ def test_a_checkpoint_may_be_long():
         return state - torch.autograd.grad(y.square().mean(), [w])[0], y.detach().mean()
 
     lowered = zt.Step.of(step).lower(torch.ones(1), X)
-    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "all but the last, whose derivative reads its argument"
+    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "the last one is not repeated: its derivative reads its argument"
     assert distance(lowered.lockstep(torch.ones(1), [(X,)])[0], step(torch.ones(1), X)[0]) == 0
 
 
-def test_what_follows_a_checkpoint_is_not_dropped():
-    """PyTorch lets the mark of the last operation stand."""
+def test_operations_after_a_checkpoint_are_not_dropped():
+    """PyTorch does not remove its mark on the last operation inside, so the operation after it looks marked too."""
 
     def step(state, x):
         w = state.detach().requires_grad_()
@@ -187,10 +187,10 @@ def test_what_follows_a_checkpoint_is_not_dropped():
         return state - g, z.detach().mean()
 
     graph = zt.Step.of(step).lower(torch.eye(16), X).graph
-    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), "nothing but tanh was dropped, and exp reads it"
+    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), "only tanh was dropped, and exp keeps its result alive"
 
 
-@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="younger than this torch")
+@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy")
 def test_values_are_not_moved_to_the_cpu():
     step, state = make("moved")
     with pytest.warns(UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it") as told:

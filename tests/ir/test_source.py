@@ -1,4 +1,7 @@
-"""The user's line: files, prompts, cells, doctests and `exec` are the user's; libraries and generated code are not."""
+"""The user's line of an equation.
+
+Code in files, at prompts, in cells, in doctests and in `exec` is the user's. Libraries and generated code are not.
+"""
 
 import code
 import dataclasses
@@ -28,12 +31,12 @@ def step(state, x):
 
 
 def sources(step) -> set[str]:
-    """The lines at the margin of a step's program, of its own operations."""
+    """The user's lines that the program of a step prints at its margin."""
     return {str(e.source) for e in zt.Step.of(step).trace(torch.ones(3), torch.ones(3)).graph.eqns}
 
 
 def defined(name: str, text: str = STEP, **variables):
-    """The step that `text` defines, as code of this name."""
+    """The step that `text` defines, compiled under the file name `name`."""
     scope = {"torch": torch, **variables}
     exec(compile(text, name, "exec"), scope)
     return scope["step"]
@@ -52,7 +55,7 @@ def defined(name: str, text: str = STEP, **variables):
     ("/tmp/ipykernel_123/456.py", "456.py"),
     ("/home/me/train.py", "train.py"),
 ])  # fmt: skip
-def test_code_that_a_person_typed_is_theirs(name, shown):
+def test_code_that_a_person_typed_is_the_users_line(name, shown):
     assert sources(defined(name)) == {f"{shown}:3 step", f"{shown}:4 step"}
 
 
@@ -60,8 +63,8 @@ def test_code_that_a_person_typed_is_theirs(name, shown):
     "<eval_with_key>.17", "<frozen importlib._bootstrap>", "<attrs generated init __main__.State>", "<decorator-gen-3>",
     "<__array_function__ internals>", "<template>", "<lambdifygenerated-1>",
 ])  # fmt: skip
-def test_generated_code_is_nobodys(name):
-    """The line is that of the code that calls it."""
+def test_generated_code_is_not_the_users_line(name):
+    """The line of its caller is shown instead."""
     inner = defined(name)
 
     def step(state, x):
@@ -72,7 +75,7 @@ def test_generated_code_is_nobodys(name):
 
 
 def test_a_dataclass_is_not_the_users_line():
-    """`dataclasses` runs `exec`, and Python calls its code `<string>`, as it does the user's."""
+    """`dataclasses` uses `exec`, so the file name of its code is `<string>`, as that of a user's `exec` is."""
 
     @dataclasses.dataclass
     class State:
@@ -94,7 +97,7 @@ def test_a_dataclass_is_not_the_users_line():
 
 
 def test_generated_modules_are_not_the_users_line():
-    """torch.fx writes a function and gives it a name of its own, also to linecache."""
+    """torch.fx generates a function under a file name of its own, and enters its text into `linecache`."""
     traced = fx.symbolic_trace(lambda x: torch.tanh(x))
 
     def step(state, x):
@@ -104,7 +107,7 @@ def test_generated_modules_are_not_the_users_line():
     assert all(source.startswith("test_source.py:") for source in sources(step))
 
 
-def test_what_a_library_executes_is_not_the_users_line():
+def test_code_that_a_library_executes_is_not_the_users_line():
     library = {"__file__": torch.__file__, "__name__": "torch"}
     inner = defined("<string>", **library)
     assert all(source.startswith("test_source.py:") for source in sources(lambda state, x: inner(state, x)))
@@ -112,8 +115,8 @@ def test_what_a_library_executes_is_not_the_users_line():
     assert sources(defined("<string>", **own)) == {"<string>:3 step", "<string>:4 step"}
 
 
-def test_named_tuples_run_no_operations():
-    """The code that makes a named tuple is `<string>` too; what is computed for it stands in the caller's line."""
+def test_a_named_tuple_is_not_the_users_line():
+    """The generated constructor has the file name `<string>` too. Its arguments are computed in the caller's line."""
     Pair = namedtuple("Pair", "a b")
 
     def step(state, x):
@@ -123,15 +126,15 @@ def test_named_tuples_run_no_operations():
     assert all(source.startswith("test_source.py:") for source in sources(step))
 
 
-def test_a_console():
-    """`code.interact`, as debuggers and `python -m code` use it."""
+def test_code_in_a_console_is_the_users_line():
+    """`code.InteractiveConsole` is what debuggers and `python -m code` use."""
     console = code.InteractiveConsole({"torch": torch})
     for line in (*STEP.strip().splitlines(), ""):
         console.push(line)
     assert sources(console.locals["step"]) == {"<console>:2 step", "<console>:3 step"}
 
 
-def test_a_doctest():
+def test_code_in_a_doctest_is_the_users_line():
     text = ">>> import torch\n" + "".join(f"{'...' if k else '>>>'} {row}\n" for k, row in enumerate(STEP.strip().splitlines()))
     test = doctest.DocTestParser().get_doctest(text, {}, "train", None, 0)
     doctest.DocTestRunner().run(test, clear_globs=False)
@@ -139,8 +142,8 @@ def test_a_doctest():
 
 
 @pytest.mark.parametrize("how", [("-i",), ("-",), ("-c", f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))")])
-def test_a_prompt(how):
-    """A real interpreter that reads its code from a terminal, from a pipe, and from its command line."""
+def test_code_at_a_prompt_is_the_users_line(how):
+    """A Python process reads its code from a prompt, from a pipe, or from its command line."""
     typed = f"import torch, ztrans as zt\n{STEP.strip()}\n\nprint(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSTARTUP": ""}
     run = subprocess.run([sys.executable, *how], input=typed, env=environment, capture_output=True, text=True, timeout=120)
@@ -151,14 +154,14 @@ def test_a_prompt(how):
 
 
 class Compiler:
-    """What IPython's compiler says of the cells that it has compiled."""
+    """A stand-in for IPython's compiler, which knows the number of each cell."""
 
     def format_code_name(self, name: str):
         return ("Cell", "In[12]") if name == "/tmp/ipykernel_123/456.py" else None
 
 
 def test_a_notebook_knows_the_number_of_a_cell(monkeypatch):
-    """As IPython itself does: it puts the text of a cell into linecache, and the shell knows the cell of each name."""
+    """IPython puts the text of a cell into `linecache`, and its compiler maps the file name to the cell's number."""
     name = "/tmp/ipykernel_123/456.py"
     monkeypatch.setitem(linecache.cache, name, (len(STEP), None, STEP.splitlines(keepends=True), name))
     shell = types.SimpleNamespace(compile=Compiler())
@@ -167,10 +170,10 @@ def test_a_notebook_knows_the_number_of_a_cell(monkeypatch):
     assert Source(name, 3, "step").where == "In[12]:3 in step"
     assert Source("/tmp/other.py", 3, "step").where == "/tmp/other.py:3 in step"
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    assert sources(defined(name)) == {"456.py:3 step", "456.py:4 step"}, "IPython is imported, and not what runs"
+    assert sources(defined(name)) == {"456.py:3 step", "456.py:4 step"}, "IPython is imported but no shell runs"
 
 
-def test_libraries():
+def test_torch_the_standard_library_and_installed_packages_are_libraries():
     assert all(map(is_library, (torch.__file__, os.__file__, zt.__file__, str(ROOT / "ops" / "kernel.py"))))
     assert all(map(is_library, ("/x/site-packages/attr/_make.py", "/usr/lib/python3/dist-packages/yaml/__init__.py")))
     assert not any(map(is_library, (__file__, "/home/me/train.py", "/tmp/ipykernel_1/2.py", "<stdin>")))

@@ -1,4 +1,4 @@
-"""Programs are verified: after every transform, a user's own included, and under `python -O` too."""
+"""Every transform's program is verified, also that of a user's own transform, and also under `python -O`."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, repr=False)
 class Rewrite(zt.Transform):
-    """A user's own transform, which does what its function does."""
+    """A user's own transform. `how` names the function in `HOW` that rewrites the program."""
 
     how: str = "nothing"
 
@@ -78,7 +78,7 @@ HOW = {
     ("fewer inputs", r"is read before it is bound|there are \d+ inputs, and there were"),
     ("other state", r"\d+ inputs are state, and \d+ were"),
 ])  # fmt: skip
-def test_a_transform_that_breaks_the_program_is_named(how, message):
+def test_the_error_names_the_transform_that_broke_the_program(how, message):
     with pytest.raises(ProgramError) as error:
         on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite(how), *ALL)
     first, advice = str(error.value).splitlines()
@@ -87,23 +87,23 @@ def test_a_transform_that_breaks_the_program_is_named(how, message):
     assert advice == "Correct its rewrite: the program that it returns must pass zt.check(graph)."
 
 
-def test_a_transform_that_returns_no_program_is_named():
+def test_the_error_names_a_transform_that_returns_no_program():
     with pytest.raises(TypeError, match=r"mine\(how='none'\): rewrite returned a NoneType; it returns the new Graph"):
         on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite("none"))
 
 
-def test_a_transform_of_ones_own_is_in_the_history():
+def test_a_users_transform_is_in_the_history():
     lowered = on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite(), *ALL)
     assert [name for name, _ in lowered.history].count("mine") == 1
     assert "mine()" in lowered.graph.history
 
 
-def test_the_interface_of_a_program():
+def test_a_transform_must_keep_the_inputs_of_the_program():
     graph = on_ranks(CASES["mlp_momentum"], 4, SHARD).graph
     x, *rest = graph.inputs
-    other = graph.replace(inputs=(Var("other", x.dtype, x.shape, x.layout), *rest))
+    renamed = graph.replace(inputs=(Var("other", x.dtype, x.shape, x.layout), *rest))
     with pytest.raises(ProgramError, match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]"):
-        check_interface(graph, other)
+        check_interface(graph, renamed)
     with pytest.raises(ProgramError, match=r"stranger: .* of the batch is no input"):
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
 

@@ -1,4 +1,4 @@
-"""Leaves without elements, and parts without elements: an update of them ends, and all ranks compute the same."""
+"""Leaves without elements, and shards without elements. Their update terminates and equals the plain step's."""
 
 import signal
 
@@ -13,8 +13,8 @@ from ztrans.ir.collectives import is_start
 
 
 @pytest.fixture(autouse=True)
-def _in_time():
-    """DTensor's rule for a view of nothing runs for ever."""
+def _time_limit():
+    """DTensor's rule for a view of a tensor without elements can loop for ever, so each test has 20 seconds."""
 
     def give_up(*_):
         raise TimeoutError("more than 20 seconds for a few equations")
@@ -27,7 +27,7 @@ def _in_time():
 
 
 def stepped(update, shape, ranks, stage=3):
-    """A leaf of `shape` after one step, sharded and plain: their distance, and the program."""
+    """Take one step on a leaf of `shape`, sharded and plain. Returns the distance of the results, and the program."""
 
     def step(state, x):
         loss = lambda p: (p["w"].square().sum() + p["w"].sum() + p["v"].sum()) * x.mean()
@@ -58,11 +58,11 @@ EMPTY = {
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("update", EMPTY.values(), ids=EMPTY)
-def test_leaves_without_elements(update, shape):
+def test_a_leaf_without_elements_is_updated_without_messages(update, shape):
     if update is EMPTY["transpose"] or update is EMPTY["product"]:
         shape = shape if len(shape) > 1 else (0, 4)
-    far, graph = stepped(update, shape, 3)
-    assert far == 0
+    error, graph = stepped(update, shape, 3)
+    assert error == 0
     assert not any(is_start(e) and e.region == "update" and all(v.numel == 0 for v in e.ins) for e in graph.eqns)
 
 
@@ -87,10 +87,10 @@ FAIL_ON_NOTHING = {
 
 @pytest.mark.parametrize("rows, ranks", [(1, 2), (2, 3), (3, 5), (4, 3)])
 @pytest.mark.parametrize("update", FAIL_ON_NOTHING.values(), ids=FAIL_ON_NOTHING)
-def test_parts_without_elements(update, rows, ranks):
-    """What fails on nothing would fail on the last rank alone, when the program runs."""
-    far, _ = stepped(update, (rows, 6), ranks)
-    assert far <= 1e-12
+def test_operations_that_fail_on_an_empty_shard_run_on_whole_values(update, rows, ranks):
+    """On shards they would fail on the last rank alone, and only when the program runs."""
+    error, _ = stepped(update, (rows, 6), ranks)
+    assert error <= 1e-12
 
 
 SUMS = {
@@ -103,8 +103,8 @@ SUMS = {
 
 
 @pytest.mark.parametrize("update", SUMS.values(), ids=SUMS)
-def test_what_runs_on_nothing_stays_on_parts(update):
-    far, graph = stepped(update, (2, 6), 3, stage=2)
-    assert far <= 1e-12
+def test_operations_that_work_on_an_empty_shard_stay_on_shards(update):
+    error, graph = stepped(update, (2, 6), 3, stage=2)
+    assert error <= 1e-12
     gathers = [e for e in graph.eqns if is_start(e) and e.op.name == "all_gather" and e.region == "update"]
     assert not gathers or update in (SUMS["product"], SUMS["views"]), gathers

@@ -41,7 +41,7 @@ def by_hand(case, loss, update, ranks, steps=5):
 def test_autocast_equals_data_parallelism_by_hand(ranks, stage):
     """bf16 gradients are rounded on each rank before they are averaged, so the truth must do so too."""
     case = CASES["autocast"]
-    gpt = GPT(width=16)
+    gpt = GPT(width=16, layers=1)
 
     def grads(state, batch):
         def loss(params):

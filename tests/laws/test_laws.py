@@ -1,4 +1,4 @@
-"""Every row of SPEC.md's table of laws."""
+"""The laws of SPEC.md's table that hold for all transforms: algebra, order, and equality to the bit."""
 
 import itertools
 import re
@@ -54,7 +54,7 @@ def test_repr():
 @pytest.mark.parametrize("name", ["autocast", "clipped", "sam"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rewrites_and_schedules_commute(name, stage):
-    """All six orders: the same text, header included, and the same bits."""
+    """All six orders give the same program text, header included, and the same bits."""
     texts, states = set(), []
     for order in itertools.permutations((OVERLAP, PREFETCH, FUSE)):
         state, _, lowered = sharded(CASES[name], 4, stage, steps=2, transforms=order)
@@ -77,7 +77,7 @@ def test_fuse_cast_gather_is_bitwise(name, stage):
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_schedules_permute(name, stage, schedules):
-    """Every equation is there once, before and after: collectives member by member, and but those that a plan drops."""
+    """A schedule keeps every equation, except gathers that the plan drops. Collectives are compared member by member."""
     shard = zt.shard_params(MESH, stage=stage)
     before, after = on_ranks(CASES[name], 4, shard), on_ranks(CASES[name], 4, shard, *schedules)
     gone = members(before.graph) - members(after.graph)
@@ -86,9 +86,9 @@ def test_schedules_permute(name, stage, schedules):
 
 
 def members(graph):
-    found = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
-    found.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
-    return found
+    counts = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
+    counts.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
+    return counts
 
 
 def test_schedules_change_no_bit():
@@ -117,11 +117,11 @@ def test_on_one_rank_the_collectives_vanish(name):
 
 
 def test_printing_is_deterministic_and_names_are_stable():
-    a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two cases: each is traced
+    a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two functions, so each is traced
     assert str(a) == str(b)
     scheduled = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH)
     names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}
-    kept = {n for n in names(a) if ".full_1" in n}  # what is kept is not gathered again
+    kept = {n for n in names(a) if ".full_1" in n}  # a parameter that is kept is not gathered a second time
     assert names(a) - kept <= names(scheduled) <= names(a)
 
 
@@ -145,7 +145,7 @@ def test_every_transform_is_hashable_and_equal_by_options():
     assert len(set(ALL)) == 3
 
 
-def test_gathers_are_params_and_carry_their_path():
+def test_gathers_have_the_role_and_path_of_their_parameters():
     lowered = on_ranks(CASES["gpt_adam"], 4, SHARD, *ALL)
     gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
     assert gathers and all(e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers)

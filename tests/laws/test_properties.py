@@ -1,4 +1,4 @@
-"""Properties of transforms on random programs (see `fuzz`), and of the cutting of leaves on random shapes."""
+"""Properties of transforms on random programs (see `tests/fuzz`), and of cutting leaves of random shapes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.fuzz.check import Case
 from tests.fuzz.steps import step_of
 from tests.fuzz.truth import doubles
 from tests.support.worlds import slices
-from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, received_bytes
+from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, rules
 
 pytestmark = [
-    # What PyTorch says of itself, when it first takes a derivative forward.
+    # PyTorch's own modules raise this warning when they first take a forward-mode derivative.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     # A program does not check whether a matrix is singular.
     pytest.mark.filterwarnings("ignore:trace. .*_linalg_check_errors"),
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
-    """The program of a random step on four ranks at stage 3."""
+    """The program of the random step with this seed, on four ranks at stage 3."""
     program = Case.of(seed).program
     with doubles():
         state, batch = program.state(), slices(program.batch(4, 0), 4)[0]
@@ -32,22 +32,22 @@ def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
 
 
 @pytest.mark.parametrize("seed, bound", [(seed, bound) for seed in range(1, 5) for bound in (0, 256, 4096)])
-def test_prefetch_stays_within_its_bytes(seed, bound):
+def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
     graph, under_way = lowered(seed, zt.prefetch(max_in_flight=bound)), {}
     parameters = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
-    received = {e: [received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
+    received = {e: [rules(e).received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
     largest = max((n for sizes in received.values() for n in sizes), default=0)
     for e in graph.eqns:
         if e in received:
             under_way[e] = sum(received[e])
-        elif e.op is WAIT:  # all of a bucket has come when its first member is waited for
+        elif e.op is WAIT:  # a wait for one member of a bucket waits for the whole message
             under_way = {bucket: n for bucket, n in under_way.items() if e.args[0] not in bucket.outs}
         elif not is_start(e):
-            assert sum(under_way.values()) <= max(bound, largest), "while an operation runs"
+            assert sum(under_way.values()) <= max(bound, largest), f"while {e.op} runs"
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_use_before_wait(seed):
+def test_no_value_is_read_before_its_wait(seed):
     """Every future is waited for once before its value is read, and every wait follows its start."""
     started, waited = set(), set()
     for e in lowered(seed, zt.overlap_grads(), zt.prefetch()).eqns:

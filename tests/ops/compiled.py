@@ -1,4 +1,4 @@
-"""Kernels compiled for a card that is not there: their PTX and what they need of it."""
+"""Compile kernels for a GPU on a machine without one, and read their PTX, registers and stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a kernel: its PTX, and registers and bytes of stack a thread."""
+    """A compiled kernel: its PTX, and the registers and bytes of stack that each thread uses."""
 
     ptx: str
     registers: int
@@ -24,7 +24,7 @@ class Compiled:
 
 
 def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants: dict, **options: Any) -> Compiled:
-    """Compile `kernel` for sm_`capability`; arguments of `types` that are pointers lie on 16 bytes."""
+    """Compile `kernel` for sm_`capability`. Arguments whose type is a pointer are aligned to 16 bytes."""
     import triton
     from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
@@ -34,10 +34,11 @@ def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants:
     aligned = {(names.index(name),): ALIGNED for name, type_ in types.items() if type_.startswith("*")}
     signature = {name: types.get(name, "constexpr") for name in names}
     source = ASTSource(fn=kernel.jit, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False, **options})
+    target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False, **options}
+    kernel_binary = triton.compile(source, target=target, options=options)
     cubin = folder / f"{kernel.__name__}.{capability}.cubin"
-    cubin.write_bytes(made.asm["cubin"])
+    cubin.write_bytes(kernel_binary.asm["cubin"])
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return Compiled(made.asm["ptx"], int(registers), int(stack))
+    return Compiled(kernel_binary.asm["ptx"], int(registers), int(stack))

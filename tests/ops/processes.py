@@ -1,4 +1,4 @@
-"""Start the ranks of `rank.py` and see them all succeed."""
+"""Start the ranks of `rank.py`, and check that all of them succeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED = Path("/dev/shm")
 
 
 def run_ranks(*worlds: int, **environment: str) -> None:
-    """Run `rank.py` on as many processes as the largest world has, one world after the other, over fresh shared memory."""
+    """Run `rank.py` for one world size after the other, on as many processes as the largest has, over shared memory."""
     with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder:
         command = [sys.executable, "-m", "tests.ops.rank", folder]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **environment}

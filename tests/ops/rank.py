@@ -1,7 +1,7 @@
-"""One rank of several processes over shared memory: `python rank.py FOLDER RANK RANKS...`, kernels if TRITON_INTERPRET=1.
+"""One rank of several processes over shared memory: `python -m tests.ops.rank FOLDER RANK WORLD...`.
 
-Every collective's result is compared bit by bit with what one process computes from all ranks'
-inputs, which any rank can draw. Exits with an error if anything differs.
+Runs the kernels if TRITON_INTERPRET=1, else the CPU references. Each rank can draw the inputs of all ranks, so it
+computes every result by itself too, and exits with an error if a bit differs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+from tests.support.shared_files import over_files
 
 torch.set_num_threads(1)
 op = {name: importlib.import_module(f"ztrans.ops.{name}") for name in ("barrier", "all_gather", "reduce_scatter")}
@@ -36,20 +38,20 @@ def parts(rank: int, round_: int, size: int) -> list[torch.Tensor]:
 def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None:
     ranks, sizes = memory.ranks, [-(-n // memory.ranks) for n in NUMELS]
     for round_ in range(rounds):
-        dtype, offset = ((torch.bfloat16, 0), (torch.float32, 64), (torch.bfloat16, 2))[round_ % 3]
+        dtype = (torch.bfloat16, torch.float32)[round_ % 2]
         cut = [
             [p[r * size : (r + 1) * size] for p, size in zip(parts(0, round_, 0), sizes)] for r in range(ranks)
-        ]  # what rank r holds of the same values
-        send = memory.mine[offset : offset + sum(sizes) * dtype.itemsize].view(dtype)
+        ]  # the shards of rank r
+        send = memory.mine[: sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(cut[memory.rank], sizes, 1, send)
         outs = [torch.full((n,), 7.0, dtype=dtype) for n in NUMELS]
         run("all_gather", kernels)(
-            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, offset, CHANNELS, SPINS
+            memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, CHANNELS, SPINS
         )
         memory.check()
         for out, whole in zip(outs, parts(0, round_, 0)):
             assert torch.equal(out, whole.to(dtype)), f"gather of rank {memory.rank}, round {round_}"
-        memory.mine.fill_(0xA5)  # a peer that still read it would be seen
+        memory.mine.fill_(0xA5)  # a peer that still reads this memory gets wrong values, and fails
 
 
 def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None:
@@ -64,29 +66,27 @@ def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> Non
         send = memory.mine[: ranks * sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(parts(rank, round_, 0), sizes, ranks, send)
         outs = [torch.full((n,), 7.0, dtype=out_dtype) for n in numels]
-        squares = run("reduce_scatter", kernels)(
-            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, 0, CHANNELS, SPINS
+        run("reduce_scatter", kernels)(
+            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, CHANNELS, SPINS
         )
         memory.check()
-        everyone = [[p.to(dtype) for p in parts(r, round_, 0)] for r in range(ranks)]
+        by_rank = [[p.to(dtype) for p in parts(r, round_, 0)] for r in range(ranks)]
         for k, (out, size) in enumerate(zip(outs, sizes)):
-            terms = [theirs[k][rank * size : (rank + 1) * size] for theirs in everyone]
+            terms = [sent[k][rank * size : (rank + 1) * size] for sent in by_rank]
             true = reduce(terms, how, out_dtype)
             assert torch.equal(out, true), f"scatter of rank {rank}, round {round_}, part {k}"
-        norm = sum(o.double().square().sum() for o in outs)
-        torch.testing.assert_close(squares.double().sum(), norm, rtol=1e-6, atol=0)
         memory.mine.fill_(0xA5)
 
 
 def barriers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 50) -> None:
-    """Nobody is ever more than one barrier ahead of anybody."""
+    """No rank is ever more than one barrier ahead of another."""
     counts = [memory_.view(torch.int32)[:1] for memory_ in symmetric.at_addresses(memory.buffers, 4)]
     counts[memory.rank].zero_()
     run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
     for round_ in range(rounds):
         counts[memory.rank].fill_(round_)
         run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
-        assert all(int(c) == round_ for c in counts), f"barrier {round_} let somebody through early"
+        assert all(int(c) == round_ for c in counts), f"barrier {round_} let a rank through early"
         run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
 
 
@@ -99,8 +99,8 @@ if __name__ == "__main__":
         exact_casts()
     for ranks in (n for n in worlds if rank < n):
         (folder / str(ranks)).mkdir(exist_ok=True)
-        memory = symmetric.over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
+        memory = over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
         for check in (barriers, gathers, scatters):
             check(memory, kernels)
         mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)
-        assert not mine[0].any(), "signals are left"
+        assert not mine[0].any(), "not all signals were taken"

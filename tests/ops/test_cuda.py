@@ -1,4 +1,4 @@
-"""The kernels on a GPU, where there is one: what `benchmarks/gpu.py` checks before it measures."""
+"""The kernels on a GPU, if there is one: the checks that `benchmarks/gpu.py` runs before it measures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_kernels_agree_with_their_references():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_in_one_launch(ranks):
+def test_collectives_are_right_with_all_ranks_in_one_launch(ranks):
     import gpu_ranks
 
     assert gpu_ranks.barriers(ranks, torch.device("cuda"))["result"] == "right"
@@ -31,15 +31,15 @@ def test_ranks_in_one_launch(ranks):
     assert gpu_ranks.replayed(ranks, torch.device("cuda"), times=20)["result"] == "right"
 
 
-def test_processes_meet_on_one_gpu():
+def test_collectives_are_right_between_processes_on_one_gpu():
     import gpu_ranks
 
     *_, lines = gpu_ranks.processes(torch.device("cuda"))
     assert [line.get("result") for line in lines] == ["right", "right"]
 
 
-def test_a_step_as_users_write_it():
-    """DTensor state on a mesh of one GPU, the batch beside it; with collectives sent; eagerly and captured."""
+def test_a_train_step_on_one_gpu_has_the_bits_of_the_plain_step():
+    """The state is DTensors on a mesh of one GPU. Collectives are sent all the same, eagerly and in a CUDA graph."""
     import gpu_nccl
 
     *_, lines = gpu_nccl.collectives(torch.device("cuda"))

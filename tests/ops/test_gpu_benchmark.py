@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: its sections run on small tensors, and the command writes nothing."""
+"""Without a GPU, the sections of benchmarks/gpu.py run on small tensors, and the command writes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left():
-    """The benchmark's mesh of one makes a process group; the tests of other files make their own."""
+    """Destroy the process group of the benchmark's mesh, because the tests of other files make their own."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -34,7 +34,7 @@ def test_numerics(monkeypatch):
     import gpu_numerics
 
     monkeypatch.setattr(gpu_numerics, "NUMELS", (5003, 3, 0, 4096, 1, 537))
-    for check in (gpu_numerics.moves, gpu_numerics.casts, gpu_numerics.adamw, gpu_numerics.quantised, gpu_numerics.late):
+    for check in (gpu_numerics.moves, gpu_numerics.casts, gpu_numerics.late):
         assert check(CPU)
 
 
@@ -44,13 +44,13 @@ def test_table():
 
     *_, rows = gpu_kernels.table(CPU, sizes=(2**17,))
     kernels = " ".join(dict.fromkeys(row["kernel"] for row in rows))
-    assert kernels == "copying packing scattering unpacking updating quantising dequantising rounding"
+    assert kernels == "copying packing scattering unpacking"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
     text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
     assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text
 
 
-def test_what_fails_is_a_line_of_the_report(monkeypatch):
+def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
     import gpu
 
     def halfway(device, left):
@@ -60,12 +60,12 @@ def test_what_fails_is_a_line_of_the_report(monkeypatch):
     def late(device, left):
         raise AssertionError("not to be run")
 
-    monkeypatch.setattr(gpu, "sections", lambda: {"halfway": halfway, "late": late, "other": late})
-    found, written = {}, []
-    write = lambda found: written.append(dict(found))
-    assert not gpu.run(["halfway"], CPU, 100, found, write)
-    assert not gpu.run(["late"], CPU, 0, found, write)
-    assert found == {
+    monkeypatch.setattr(gpu, "sections", lambda: {"halfway": halfway, "late": late, "unused": late})
+    report, written = {}, []
+    write = lambda lines: written.append(dict(lines))
+    assert not gpu.run(["halfway"], CPU, 100, report, write)
+    assert not gpu.run(["late"], CPU, 0, report, write)
+    assert report == {
         "halfway": [{"what": "one"}, {"failed": "ValueError: no more"}],
         "late": [{"failed": "not run: the time was over"}],
     }
@@ -76,13 +76,14 @@ SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "sequence": 16, "bat
 
 
 def test_subjects_take_turns_in_processes():
-    """One that there is, and one that there is not, which is a line that says so."""
+    """A subject that does not exist is a line that says so."""
     import gpu_rounds
 
     config = gpu_rounds.Config(**SMALL)
-    *_, (one, other) = gpu_rounds.steps(CPU, config=config, names=["torch, eager", "nobody"], rounds=2)
-    assert one["steps"] == 2 * gpu_rounds.TIMED and one["ms, least"] <= one["ms, median"] and "failed" not in one
-    assert other == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
+    *_, (timed, unknown) = gpu_rounds.steps(CPU, config=config, names=["torch, eager", "nobody"], rounds=2)
+    assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
+    assert "failed" not in timed
+    assert unknown == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
 
 
 def test_a_subject_that_is_too_slow_or_dies_is_a_line():
@@ -101,13 +102,13 @@ def _dies(pipe):
     os._exit(3)
 
 
-def test_a_section_apart_that_dies_or_hangs_leaves_its_lines():
+def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines():
     import gpu
     import gpu_rounds
 
-    for last, patience, said in ((_exits, 60, "its process ended with code 3"), (time.sleep, 0.5, "no answer in")):
+    for last, patience, message in ((_exits, 60, "its process ended with code 3"), (time.sleep, 0.5, "no answer in")):
         lines, left = [], iter([60, 60, patience])
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             for so_far in gpu_rounds.apart(functools.partial(_section, last))(CPU, left.__next__):
                 lines.append(so_far)
         assert lines == [[{"what": "one", "on": "cpu"}]]
@@ -142,10 +143,10 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
     sharded, line = gpu_nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"
-    assert int(line["what"].split()[1]) > 10 and line["result"] == "bits of the plain step"
+    assert int(line["what"].split()[1]) >= 8 and line["result"] == "bits of the plain step"
 
 
-def test_what_a_step_is_counted_as():
+def test_a_step_is_counted_in_parameters_and_flops():
     import gpu_step
 
     c = gpu_step.CONFIG

@@ -1,4 +1,4 @@
-"""Runs `interpreted/`, the kernels' own tests, where Triton's interpreter is switched on from the start."""
+"""Run the tests in `interpreted/` in a process of their own, which switches Triton's interpreter on from the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-def test_kernels_in_the_interpreter():
+def test_kernels_pass_their_tests_in_the_interpreter():
     pytest.importorskip("triton", reason="kernels need Triton")
     folder = Path(__file__).parent / "interpreted"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]

@@ -1,4 +1,4 @@
-"""Budgets that cannot be met, plans that do not fit, sizes that are none: what is said, to the letter."""
+"""Budgets that cannot be met, plans of another program, and sizes that make no sense: the whole text of each error."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from torch.func import grad
 
 import ztrans as zt
 
-W = 64  # three layers of 16 KiB each in fp32; on four ranks a part of one is 4 KiB
+W = 64  # three layers of 16 KiB each in fp32; on four ranks the shard of one layer is 4 KiB
 
 
 def step(params, x):
@@ -34,14 +34,14 @@ def refused(memory: int, **how) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_budget_below_what_is_needed_says_how_much_where_and_for_what():
+def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what():
     first, *holders, last = refused(1000)
     needs = int(first.split("any order: ")[1].split()[0])
     assert first == (
         f"prefetch: memory=1000 (1000 B) is less than the step needs in any order: {needs} bytes "
         f"({needs / 1024:.2f} KiB) at {__file__}:15 in step."
     )
-    # State, one gathered layer, one gradient and what is received of it: no order has less.
+    # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.
     assert 3 * 4096 + 16384 + 16384 + 3 * 4096 <= needs <= 3 * 4096 + 2 * 16384 + 4 * 4096 + 16 * 2 * W * 4
     assert len(holders) == 5 and all(" KiB  " in row for row in holders)
     assert holders[0].split()[:2] == ["16.00", "KiB"] and "f32[64,64]" in holders[0]
@@ -51,7 +51,7 @@ def test_a_budget_below_what_is_needed_says_how_much_where_and_for_what():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rows", [2, 200])
-def test_what_it_says_is_enough_and_a_byte_less_is_not(stage, rows):
+def test_the_budget_that_the_error_names_is_enough_and_a_byte_less_is_not(stage, rows):
     needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
     fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
     assert fits.memory_analysis().peak <= needs and zt.check(fits.graph)
@@ -59,14 +59,15 @@ def test_what_it_says_is_enough_and_a_byte_less_is_not(stage, rows):
 
 
 def every_other(params, x):
-    """Layers 0, 2 and 4 are trained: what is received of the last one's gradient comes on top of five gathered layers."""
+    """Trains layers 0, 2 and 4. At the peak five gathered layers are live, and the received gradient of the last."""
     fixed = {k: w for i, (k, w) in enumerate(params.items()) if i % 2}
     free = {k: w for k, w in params.items() if k not in fixed}
     grads = grad(lambda free: loss({k: {**free, **fixed}[k] for k in params}, x))(free)
     return {k: w - 0.1 * grads[k] if k in grads else w for k, w in params.items()}, None
 
 
-def test_what_only_the_order_as_written_meets_keeps_it_and_says_so(tmp_path):
+def test_the_order_stays_as_written_if_no_other_order_fits(tmp_path):
+    """A note in the plan says so."""
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=1)
     arguments = {k: torch.zeros(W, W) for k in "abcde"}, torch.zeros(2, W)
     plain = shard(every_other).lower(*arguments)
@@ -84,14 +85,14 @@ def test_what_only_the_order_as_written_meets_keeps_it_and_says_so(tmp_path):
     assert within(2 * peak).lower(*arguments).plan.update == "eager"
 
 
-def test_a_plan_for_another_program():
+def test_a_plan_of_another_program_is_refused():
     plan = lower(zt.overlap_grads()).plan
-    assert lower(zt.overlap_grads(), rows=3, plan=plan).plan == plan, "another batch size is no other program"
-    other = lower(zt.overlap_grads(), zt.prefetch())
+    assert lower(zt.overlap_grads(), rows=3, plan=plan).plan == plan, "the batch size may differ"
+    prefetching = lower(zt.overlap_grads(), zt.prefetch())
     with pytest.raises(ValueError) as caught:
         lower(zt.overlap_grads(), zt.prefetch(), plan=plan)
     assert str(caught.value) == (
-        f"plan: it was made for program {plan.program}, and this one is {other.plan.program}: another model, mesh, "
+        f"plan: it was made for program {plan.program}, and this one is {prefetching.plan.program}: another model, mesh, "
         f"or other transforms.\nLower without it, and save lowered.plan again."
     )
     with pytest.raises(ValueError) as caught:
@@ -101,7 +102,7 @@ def test_a_plan_for_another_program():
     )
 
 
-def test_a_file_that_holds_no_plan(tmp_path):
+def test_a_file_without_a_plan_is_refused(tmp_path):
     (tmp_path / "plan").write_text('{"program": "x"}')
     with pytest.raises(ValueError) as caught:
         zt.Plan.load(tmp_path / "plan")
@@ -110,7 +111,7 @@ def test_a_file_that_holds_no_plan(tmp_path):
     )
 
 
-def test_an_axis_without_a_profile():
+def test_an_axis_without_a_link_is_refused():
     with pytest.raises(ValueError) as caught:
         lower(zt.overlap_grads(), cluster=zt.cluster("a100", tp="nvlink3"))
     assert str(caught.value) == (
@@ -127,7 +128,7 @@ def test_an_axis_without_a_profile():
     ({"max_in_flight": "auto"}, "prefetch: max_in_flight='auto'; it is a number of bytes, or None."),
     ({"max_in_flight": True}, "prefetch: max_in_flight=True; it is a number of bytes, or None."),
 ])  # fmt: skip
-def test_nonsense_sizes(options, message):
+def test_sizes_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError) as caught:
         zt.prefetch(**options)
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""Clusters: what the shipped profiles say, names that are none, axes without a link; calibration on one rank."""
+"""Clusters: the shipped profiles, the errors of wrong names and missing links, and calibration on one rank."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def test_devices_are_plausible(name):
 
 @pytest.fixture
 def precision():
-    """What PyTorch lets fp32 products run in, put back after the test."""
+    """Sets the precision that PyTorch allows for fp32 products; the old one is restored after the test."""
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield torch.set_float32_matmul_precision
     torch.set_float32_matmul_precision(matmul)
@@ -34,14 +34,14 @@ def precision():
 
 
 def product_seconds(f, *shapes) -> float:
-    """What the one matrix product or convolution of a program takes on an H100 without launches, which it makes long."""
+    """The seconds of the only product or convolution in the program of `f`, on an H100 without launch costs."""
     bare = dataclasses.replace(H100, launch=0.0, bandwidth=INF)
     program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes))
     return max(seconds(program.graph, zt.cluster(bare)))
 
 
 @pytest.mark.parametrize("asked, rate", [("highest", "f32"), ("high", "tf32"), ("medium", "tf32")])
-def test_products_in_fp32_run_as_pytorch_lets_them(precision, asked, rate):
+def test_fp32_products_run_in_tf32_if_pytorch_may_use_it(precision, asked, rate):
     precision(asked)
     assert product_seconds(torch.mm, (1024, 1024), (1024, 1024)) == pytest.approx(2 * 1024**3 / H100.rate(rate))
     assert product_seconds(lambda a, b: a.bfloat16() @ b.bfloat16(), (1024, 1024), (1024, 1024)) == pytest.approx(
@@ -50,15 +50,15 @@ def test_products_in_fp32_run_as_pytorch_lets_them(precision, asked, rate):
 
 
 @pytest.mark.parametrize("allowed, rate", [(True, "tf32"), (False, "f32")])
-def test_convolutions_run_as_cudnn_may(precision, allowed, rate):
+def test_convolutions_run_in_tf32_if_cudnn_may_use_it(precision, allowed, rate):
     precision("highest")
     torch.backends.cudnn.allow_tf32 = allowed
     took = product_seconds(torch.conv2d, (8, 64, 32, 32), (64, 64, 3, 3))
     assert took == pytest.approx(2 * 8 * 64 * 64 * 9 * 30 * 30 / H100.rate(rate))
 
 
-def test_the_newer_switches_count_too(precision):
-    """`torch.backends.cuda.matmul.fp32_precision`, beside which `torch.get_float32_matmul_precision()` may raise."""
+def test_the_newer_setting_of_precision_counts_too(precision):
+    """Where `torch.backends.cuda.matmul.fp32_precision` is set, `torch.get_float32_matmul_precision()` may raise."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     took = product_seconds(torch.mm, (1024, 1024), (1024, 1024))
     torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -67,13 +67,13 @@ def test_the_newer_switches_count_too(precision):
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100"])
 def test_tf32_is_a_rate_of_its_own(name):
-    """A GPU's tensor cores do fp32 only so; without them it is some seven times slower."""
+    """Tensor cores compute fp32 products only as TF32. Plain fp32 is about seven times slower."""
     device = zt.cluster(name).device
     assert 5 < device.rate("tf32") / device.rate("f32") < 10 and device.rate("bf16") / device.rate("tf32") < 2.1
-    assert CPU.rate("tf32") == CPU.rate("f32"), "without a figure it is that of f32"
+    assert CPU.rate("tf32") == CPU.rate("f32"), "without a figure of its own, TF32 is as fast as f32"
 
 
-def test_newer_is_faster():
+def test_newer_devices_and_links_are_faster():
     assert H200.bandwidth > H100.bandwidth > A100.bandwidth > CPU.bandwidth
     assert H100.rate("bf16") > A100.rate("bf16") and H200.memory > H100.memory
     speeds = [LINKS[name].bandwidth for name in ("nvlink4", "nvlink3", "infiniband-rail", "infiniband", "ethernet-100g", "ethernet-10g", "ethernet-1g")]
@@ -81,19 +81,19 @@ def test_newer_is_faster():
 
 
 def test_seconds_of_a_link():
-    """Latency for each further rank, twice for an all_reduce; bytes at the bandwidth of their kind."""
+    """Each rank beyond two adds a hop of latency; an all_reduce counts twice. Each kind has its own bandwidth."""
     link = Link("wire", 1e-3, 1e6, hop=1e-4, efficiency=(("all_reduce", 0.5),))
     assert link.seconds("all_gather", 1e6, 4) == pytest.approx((1.3e-3, 1.0))
     assert link.seconds("all_reduce", 1e6, 4) == pytest.approx((1.6e-3, 2.0))
 
 
-def test_what_is_measured_counts_before_the_roofline():
+def test_measured_seconds_are_replaced_by_newer_ones():
     base = zt.cluster("cpu", dp="ethernet-1g").with_measured({"mm": 1.0})
     assert dict(base.with_measured({"mm": 2.0, "add": 3.0}).measured) == {"mm": 2.0, "add": 3.0}
     assert hash(base) == hash(zt.cluster("cpu", dp="ethernet-1g").with_measured({"mm": 1.0}))
 
 
-def test_assumed():
+def test_without_a_cluster_one_is_assumed():
     assert assumed("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
     assert assumed("cuda", {"dp": 2, "tp": 4}) == zt.cluster("h100", dp="infiniband", tp="infiniband")
 
@@ -119,7 +119,7 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
      "cluster: no link for mesh axis 'dp'; it knows none.\n"
      "Say what it crosses: zt.cluster('mine', dp='infiniband'), or measure it with zt.calibrate(mesh)."),
 ])  # fmt: skip
-def test_refusals(make, message):
+def test_wrong_clusters_are_refused(make, message):
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value) == message
@@ -133,7 +133,7 @@ def test_every_axis_that_is_communicated_over_needs_a_link(missing):
         on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=zt.cluster("h100", **links))
 
 
-def test_a_timeline_needs_the_links_too():
+def test_a_timeline_needs_a_link_too():
     lowered = on_ranks(CASES["mlp_momentum"], 2, zt.shard_params(zt.AbstractMesh(dp=2)))
     with pytest.raises(ValueError, match="cluster: no link for mesh axis 'dp'; it knows none"):
         lowered.timeline(zt.cluster("cpu"))
@@ -141,7 +141,7 @@ def test_a_timeline_needs_the_links_too():
     assert slow > fast
 
 
-def test_what_is_known_of_unpacking_counts_for_every_message_of_its_kind():
+def test_the_cost_of_unpacking_counts_for_every_message_of_its_kind():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     lowered = on_ranks(CASES["mlp_momentum"], 2, shard, zt.overlap_grads(), zt.prefetch())
     known, cluster = Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)), zt.cluster("cpu", dp=Link("w", 1e-6, 1e6))
@@ -156,20 +156,20 @@ def test_what_is_known_of_unpacking_counts_for_every_message_of_its_kind():
     assert took == pytest.approx(1e-3 * reduced, rel=0.01)
 
 
-def test_calibrate_refuses_what_does_not_run():
+def test_calibrate_refuses_an_abstract_mesh():
     with pytest.raises(ValueError, match=r"AbstractMesh\(dp=2\) has no devices"):
         zt.calibrate(zt.AbstractMesh(dp=2))
 
 
-def test_calibrate_on_one_rank():
+def test_calibrate_measures_the_device_on_one_rank():
     mesh = zt.make_mesh(dp=1)
     try:
         with pytest.raises(ValueError) as caught:
             zt.calibrate(mesh, {"tp": "network"})
         assert str(caught.value) == "calibrate: no mesh axis 'tp'; there are 'dp'."
-        found = zt.calibrate(mesh)
+        cluster = zt.calibrate(mesh)
     finally:
         torch.distributed.destroy_process_group()
-    assert found.links == () and found.device.name.startswith("cpu, ")
-    assert 1e8 < found.device.rate("f32") < 1e14 and 1e8 < found.device.bandwidth < 1e13
-    assert 1e-8 < found.device.launch < 1e-3 and dataclasses.asdict(found.device)["memory"] > 1e8
+    assert cluster.links == () and cluster.device.name.startswith("cpu, ")
+    assert 1e8 < cluster.device.rate("f32") < 1e14 and 1e8 < cluster.device.bandwidth < 1e13
+    assert 1e-8 < cluster.device.launch < 1e-3 and dataclasses.asdict(cluster.device)["memory"] > 1e8

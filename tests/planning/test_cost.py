@@ -1,4 +1,4 @@
-"""Costs and memory that can be counted by hand."""
+"""Costs and memory of small programs, compared with figures that are computed by hand."""
 
 import torch
 from torch.func import grad_and_value
@@ -28,7 +28,7 @@ def lowered(mesh=zt.AbstractMesh(dp=4), **options) -> zt.Lowered:  # noqa: B008
 
 
 def test_flops_of_matmuls():
-    """Forward a and b, backward b twice and a once: no gradient for the batch is needed."""
+    """One product with a and one with b in forward; in backward two for b, and one for a, as the batch needs none."""
     a, b = 2 * 16 * 64 * 128, 2 * 16 * 128 * 32
     flops = lowered().cost_analysis().flops
     pointwise = flops - (2 * a + 3 * b)
@@ -55,7 +55,7 @@ def test_state_and_peak_by_stage():
         assert sum(n for _, n, _ in memory.holders) == memory.peak
         peaks.append(memory.peak)
     assert peaks[0] > peaks[1] >= peaks[2]
-    assert peaks[3] <= 1.05 * peaks[2]  # a plan may take that much more
+    assert peaks[3] <= 1.05 * peaks[2]  # a plan may take 5% more
 
 
 def test_the_peak_names_its_holders_and_lines():
@@ -66,7 +66,7 @@ def test_the_peak_names_its_holders_and_lines():
 
 
 def test_live_memory_by_hand():
-    """x: 16 KiB in, two temporaries of 16 KiB: relu in place of neg, a sum beside it."""
+    """`x` has 16 KiB. A temporary of 16 KiB holds the results of neg, relu and add, one after the other."""
 
     def plain(state, x):
         return state, (torch.relu(-x) + 1).sum()
@@ -75,13 +75,13 @@ def test_live_memory_by_hand():
     assert memory.peak == 4 + 2 * 64 * 64 * 4 + 4  # state, x, one temporary changed in place, the sum
 
 
-def test_costs_print():
+def test_a_cost_analysis_prints():
     text = str(lowered().cost_analysis())
     assert "wire dp param" in text and "FLOP" in text and "KiB" in text
 
 
 def test_padding_crosses_the_wire():
-    """Of 7 rows over 4 ranks every rank sends and receives 2."""
+    """Seven rows over four ranks are padded to eight: every rank sends and receives two rows."""
 
     def scales(state, batch):
         grads, value = grad_and_value(lambda w: (batch * w).sum())(state)
@@ -96,18 +96,19 @@ def test_padding_crosses_the_wire():
             ("dp", "grad"): 3 * 2 * 5 * size,
             ("dp", "output"): 4 * 2 * 3 // 4,
         }
-        # Forward and backward work on 35 elements (two products, a sum, a one), the update on 10 (scale, subtract).
+        # Forward and backward work on 35 elements (two products) and on one (a sum, a constant one). The update works
+        # on 10 elements (scale, subtract).
         assert cost.flops == 2 * 35 + 2 + 2 * 10
         assert memory.state == part
-        # While the gather is under way: state, batch, and what is received, in which rank 0's part lies, padded.
+        # While the gather is under way, the state, the batch and the receive buffer of four padded shards are live.
         assert memory.live[0] == part + whole + 4 * part
-        scatter = memory.live[7]  # beside it gradient and loss, four padded parts to send and three to receive
-        assert scatter == part + whole + whole + 4 + (4 + 3) * 2 * 5 * size
+        # At the reduce_scatter also the gradient, the loss, four padded shards to send and three to receive.
+        assert memory.live[7] == part + whole + whole + 4 + (4 + 3) * 2 * 5 * size
 
 
-def test_state_is_the_greatest_part():
+def test_the_state_of_uneven_leaves_is_that_of_the_rank_with_most():
     _, _, uneven = sharded(CASES["uneven"], 8, steps=1)
-    # Of [7,5], [7,3], [2], [1], [], [0,4]: two rows and one are fewer than half of the ranks, and are not cut.
+    # The leaves are [7,5], [7,3], [2], [1], [] and [0,4]. A leaf with fewer rows than half of the ranks is not cut.
     held = {"a": 5, "b": 3, "tiny": 2, "one": 1, "scalar": 1, "empty": 0}
     assert uneven.memory_analysis().state == 4 * sum(held.values())
 
@@ -120,7 +121,7 @@ def test_gathers_in_half_precision_cost_half():
     assert fused.flops < wide.flops and fused.bytes < wide.bytes
 
 
-def test_hosts_exchange_parts():
+def test_hosts_reduce_shards_and_not_whole_gradients():
     mesh, whole = zt.AbstractMesh(host=2, dp=4), (64 * 128 + 128 * 32) * 4
     wire = lowered(stage=2, mesh=mesh, replicate_axis="host").cost_analysis()
     assert dict(wire.wire) == {
@@ -133,8 +134,8 @@ def test_hosts_exchange_parts():
     assert wire.over("host") == wire.over("host", "grad") + wire.over("host", "output")
 
 
-def test_reductions_that_cast_hold_what_they_return():
-    """A gradient that was all-reduced in bf16 is f32 again after its wait."""
+def test_a_reduction_in_half_precision_returns_a_new_storage():
+    """A gradient that is all-reduced in bf16 is cast to f32 at its wait. Otherwise the wait returns a view."""
     for dtype, own in ((torch.bfloat16, True), (None, False)):
         graph = lowered(stage=0, reduce_dtype=dtype).graph
         reduced = next(e for e in graph.eqns if e.op is WAIT and e.outs[0].name == "b.grad")
@@ -142,11 +143,13 @@ def test_reductions_that_cast_hold_what_they_return():
         assert (liveness(graph).root[reduced.outs[0]] is reduced.outs[0]) == own
 
 
-def test_a_program_of_nothing_prints():
+def test_the_analyses_of_an_empty_program_print():
     nothing = zt.Graph("f", (), (), (), 0)
     assert str(memory_of(nothing)) == "peak 0 B\nstate 0 B"
-    assert str(cost_of(nothing)) == "compute                 0.00 FLOP\nmemory traffic          0 B"
+    host = "host                    0 calls, 0 kernel launches"
+    assert str(cost_of(nothing)) == f"compute                 0.00 FLOP\nmemory traffic          0 B\n{host}"
     x, y = zt.Var("x", torch.float32, (1024, 1024)), zt.Var("y", torch.float32, (1024, 1024))
-    one = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
-    assert str(memory_of(one)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
-    assert str(cost_of(one)).splitlines() == ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
+    relu = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
+    assert str(memory_of(relu)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
+    lines = ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
+    assert str(cost_of(relu)).splitlines() == [*lines, "host                    1 calls, 1 kernel launches"]

@@ -1,4 +1,7 @@
-"""The player: laws of queues and shared links, and a slow simulation in fractions that shares no code with it."""
+"""The event simulator: laws of queues and shared links.
+
+It is also compared with a slow simulation in exact fractions, which shares no code with it.
+"""
 
 from fractions import Fraction
 
@@ -11,8 +14,10 @@ from ztrans.planning.event_simulator import Message, Network, play
 
 @st.composite
 def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0):
-    """Durations of operations, and messages whose places are in order; compute spends up to `host` on sending one, and
-    on unpacking it."""
+    """Durations of operations, and messages in the order of their places.
+
+    For each message compute spends up to `host` on sending it, and up to `host` on unpacking it.
+    """
     compute = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     link = {lane: draw(st.sampled_from(links)) for lane in lanes}
     messages = []
@@ -26,19 +31,22 @@ def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0):
 
 
 def slowly(compute, messages):
-    """The same, from one moment at which something changes to the next; `start` of places, `begin` and `end` of messages."""
+    """The slow simulation, which goes from one event to the next.
+
+    Returns the start of each place, and the begin and end of each message.
+    """
     todo = []
     for k in range(len(compute) + 1):
         for i in (i for i, m in enumerate(messages) if m.issue == k):
             todo += [("run", messages[i].host), ("issue", i)]
         todo += [("wait", [i for i, m in enumerate(messages) if m.need == k])]
         todo += [("place", k), *([("run", compute[k])] if k < len(compute) else [])]
-    now, busy = Fraction(0), None  # when the operation that runs ends
+    now, busy = Fraction(0), None  # `busy` is the time at which the running operation ends
     queues, latency, bytes_ = {}, {}, {}
     start, begin, end = {}, {}, {}
     while todo or any(queues.values()):
         changed = True
-        while changed:  # what takes no time
+        while changed:  # events that take no time
             changed = False
             for queue in queues.values():
                 if queue and queue[0] not in begin:
@@ -48,20 +56,20 @@ def slowly(compute, messages):
             if busy is not None and busy == now:
                 busy, changed = None, True
             while todo and busy is None:
-                what, i = todo[0]
-                if what == "wait" and i:
-                    come = min(i, key=lambda j: end.get(j, float("inf")))
-                    if come not in end:
+                kind, i = todo[0]
+                if kind == "wait" and i:
+                    first_done = min(i, key=lambda j: end.get(j, float("inf")))
+                    if first_done not in end:
                         break
-                    i.remove(come)  # the first that comes is unpacked while others are on their way
-                    todo.insert(0, ("run", messages[come].unpack))
+                    i.remove(first_done)  # the first to arrive is unpacked while the others are still on their way
+                    todo.insert(0, ("run", messages[first_done].unpack))
                     continue
-                if what == "issue":
+                if kind == "issue":
                     queues.setdefault(messages[i].lane, []).append(i)
                     latency[i], bytes_[i] = Fraction(messages[i].latency), Fraction(messages[i].seconds)
-                elif what == "place":
+                elif kind == "place":
                     start[i] = now
-                elif what == "run" and i:
+                elif kind == "run" and i:
                     busy = now + Fraction(i)
                 todo.pop(0)
                 changed = True
@@ -84,23 +92,23 @@ def slowly(compute, messages):
     ]  # fmt: skip
 
 
-def near(numbers):
+def approximately(numbers):
     return pytest.approx([float(x) for x in numbers], abs=1e-9)
 
 
 @settings(max_examples=300)
 @given(programs() | programs(host=3))
-def test_it_agrees_with_a_slow_simulation(program):
+def test_play_agrees_with_a_slow_simulation(program):
     compute, messages = program
     played, (start, begin, end) = play(compute, messages), slowly(compute, messages)
-    assert list(played.start) == near(start)
-    assert list(played.begin) == near(begin)
-    assert list(played.end) == near(end)
+    assert list(played.start) == approximately(start)
+    assert list(played.begin) == approximately(begin)
+    assert list(played.end) == approximately(end)
     assert played.seconds == pytest.approx(float(max([*start, *end])), abs=1e-9)
 
 
 @given(programs())
-def test_a_place_starts_after_all_that_it_needs_and_stalls_for_it_only(program):
+def test_a_place_waits_for_the_messages_that_it_needs_and_for_nothing_else(program):
     compute, messages = program
     played = play(compute, messages)
     arrive = 0.0
@@ -119,14 +127,14 @@ def test_lanes_are_first_in_first_out(program):
     before = {}
     for i, m in enumerate(messages):
         free = max(played.arrive[m.issue], before.get(m.lane, 0.0))
-        assert played.begin[i] == free, "as soon as its lane is free, and no sooner"
+        assert played.begin[i] == free, "it begins when it is issued and its lane is free"
         assert played.end[i] >= free + m.latency + m.seconds - 1e-9
         before[m.lane] = played.end[i]
 
 
 @given(programs())
-def test_no_work_is_lost_and_no_link_idles_beside_it(program):
-    """While bytes move on a link it is used whole: the union of those times is as long as its messages."""
+def test_a_link_is_used_whole_while_bytes_move(program):
+    """The times in which bytes move on a link add up to the seconds of its messages."""
     compute, messages = program
     played = play(compute, messages)
     for link in {m.link for m in messages}:
@@ -141,21 +149,21 @@ def test_no_work_is_lost_and_no_link_idles_beside_it(program):
 
 
 @given(programs(lanes=("a", "b"), links=("x",)), st.data())
-def test_nothing_is_later_with_less_to_do_where_links_are_not_shared(program, data):
+def test_without_shared_links_less_work_makes_nothing_later(program, data):
     compute, messages = program
     messages = [m._replace(link=m.lane) for m in messages]
     less = [c * data.draw(st.sampled_from([0.0, 0.5, 1.0])) for c in compute]
     faster = [
-        m._replace(**{what: getattr(m, what) * data.draw(st.sampled_from([0.25, 1.0])) for what in ("latency", "seconds")})
+        m._replace(**{field: getattr(m, field) * data.draw(st.sampled_from([0.25, 1.0])) for field in ("latency", "seconds")})
         for m in messages
     ]
     slow, fast = play(compute, messages), play(less, faster)
-    for what in ("arrive", "start", "begin", "end"):
-        assert all(a <= b + 1e-9 for a, b in zip(getattr(fast, what), getattr(slow, what), strict=True))
+    for field in ("arrive", "start", "begin", "end"):
+        assert all(a <= b + 1e-9 for a, b in zip(getattr(fast, field), getattr(slow, field), strict=True))
 
 
-def test_more_bandwidth_may_come_later_where_a_link_is_shared():
-    """A message that comes earlier lets another start, which takes its share from what compute waits for."""
+def test_with_a_shared_link_a_faster_message_can_delay_the_step():
+    """It lets a later message start earlier, which then takes a share of the link from an urgent one."""
     first = Message(0, 1, "other", "other", 0.0, 8.0)
     urgent, late = Message(0, 3, "gather", "wire", 0.0, 8.0), Message(2, 4, "reduce", "wire", 0.0, 8.0)
     compute = [0.0, 0.0, 2.0, 9.0]
@@ -165,16 +173,16 @@ def test_more_bandwidth_may_come_later_where_a_link_is_shared():
 
 
 @given(programs())
-def test_time_has_no_unit(program):
+def test_twice_as_long_operations_and_messages_take_twice_as_long(program):
     compute, messages = program
     twice = [m._replace(latency=2 * m.latency, seconds=2 * m.seconds) for m in messages]
     once, doubled = play(compute, messages), play([2 * c for c in compute], twice)
-    for what in ("arrive", "start", "begin", "end", "stall"):
-        assert [2 * x for x in getattr(once, what)] == list(getattr(doubled, what))
+    for field in ("arrive", "start", "begin", "end", "stall"):
+        assert [2 * x for x in getattr(once, field)] == list(getattr(doubled, field))
 
 
 @given(programs())
-def test_empty_places_may_be_left_out(program):
+def test_places_without_messages_may_be_left_out(program):
     compute, messages = program
     places = sorted({0, len(compute), *(m.issue for m in messages), *(m.need for m in messages)})
     few, all_ = play(compute, messages, places), play(compute, messages)
@@ -183,7 +191,7 @@ def test_empty_places_may_be_left_out(program):
 
 
 @given(programs(lanes=("a", "b"), links=("x",)))
-def test_links_do_not_touch_while_nothing_waits(program):
+def test_messages_on_different_links_do_not_slow_each_other(program):
     compute, messages = program
     messages = [m._replace(link=m.lane, need=len(compute)) for m in messages]
     together = dict(zip(map(id, messages), play(compute, messages).end))
@@ -192,27 +200,27 @@ def test_links_do_not_touch_while_nothing_waits(program):
         assert [together[id(m)] for m in alone] == list(play(compute, alone).end)
 
 
-def test_equal_shares():
-    """Two on one link take twice as long; the longer has the link to itself when the shorter has come."""
-    one, other = Message(0, 1, "a", "x", 0.0, 2.0), Message(0, 1, "b", "x", 0.0, 3.0)
-    played = play([0.0], [one, other])
+def test_messages_share_a_link_equally():
+    """Two messages on one link move at half speed. When the shorter has arrived, the longer has the link to itself."""
+    short, long = Message(0, 1, "a", "x", 0.0, 2.0), Message(0, 1, "b", "x", 0.0, 3.0)
+    played = play([0.0], [short, long])
     assert played.end == (4.0, 5.0) and played.stall == (4.0, 1.0)
-    assert play([0.0], [one, other._replace(link="y")]).end == (2.0, 3.0)
-    assert play([0.0], [one, other._replace(lane="a")]).end == (2.0, 5.0)
+    assert play([0.0], [short, long._replace(link="y")]).end == (2.0, 3.0)
+    assert play([0.0], [short, long._replace(lane="a")]).end == (2.0, 5.0)
     three = [Message(0, 1, lane, "x", 0.0, seconds) for lane, seconds in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
     played = play([0.0], three)
     assert played.end == (6.0, 5.0, 3.0)
-    assert played.stall == (1.0, 2.0, 3.0), "in the order in which they come, each what it adds"
+    assert played.stall == (1.0, 2.0, 3.0), "each message counts for the time that it adds after the one before it"
 
 
-def test_a_latency_takes_no_share():
+def test_a_message_takes_no_share_of_the_link_during_its_latency():
     played = play([0.0], [Message(0, 1, "a", "x", 3.0, 2.0), Message(0, 1, "b", "x", 0.0, 3.0)])
     assert played.end == (5.0, 3.0)
     queued = play([0.0], [Message(0, 1, "a", "x", 3.0, 2.0), Message(0, 1, "a", "x", 3.0, 2.0)])
-    assert queued.end == (5.0, 10.0), "in one lane even latencies queue"
+    assert queued.end == (5.0, 10.0), "in one lane a latency starts only when the message before has arrived"
 
 
-def test_issue_comes_before_wait_at_a_place():
+def test_at_a_place_messages_are_issued_before_compute_waits():
     first, second = Message(0, 1, "a", "x", 0.0, 5.0), Message(1, 2, "b", "y", 0.0, 4.0)
     played = play([1.0, 1.0], [first, second])
     assert played.begin == (0.0, 1.0) and played.end == (5.0, 5.0)
@@ -220,14 +228,14 @@ def test_issue_comes_before_wait_at_a_place():
     assert played.stall == (4.0, 0.0)
 
 
-def test_a_message_that_nobody_waits_for_ends_the_step_when_it_has_come():
+def test_the_step_ends_when_its_last_message_has_arrived():
+    """Also if nothing waits for that message."""
     unused = play([1.0], [Message(0, 2, "a", "x", 0.0, 3.0)])
     assert unused.start[-1] == 1.0 and unused.seconds == 3.0
     assert play([1.0], []).seconds == 1.0 and play([], []).seconds == 0.0
 
 
-def test_a_network_knows_no_future():
-    """Messages that are issued later change only what comes later."""
+def test_a_message_that_is_issued_later_does_not_change_the_past():
     network = Network()
     a = network.issue(Message(0, 9, "a", "x", 1.0, 4.0), 0.0)
     network.run(3.0)

@@ -1,7 +1,7 @@
-"""How long gradients live, in bytes: read off the printed program, and off the memory analysis.
+"""How long gradients live, and how many bytes they take, by the printed program and by the memory analysis.
 
-The figures are for a chain of square layers, W x W in fp32 over four ranks, with a batch of so few rows that
-only weights and their gradients count: a whole one is P bytes, a part p.
+The model is a chain of square layers, W x W in fp32, on four ranks. The batch has so few rows that only weights and
+their gradients count. A whole weight has P bytes, a shard of it has p.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.func import grad
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
-from ztrans.ir.collectives import reduce, sends_as_it_lies
+from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Split, Var
 from ztrans.planning.cluster import Link
 from ztrans.runtime.collectives import Start
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5
 P, p = W * W * 4, W * W * 4 // RANKS
-ACTIVATIONS = 56 * ROWS * W * 4  # less than P: more than five layers' own, their masks and their gradients
+ACTIVATIONS = 56 * ROWS * W * 4  # an upper limit for the activations of five layers, their masks and gradients: below P
 VIEWS = {"t", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice", "alias", "detach"}
 FAST, SLOW, LATE = (zt.cluster("cpu", dp=Link("wire", *how)) for how in ((1e-9, 1e15), (1e-9, 1e6), (1.0, 1e15)))
 
@@ -51,13 +51,13 @@ def accumulated(params, x, y):
 
 
 def twice(params, x, y):
-    """Two backward passes, an update between them."""
+    """Two backward passes with an update between them."""
     ahead, _ = plain(params, x, y)
     return plain(ahead, x, y)
 
 
 def frozen(params, x, y):
-    """Every other layer is trained."""
+    """Only every other layer is trained."""
     held = {k: w for i, (k, w) in enumerate(params.items()) if i % 2}
     free = {k: w for k, w in params.items() if k not in held}
     grads = grad(lambda free: chain({k: {**free, **held}[k] for k in params}, x, y))(free)
@@ -65,7 +65,7 @@ def frozen(params, x, y):
 
 
 def then_no_reductions(params, x, y):
-    """After the backward pass for the parameters one for the inputs, which reduces nothing."""
+    """A backward pass for the parameters, then one for the inputs, whose gradients are not reduced."""
     new, _ = plain(params, x, y)
     return new, grad(chain, 1)(params, x, y)
 
@@ -89,8 +89,10 @@ def read(lowered: zt.Lowered) -> list[Line]:
 
 
 def gradients(lines: list[Line]) -> dict[str, tuple[int, int]]:
-    """Storage of whole gradients: from the line that makes each to the last that needs it. One that is under way
-    is needed until its reduction is waited for."""
+    """The lines at which the storage of each whole gradient is live: from the line that computes it to its last use.
+
+    A gradient that is being reduced is in use until the wait for its reduction.
+    """
     root: dict[str, str] = {}
     spans: dict[str, tuple[int, int]] = {}
     under_way: dict[str, str] = {}
@@ -129,9 +131,12 @@ STEPS = {plain: ROWS, accumulated: 2 * ROWS, twice: ROWS, frozen: ROWS, then_no_
 @pytest.mark.parametrize("wire", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_whole_gradients_alive(step, stage, wire):
-    """One is on the wire while the next is made. Only what stages 0 and 1 accumulate is more: the first micro-batch's
-    five gradients, one of the second and their sum."""
+def test_at_most_two_whole_gradients_are_live(step, stage, wire):
+    """One is being reduced while the next is computed.
+
+    Stages 0 and 1 hold more when they accumulate: the five gradients of the first micro-batch, one of the second, and
+    their sum.
+    """
     lowered = lower(step, stage, wire, STEPS[step], **ONE)
     lines = read(lowered)
     spans = gradients(lines)
@@ -139,20 +144,21 @@ def test_whole_gradients_alive(step, stage, wire):
     trained = {plain: 5, accumulated: 10, twice: 10, frozen: 3, then_no_reductions: 5}[step]
     assert len(spans) == trained + sums
     assert at_once(spans, range(len(lines))) <= (LAYERS + 2 if sums else 2)
-    # Each dies with the wait for its reduction: nothing needs it later, and nothing delays that wait to the end.
+    # Each dies with the wait for its reduction. Nothing needs it later, and no wait is delayed to the end.
     ends = {i for i, line in enumerate(lines) if line.op in ("wait", "add")}
     assert {last for _, last in spans.values()} <= ends
     assert all(last < len(lines) - 1 for _, last in spans.values())
 
 
-# Bytes beside state and batch, worked out by hand. On the wire a reduce_scatter receives three parts, p each, and
-# an all_reduce sums a copy, P. Stages 1 and 2 gather five layers and drop them last to first; stage 3 gathers one.
+# The bytes above state and batch, computed by hand. A reduce_scatter receives three shards of p bytes each, and an
+# all_reduce sums into a copy of P bytes. Stages 1 and 2 gather five layers and drop them from last to first. Stage 3
+# gathers one layer at a time.
 BACKWARD = {0: 2 * P + P + P, 1: 5 * P + 2 * P + 3 * p + 2 * p, 2: 5 * P + 2 * P + 3 * p + 2 * p, 3: P + 2 * P + 3 * p + 2 * p}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("step", [plain, twice, frozen], ids=lambda step: step.__name__)
-def test_bytes_at_every_equation(step, stage):
+def test_no_equation_needs_more_bytes_than_computed_by_hand(step, stage):
     lowered = lower(step, stage, FAST, **ONE)
     memory = lowered.memory_analysis()
     batch = 2 * ROWS * W * 4
@@ -161,14 +167,14 @@ def test_bytes_at_every_equation(step, stage):
     assert max(aside) <= BACKWARD[stage] + ACTIVATIONS
     lines = read(lowered)
     last = max(i for i, line in enumerate(lines) if line.op == "wait" and ".grad" in line.args[0])
-    # What was reduced, and two temporaries: of the last gradient, or of all where eager updates would not have fitted.
+    # After the last wait: two temporaries, and one reduced gradient, or all of them if updates come last.
     waiting = {"eager": 1, "last": LAYERS}[lowered.plan.update]
     assert max(aside[last + 1 :]) <= (waiting + 2) * (P if stage == 0 else p) + ROWS * W * 4 * 8
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_buckets_storage_is_gone_before_the_updates_temporaries_are_born(stage):
-    """All five gradients in one message: 5 P are packed, 15 p received, 5 p left of it."""
+def test_the_buffer_of_a_bucket_is_freed_before_the_update_starts(stage):
+    """All five gradients are one message: 5 P bytes are packed, 15 p are received, and 5 p remain after the wait."""
     much = (zt.prefetch(memory=1 << 30),)
     lowered = lower(plain, stage, LATE, more=much, bucket=5 * P, update="last", max_compute_between=None)
     lines, memory = read(lowered), lowered.memory_analysis()
@@ -184,8 +190,8 @@ def test_a_buckets_storage_is_gone_before_the_updates_temporaries_are_born(stage
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_segment_without_reductions_holds_no_gradient(stage):
-    """The second backward pass is for the inputs: ten products in which nothing is reduced."""
+def test_no_gradient_stays_live_through_a_pass_without_reductions(stage):
+    """The second backward pass is for the inputs, and reduces nothing."""
     lines = read(lower(then_no_reductions, stage, FAST, **ONE))
     spans = gradients(lines)
     last = max(birth for birth, _ in spans.values())
@@ -194,8 +200,8 @@ def test_a_segment_without_reductions_holds_no_gradient(stage):
 
 
 @pytest.mark.parametrize("stage, most", [(0, 7), (1, 7), (2, 2), (3, 2)])
-def test_micro_batches_accumulate_where_gradients_are_born(stage, most):
-    """The sum of two micro-batches' gradients is made, and goes on its way, while the second backward pass goes on."""
+def test_gradients_of_micro_batches_are_added_as_soon_as_they_are_computed(stage, most):
+    """The sum of a leaf's two gradients is computed and reduced while the second backward pass still runs."""
     lines = read(lower(accumulated, stage, FAST, 2 * ROWS, **ONE))
     products = [i for i, line in enumerate(lines) if line.op == "mm"]
     starts = [i for i, line in enumerate(lines) if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))]
@@ -219,11 +225,12 @@ def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
             ended.update(a for a in members[line.args[0]] if "@" not in a)
 
 
-def test_a_small_member_that_is_left_alone_is_sent_as_it_lies():
-    """A large weight crosses by itself, so the bias beside it does too: its storage is needed until the wait."""
-    weight, bias, other = (Var(name, torch.float32, shape) for name, shape in (("w", (4096, 64)), ("b", (64,)), ("c", (64,))))
-    for members, lies in (((weight, bias), [True, True]), ((weight, bias, other), [True, False, False]), ((bias,), [True])):
+def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
+    """A large weight is sent from its own storage. If only one bias is left, that is too; both live until the wait."""
+    shapes = {"w": (4096, 64), "b": (64,), "c": (64,)}
+    weight, bias, bias_2 = (Var(name, torch.float32, shape) for name, shape in shapes.items())
+    for members, unpacked in (((weight, bias), [True, True]), ((weight, bias, bias_2), [True, False, False]), ((bias,), [True])):
         eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
         start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
-        assert [sends_as_it_lies(eqn, k, {"dp": 2}) for k in range(len(members))] == lies
-        assert [[k] in start.groups for k in range(len(members))] == lies
+        assert [rules(eqn).sends_own(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked
+        assert [[k] in start.groups for k in range(len(members))] == unpacked

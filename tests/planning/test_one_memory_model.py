@@ -26,7 +26,7 @@ from ztrans.planning.solver.problem import Problem, Schedule
 from ztrans.planning.solver.solve import needs
 
 SLOW, FAST = (zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11)))
-# Packed leaves and large ones, casts, padding, updates in place, a global norm, several gradients of one leaf.
+# They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
 

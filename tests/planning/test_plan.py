@@ -1,4 +1,4 @@
-"""Plans: made alike by everyone, saved, loaded, refused where they do not belong; and made again from other costs."""
+"""Plans are deterministic, can be saved and loaded, and are refused by other programs. `replan` makes a new one."""
 
 import dataclasses
 import json
@@ -27,14 +27,14 @@ def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
     lowered.plan.save(tmp_path / "step.plan")
     loaded = zt.Plan.load(tmp_path / "step.plan")
     assert loaded == lowered.plan and loaded.digest == lowered.plan.digest
-    again = lower(stage=stage, plan=loaded)
-    assert str(again) == str(lowered) and again.plan == lowered.plan
+    replanned = lower(stage=stage, plan=loaded)
+    assert str(replanned) == str(lowered) and replanned.plan == lowered.plan
     names = {v.removesuffix("'") for members, _ in (*loaded.gathers, *loaded.reductions) for v in members}
     assert all(name in loaded.as_text(full=True) for name in names)
 
 
 def test_a_step_takes_a_plan(tmp_path):
-    """One step starts without planning where another left its plan."""
+    """A step that is given a plan follows it, and plans nothing itself."""
     lowered = lower()
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step).planned(lowered.plan)
     assert str(step.lower(CASE.state(), *slices(batches(CASE, 1)[0], 4)[0])) == str(lowered)
@@ -46,7 +46,7 @@ def messages_of(lowered) -> list[str]:
 
 
 def test_a_plan_holds_for_a_batch_of_another_size():
-    """Ranks may have batches of other sizes: all send the same messages in the same order."""
+    """So ranks may have batches of different sizes: all send the same messages in the same order."""
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step)
     planned, small = step.planned(lower().plan), slices(CASE.batch(4), 4)[0]
     followed = planned.lower(CASE.state(), *small)
@@ -54,8 +54,8 @@ def test_a_plan_holds_for_a_batch_of_another_size():
     zt.check(followed.graph)
 
 
-def test_a_plan_knows_a_program_by_what_it_does():
-    """A line that moves makes no other program, and another literal does."""
+def test_the_fingerprint_of_a_program_depends_on_what_it_computes():
+    """Not on line numbers, but on literals."""
 
     def program(text: str):
         scope = {"torch": torch}
@@ -63,12 +63,12 @@ def test_a_plan_knows_a_program_by_what_it_does():
         return zt.Step(scope["step"]).lower(torch.ones(9), torch.ones(9)).hinted
 
     text = "def step(s, x):\n    return s * torch.tensor([{0}.0] * 9), x\n"
-    first, moved, other = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
-    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(other)
+    first, moved, changed = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
+    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(changed)
 
 
-def test_everyone_makes_the_same_plan():
-    assert lower(gpt_adam()).plan == lower(gpt_adam()).plan  # two cases: each is traced
+def test_plans_are_deterministic():
+    assert lower(gpt_adam()).plan == lower(gpt_adam()).plan  # two functions, so each is traced
 
 
 def test_a_plan_for_another_program_is_refused():
@@ -99,27 +99,27 @@ def test_an_axis_without_a_link_is_refused():
     ("h100", Link("w", 1e-3, 0.0), "bandwidth must be positive"),
     ("h100", Link("w", -1.0, 1.0), "latency not negative"),
 ])  # fmt: skip
-def test_nonsense_clusters_are_refused(device, link, message):
+def test_clusters_that_make_no_sense_are_refused(device, link, message):
     with pytest.raises(ValueError, match=message):
         zt.cluster(device, dp=link)
 
 
-def test_replan_says_what_it_expects():
+def test_replan_notes_the_seconds_that_it_expects():
     lowered = lower()
-    again = lowered.replan(zt.cluster("cpu", dp="ethernet-1g"))
-    assert again.plan.program == lowered.plan.program and again.cluster.device.name == "one CPU core"
-    assert again.plan.notes[-1].startswith("expected ") and "the plan before has" in str(again.plan)
-    zt.check(again.graph)
+    replanned = lowered.replan(zt.cluster("cpu", dp="ethernet-1g"))
+    assert replanned.plan.program == lowered.plan.program and replanned.cluster.device.name == "one CPU core"
+    assert replanned.plan.notes[-1].startswith("expected ") and "the plan before has" in str(replanned.plan)
+    zt.check(replanned.graph)
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "lora", "sam"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_stays_within_the_budget(name, stage):
-    """"auto" lets it rise by 5% over the unscheduled program, or by what one message needs; the notes say so."""
+    """With memory="auto" the peak may rise by 5%, or by what one message needs; then a note says so."""
     case = CASES[name]
     plain, planned = lower(case, stage=stage, transforms=(ALL[2],)), lower(case, stage=stage)
     fits = planned.memory_analysis().peak <= 1.05 * plain.memory_analysis().peak
     assert fits != any("above the budget" in note for note in planned.plan.notes)
     over = planned.memory_analysis().peak - 1.05 * plain.memory_analysis().peak
     largest = max(v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs)
-    assert over <= 2 * largest, "more than one message takes while it is under way, sent and received"
+    assert over <= 2 * largest, "one message takes at most its bytes twice, sent and received"

@@ -1,4 +1,4 @@
-"""Plans edited by hand: each is applied, and means what the program means, or is refused with words that say plan."""
+"""Plans edited by hand. Each is applied and changes no result, or is refused with an error that names the plan."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def lower(name: str) -> zt.Lowered:
 
 
 def edits(lowered: zt.Lowered):
-    """What a hand may do to the JSON of a plan, by name: each changes it in place."""
+    """Random edits of a plan's JSON. Each is a function that changes the plan in place."""
     places = ["", *(e.outs[0].name for e in lowered.graph.eqns if e.outs[0] is not None)]
 
     def kind(plan, chance):
@@ -92,7 +92,7 @@ def edits(lowered: zt.Lowered):
         buckets[i : i + 1] = [[members[:1], at], [members[1:], at]] if members[1:] else [[members, at]]
 
     def keep(plan, chance):
-        """Drop a gather: maybe one that repeats none, whose value nobody has."""
+        """Drop a gather. It may be the first gather of its value, whose value then exists nowhere."""
         buckets = plan["gathers"]
         if buckets:
             members = chance.choice(buckets)[0]
@@ -107,7 +107,7 @@ def edits(lowered: zt.Lowered):
         plan["update"] = chance.choice(["eager", "last", "as written", "nonsense", "", None, 3])
 
     def retype(plan, chance):
-        """Another type somewhere."""
+        """Replace a random value by one of another type."""
         at, key = plan, chance.choice([*plan])
         while isinstance(at[key], list) and at[key] and chance.random() < 0.7:
             at, key = at[key], chance.randrange(len(at[key]))
@@ -139,8 +139,8 @@ def test_an_edited_plan_is_applied_or_refused(name):
     plan = json.loads(json.dumps({**lowered.plan._decisions(), "notes": lowered.plan.notes}))
     assert plan["gathers"] or plan["reductions"]
     unplanned = on_ranks(case, RANKS, PROGRAMS[name][0], PROGRAMS[name][-1])
-    each = slices(batches(case, 1)[0], RANKS)
-    wanted = unplanned.lockstep(case.state(), each)
+    rank_batches = slices(batches(case, 1)[0], RANKS)
+    wanted = unplanned.lockstep(case.state(), rank_batches)
     seen = Counter()
     for seed in range(240):
         chance, edited = Random(seed), copy.deepcopy(plan)
@@ -149,9 +149,9 @@ def test_an_edited_plan_is_applied_or_refused(name):
             try:
                 edit(edited, chance)
             except (TypeError, IndexError, AttributeError, KeyError, ValueError):
-                break  # the edit before has left nothing that this one could change
+                break  # an earlier edit has removed what this one changes
         try:
-            again = lowered.planned(zt.Plan.of(edited))
+            followed = lowered.planned(zt.Plan.of(edited))
         except ValueError as error:
             first = str(error).splitlines()[0]
             assert first.startswith("plan: "), first
@@ -159,6 +159,6 @@ def test_an_edited_plan_is_applied_or_refused(name):
             seen["refused"] += 1
             continue
         seen["applied"] += 1
-        zt.check(again.graph)
-        assert equal(again.lockstep(case.state(), each), wanted), edited
+        zt.check(followed.graph)
+        assert equal(followed.lockstep(case.state(), rank_batches), wanted), edited
     assert seen["refused"] > 100 and seen["applied"] > 15, seen

@@ -1,4 +1,4 @@
-"""Plans in files: what they may hold, and errors that name the file. `faults` has writes that fail."""
+"""Plans in files: what a file may hold, and errors that name the file. `tests/faults` has writes that fail."""
 
 import dataclasses
 import json
@@ -26,8 +26,8 @@ def saved(tmp_path: Path, **edits) -> Path:
     return path
 
 
-def test_a_plan_takes_the_place_of_another(tmp_path, monkeypatch):
-    """Also behind a link, and with the permissions of any new file."""
+def test_a_saved_plan_replaces_an_old_one(tmp_path, monkeypatch):
+    """Also through a symbolic link. The file has the permissions of any new file."""
     path, link = tmp_path / "step.plan", tmp_path / "link.plan"
     OLD.save(path)
     link.symlink_to(path)
@@ -56,26 +56,26 @@ def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
     assert str(error.value) == f"plan: {path} {message}\nMake one: lowered.plan.save(path)."
 
 
-def test_what_holds_no_object_is_refused(tmp_path):
+def test_a_file_without_a_json_object_is_refused(tmp_path):
     (tmp_path / "step.plan").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"step\.plan does not hold a plan \(it is a list, and no object with program, "):
         zt.Plan.load(tmp_path / "step.plan")
 
 
-def test_an_edited_file_is_named_with_the_member(tmp_path):
-    """By everything that takes a plan: `lower`, `planned` of what is lowered, and a step."""
+def test_the_error_of_an_edited_plan_names_the_file_and_the_member(tmp_path):
+    """In `lower(plan=)`, in `Lowered.planned`, and in a step with a plan."""
     path = saved(tmp_path, dropped=["params.0.weight.full'"])
     plan, lowered = zt.Plan.load(path), lower()
-    said = f"""plan {path}: the gather "params.0.weight.full'" is there twice.\nLower without the plan, and save it again."""
+    message = f"""plan {path}: the gather "params.0.weight.full'" is there twice.\nLower without the plan, and save it again."""
     step = zt.chain(SHARD, *ALL)(CASE.step).planned(plan)
     arguments = CASE.state(), *slices(batches(CASE, 1)[0], 4)[0]
     for take in (lambda: lower(plan=plan), lambda: lowered.planned(plan), lambda: step.lower(*arguments)):
         with pytest.raises(ValueError) as error:
             take()
-        assert str(error.value) == said
+        assert str(error.value) == message
 
 
-def test_a_gather_that_starts_after_its_use(tmp_path):
+def test_a_plan_with_a_gather_that_starts_after_its_use_is_refused(tmp_path):
     lowered = lower()
     (members, _), *rest = lowered.plan.gathers
     wrong = dataclasses.replace(lowered.plan, gathers=(*rest, (members, "")))
@@ -83,7 +83,7 @@ def test_a_gather_that_starts_after_its_use(tmp_path):
         lowered.planned(wrong)
 
 
-def test_a_dropped_gather_that_repeats_none():
+def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
     lowered = lower()
     (members, at), *rest = lowered.plan.gathers
     wrong = dataclasses.replace(lowered.plan, gathers=((members[1:], at), *rest), dropped=(*lowered.plan.dropped, members[0]))
@@ -92,7 +92,7 @@ def test_a_dropped_gather_that_repeats_none():
 
 
 def test_a_plan_that_does_not_fit_the_budget_is_refused():
-    """The order is as good as any, and needs more than what was asked for."""
+    """The plan is valid, but its order needs more memory than `prefetch` allows."""
     peak = on_ranks(CASE, 4, SHARD, zt.overlap_grads(), zt.prefetch()).memory_analysis().peak
     within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
     lowered = on_ranks(CASE, 4, SHARD, *within)

@@ -1,4 +1,4 @@
-"""The text of plans: a summary first, long ones fold; and how a program prints changes no fingerprint."""
+"""The text of a plan starts with a summary, and long lists fold. Printing does not affect the fingerprint."""
 
 import torch
 
@@ -27,7 +27,7 @@ def test_a_plan_begins_with_a_summary():
         "  dp param: 40 collectives of 40 values, 40.00 MiB",
         "  dp grad: 1 collective of 1 value, 512 B",
     ]
-    assert str(zt.Plan("0")).splitlines()[1:] == [], "there is nothing to count"
+    assert str(zt.Plan("0")).splitlines()[1:] == [], "an empty plan has no counts"
 
 
 def test_a_long_plan_folds():
@@ -46,21 +46,21 @@ def test_a_long_plan_folds():
 def test_the_full_text_of_a_plan_names_every_member():
     text = LONG.as_text(full=True)
     assert max(map(len, text.splitlines())) <= WIDTH and "..." not in text
-    every = {name for members, _ in (*LONG.gathers, *LONG.reductions) for name in members} | set(LONG.dropped)
-    assert all(text.count(f"{name.removesuffix(chr(39))}") for name in every)
+    names = {name for members, _ in (*LONG.gathers, *LONG.reductions) for name in members} | set(LONG.dropped)
+    assert all(text.count(f"{name.removesuffix(chr(39))}") for name in names)
     assert f"      {NAMES[26][:-1]},\n  ]  waited for before the end" in text
 
 
-def test_what_a_program_sends_is_not_saved(tmp_path):
-    """It is known again when the plan is applied."""
+def test_the_traffic_of_a_plan_is_not_saved(tmp_path):
+    """It is computed from the program when the plan is applied."""
     LONG.save(tmp_path / "plan")
     assert "traffic" not in (tmp_path / "plan").read_text()
     loaded = zt.Plan.load(tmp_path / "plan")
     assert loaded == LONG and loaded.digest == LONG.digest and not loaded.traffic
 
 
-def test_how_a_program_prints_changes_no_fingerprint():
-    """A plan that was saved holds for the same program, whatever becomes of the printer: a bucket counts whole."""
+def test_printing_does_not_change_the_fingerprint():
+    """A saved plan must stay valid if the printer changes. Every member of a bucket counts, also folded ones."""
     members = [Var(f"params.blocks.{i}.weight", torch.float32, (16, 16), (Split("dp"),)) for i in range(27)]
     why = Provenance("param", ("w",), "dp")
     start = all_gather(members, [f"{v.name}.full" for v in members], "dp", provenance=why)
@@ -69,7 +69,7 @@ def test_how_a_program_prints_changes_no_fingerprint():
     mesh, history = (("dp", 2),), ("shard_params()",)
     graph = Graph("step", tuple(members), (start, *waits), outputs, 27, mesh=mesh, history=history)
     assert "... 26 more" in str(graph) and fingerprint(graph) == "29a43af2e1e2fd81"
-    other = Var("params.other", torch.float32, (16, 16), (Split("dp"),))
-    changed = start.replace(args=([*members[:-1], other],))
-    moved = graph.replace(eqns=(changed, *waits), inputs=(*members[:-1], other))
+    last = Var("params.other", torch.float32, (16, 16), (Split("dp"),))
+    changed = start.replace(args=([*members[:-1], last],))
+    moved = graph.replace(eqns=(changed, *waits), inputs=(*members[:-1], last))
     assert fingerprint(moved) != fingerprint(graph)

@@ -1,4 +1,4 @@
-"""Programs by hand: what is taken out, and where a schedule puts it back."""
+"""Programs written by hand: collectives are taken out of the program, and a schedule puts them back."""
 
 import dataclasses
 from collections import Counter
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")
 
 
-def why(role: str, again: str | None = None) -> Provenance:
-    return Provenance(role, ("w",), "dp", again)
+def why(role: str, regather: str | None = None) -> Provenance:
+    return Provenance(role, ("w",), "dp", regather)
 
 
 def var(name: str, n: int = 8, **how) -> Var:
@@ -44,14 +44,14 @@ def names(graph: Graph) -> list[str]:
 
 
 def forward(layers: int = 3, twice: bool = False) -> Graph:
-    """A gather, its wait and a use, for each layer; then, if `twice`, the same again."""
+    """A gather, its wait and a use for each layer. With `twice` the layers are gathered and used a second time."""
     shards = [var(f"s{i}", layout=(Split("dp"),)) for i in range(layers)]
     h = x = var("x")
     eqns = []
-    for again in (False, True)[: 1 + twice]:
+    for repeated in (False, True)[: 1 + twice]:
         for i, s in enumerate(shards):
-            suffix = ".again" if again else ""
-            start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if again else None))
+            suffix = ".again" if repeated else ""
+            start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if repeated else None))
             w = wait(start.outs[0])
             eqns += [start.replace(order=GATHER), w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),))]
             h = out
@@ -59,7 +59,7 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
 
 
 def backward(layers: int = 3) -> Graph:
-    """Gradients born one after the other, cast and reduced at the very end, as autograd does it; then an update each."""
+    """Gradients that are computed one after the other, but cast and reduced at the end, as autograd does; then updates."""
     state = [var(f"p{i}", layout=(Split("dp"),)) for i in range(layers)]
     dy = var("dy")
     born, casts, ends, uses = [], [], [], []
@@ -81,13 +81,13 @@ def test_without_hints_nothing_moves():
         assert skeleton(plain).gathers == skeleton(plain).reductions == ()
 
 
-def test_birth_brings_the_chain_with_it():
+def test_hoist_moves_a_gradients_cast_and_reduction_to_its_birth():
     assert names(hoist(backward())) == [
         "g0", "c0", "r0'", "g1", "c1", "r1'", "g2", "c2", "r2'", "r0", "r1", "r2", "n0", "n1", "n2",
     ]  # fmt: skip
 
 
-def test_a_skeleton_knows_use_birth_and_need():
+def test_a_skeleton_has_the_use_the_birth_and_the_need_of_each_collective():
     s = skeleton(forward())
     assert [e.outs[0].name for e in s.ops] == ["h0", "h1", "h2"] and s.use == (0, 1, 2)
     s = skeleton(backward())
@@ -95,26 +95,26 @@ def test_a_skeleton_knows_use_birth_and_need():
     assert s.born == (1, 3, 5) and s.need == (6, 7, 8)
 
 
-def test_a_bucket_starts_where_it_is_told_and_is_waited_for_by_member():
+def test_a_bucket_starts_at_its_place_and_each_member_is_waited_for_at_its_use():
     s = skeleton(forward())
-    found = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), frame(s, "last"))
-    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
-    (bucket,) = (e for e in found.eqns if len(e.outs) == 2)
+    ordered = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), frame(s, "last"))
+    assert names(ordered) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
+    (bucket,) = (e for e in ordered.eqns if len(e.outs) == 2)
     assert str(bucket.op) == "all_gather" and [v.name for v in bucket.ins] == ["s1", "s2"]
 
 
-def test_what_is_dropped_reads_the_value_that_is_kept():
+def test_readers_of_a_dropped_gather_read_the_kept_value():
     s = skeleton(forward(2, twice=True))
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
     problem = frame(s, "last")
     gathers = (*problem.gathers[:2], problem.gathers[2]._replace(again=0), problem.gathers[3])
-    found = realise(s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers))
-    assert names(found) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
-    (reader,) = (e for e in found.eqns if e.outs[0].name == "h0.again")
+    ordered = realise(s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers))
+    assert names(ordered) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
+    (reader,) = (e for e in ordered.eqns if e.outs[0].name == "h0.again")
     assert [v.name for v in reader.ins] == ["h1", "w0"]
 
 
-def test_updates_follow_their_bucket_at_once_or_come_last():
+def test_updates_follow_their_bucket_or_come_last():
     s = skeleton(backward())
     schedule = Schedule((), (Bucket((0, 1), 4, 5), Bucket((2,), 6, 8)))
     assert names(realise(s, schedule, frame(s, "eager"))) == [
@@ -126,7 +126,7 @@ def test_updates_follow_their_bucket_at_once_or_come_last():
 
 
 def test_an_update_waits_for_the_last_reader_of_its_state():
-    """It may be done in place, so a later use of the parameter would otherwise cost a copy."""
+    """The update may be in place. A later use of the parameter would otherwise cost a copy."""
     graph = backward()
     late = Eqn(aten.neg.default, (graph.inputs[0],), (var("late", layout=(Split("dp"),)),), region="backward")
     eqns = list(graph.eqns)
@@ -134,12 +134,12 @@ def test_an_update_waits_for_the_last_reader_of_its_state():
     graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
     s = skeleton(graph)
     early = Schedule((), tuple(Bucket((i,), b + 1, b + 1) for i, b in enumerate(s.born)))
-    found = names(realise(s, early, frame(s, "eager")))
-    assert found.index("n1") < found.index("late") < found.index("n0")
+    ordered = names(realise(s, early, frame(s, "eager")))
+    assert ordered.index("n1") < ordered.index("late") < ordered.index("n0")
 
 
 def test_a_second_reduction_follows_the_first_in_the_same_bucket():
-    """HSDP: reduce-scatter inside, all-reduce across, one bucket behind the other."""
+    """As in HSDP: a reduce_scatter inside a host, then an all_reduce across hosts, in equal buckets."""
     shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     graph = on_ranks(CASES["gpt_adam"], 4, shard, zt.overlap_grads()).graph
     members = {op: Counter() for op in (REDUCE_SCATTER, ALL_REDUCE)}
@@ -160,7 +160,7 @@ def test_members_of_a_bucket_have_one_key():
 
 
 def under_way(graph: Graph, ops, roles):
-    """While each computation runs: the collectives under way, by bytes."""
+    """For each computation, the bytes of the collectives that are under way while it runs."""
     now = {}
     for e in graph.eqns:
         if e.op in ops and e.provenance.role in roles:

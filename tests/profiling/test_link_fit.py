@@ -1,4 +1,4 @@
-"""Figures of links recovered from synthetic timings: of single messages, and of the messages of a whole step."""
+"""Latency and bandwidth of a link are recovered from synthetic timings, of single messages and of whole steps."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ def samples(true: Link, noise: float = 0.0, sizes=SIZES, each: int = 3, ranks: i
 
 
 @pytest.mark.parametrize("latency, bandwidth", [(3e-5, 4e10), (1e-3, 1.2e8), (5e-2, 1e6)])
-@pytest.mark.parametrize("noise, near", [(0.0, 0.03), (0.1, 0.1), (0.3, 0.25)])
-def test_latency_and_bandwidth_are_found_under_noise(latency, bandwidth, noise, near):
+@pytest.mark.parametrize("noise, tolerance", [(0.0, 0.03), (0.1, 0.1), (0.3, 0.25)])
+def test_latency_and_bandwidth_are_recovered_from_noisy_samples(latency, bandwidth, noise, tolerance):
     true = dataclasses.replace(GUESS, latency=latency, bandwidth=bandwidth, hop=0.0)
-    # Sizes on both sides of where latency and bandwidth take equal times, as calibration has them.
+    # As in calibration, sizes on both sides of the size at which latency and transfer take equal times.
     middle = latency * bandwidth
-    found = fit(dataclasses.replace(GUESS, hop=0.0), samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]), 2)
-    assert found.latency == pytest.approx(latency, rel=near) and found.bandwidth == pytest.approx(bandwidth, rel=near)
+    link = fit(dataclasses.replace(GUESS, hop=0.0), samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]), 2)
+    assert link.latency == pytest.approx(latency, rel=tolerance) and link.bandwidth == pytest.approx(bandwidth, rel=tolerance)
     if not noise:
-        assert found.efficiency == ()
+        assert link.efficiency == ()
 
 
-def test_efficiencies_of_kinds_are_found():
+def test_the_efficiency_of_each_kind_is_recovered():
     true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8)))
-    found = fit(GUESS, samples(true, 0.05), 2)
-    assert dict(found.efficiency) == {"all_reduce": pytest.approx(0.5, rel=0.1), "reduce_scatter": pytest.approx(0.8, rel=0.1)}
-    assert found.bandwidth == pytest.approx(1e8, rel=0.1), "that of gathers"
+    link = fit(GUESS, samples(true, 0.05), 2)
+    assert dict(link.efficiency) == {"all_reduce": pytest.approx(0.5, rel=0.1), "reduce_scatter": pytest.approx(0.8, rel=0.1)}
+    assert link.bandwidth == pytest.approx(1e8, rel=0.1), "the bandwidth of a link is that of its gathers"
 
 
-def test_a_few_messages_that_were_held_up_change_little():
+def test_outliers_change_the_fit_little():
     true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8)
     held = [s._replace(seconds=s.seconds * 50) if i % 12 == 5 else s for i, s in enumerate(samples(true, 0.05))]
-    found = fit(GUESS, held, 2)
-    assert found.latency == pytest.approx(2e-4, rel=0.2) and found.bandwidth == pytest.approx(1e8, rel=0.2)
+    link = fit(GUESS, held, 2)
+    assert link.latency == pytest.approx(2e-4, rel=0.2) and link.bandwidth == pytest.approx(1e8, rel=0.2)
 
 
-def test_what_the_samples_do_not_tell_stays():
-    """Small messages say nothing of bandwidth, none say anything of `hop` and `host`; no messages say nothing."""
+def test_figures_that_the_samples_do_not_determine_stay():
+    """Small messages do not determine the bandwidth. No message determines `hop` or `host`."""
     true = dataclasses.replace(GUESS, latency=1e-2)
-    found = fit(GUESS, samples(true, 0.0, [64, 256]), 2)
-    assert found.latency == pytest.approx(1e-2, rel=0.05) and found.bandwidth == pytest.approx(1e9, rel=0.05)
-    assert (found.name, found.hop, found.host) == (GUESS.name, GUESS.hop, GUESS.host)
+    link = fit(GUESS, samples(true, 0.0, [64, 256]), 2)
+    assert link.latency == pytest.approx(1e-2, rel=0.05) and link.bandwidth == pytest.approx(1e9, rel=0.05)
+    assert (link.name, link.hop, link.host) == (GUESS.name, GUESS.hop, GUESS.host)
     assert fit(GUESS, [], 2) == fit(GUESS, [Sample("all_gather", 0, 1.0), Sample("all_gather", 9, 0.0)], 2) == GUESS
 
 
-def test_the_hop_that_is_known_is_not_counted_twice():
+def test_a_known_hop_is_not_counted_as_latency():
     true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, hop=1e-4)
-    found = fit(dataclasses.replace(GUESS, hop=1e-4), samples(true, ranks=8), 8)
-    assert found.latency == pytest.approx(2e-4, rel=0.05)
+    link = fit(dataclasses.replace(GUESS, hop=1e-4), samples(true, ranks=8), 8)
+    assert link.latency == pytest.approx(2e-4, rel=0.05)
 
 
-def test_what_sending_takes_of_compute():
-    """Few large messages among small ones; those of one size tell the sum alone, and none tell nothing."""
+def test_the_compute_time_of_sending_is_recovered():
+    """From messages of many sizes. Messages of one size determine only the sum of `call` and `host` times bytes."""
     chance = random.Random(3)
     sizes = [1e3, 5e3, 3e5, 6e5, 1e6, 3e6] * 4
-    found = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
-    assert found.call == pytest.approx(3e-4, rel=0.15) and found.host == pytest.approx(6e-10, rel=0.15)
-    assert dataclasses.replace(found, call=GUESS.call, host=GUESS.host) == GUESS
+    link = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
+    assert link.call == pytest.approx(3e-4, rel=0.15) and link.host == pytest.approx(6e-10, rel=0.15)
+    assert dataclasses.replace(link, call=GUESS.call, host=GUESS.host) == GUESS
     equal = sending(GUESS, [(1e6, 2e-3)] * 9)
     assert equal.call + 1e6 * equal.host == pytest.approx(2e-3, rel=0.05)
     assert sending(GUESS, []) == sending(GUESS, [(0.0, 1e-3), (1e3, 0.0)]) == GUESS
@@ -82,11 +82,11 @@ def test_solve_without_unknowns():
     assert solve(lambda x: [], [], []) == []
 
 
-# Messages of a step queue and share the wire: how long one took is not how fast the link is.
+# The messages of a step queue and share the wire, so the time that a message takes depends on the others.
 
 
 def played(true: Link, noise: float) -> list[Observed]:
-    """Two lanes of messages, issued much faster than the link takes them."""
+    """Messages in two lanes, issued much faster than the link can send them."""
     chance, wanted, sent = random.Random(1), [], []
     for k in range(40):
         kind, lane = (("all_gather", "dp gather"), ("reduce_scatter", "dp reduce"))[k % 2]
@@ -101,36 +101,36 @@ def played(true: Link, noise: float) -> list[Observed]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("noise, near", [(0.0, 0.05), (0.05, 0.1)])
-def test_links_are_found_from_messages_that_queue(noise, near):
+@pytest.mark.parametrize("noise, tolerance", [(0.0, 0.05), (0.05, 0.1)])
+def test_a_link_is_recovered_from_messages_that_queue(noise, tolerance):
     true = dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8)
-    ((axis, found),) = explain((("dp", GUESS),), played(true, noise))
-    assert axis == "dp" and found.bandwidth == pytest.approx(1e8, rel=near)
+    ((axis, link),) = explain((("dp", GUESS),), played(true, noise))
+    assert axis == "dp" and link.bandwidth == pytest.approx(1e8, rel=tolerance)
     naive = max(m.done - m.issued for m in played(true, noise))
-    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "they did queue"
+    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "the messages must queue, else the test is too easy"
 
 
-def test_equal_messages_do_not_tell_latency_from_bandwidth():
-    """All that they tell is their sum: what was known of either stays, where it explains them."""
+def test_equal_messages_do_not_separate_latency_from_bandwidth():
+    """They determine only the total time. If the known figures explain it, they stay."""
     chance, known = random.Random(2), dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8)
     seen = [
         Observed("dp", 2, "all_reduce", 2_000_000 + k, "dp reduce", k * 0.1, k * 0.1 + (1e-3 + 2e-2) * chance.lognormvariate(0, 0.2))
         for k in range(12)
     ]  # fmt: skip
-    ((_, found),) = explain((("dp", known),), seen)
-    assert found.bandwidth == pytest.approx(1e8, rel=0.15) and found.latency == pytest.approx(1e-3, rel=0.5)
+    ((_, link),) = explain((("dp", known),), seen)
+    assert link.bandwidth == pytest.approx(1e8, rel=0.15) and link.latency == pytest.approx(1e-3, rel=0.5)
 
 
-def test_an_axis_of_which_nothing_was_seen_stays():
+def test_the_link_of_an_axis_without_messages_stays():
     links = (("dp", GUESS), ("tp", dataclasses.replace(GUESS, name="other")))
-    found = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
-    assert found["tp"] == links[1][1] and found["dp"] != GUESS
+    fitted = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
+    assert fitted["tp"] == links[1][1] and fitted["dp"] != GUESS
     assert explain(links, []) == links
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-4, 1e9), (1e-3, 1e8), (2e-5, 5e10)])
-def test_a_link_is_found_from_far_away_without_more_latency_than_was_known(latency, bandwidth):
-    """Some messages of about one size, and from 5e10 B/s none is slowed by a little less: no way to go."""
+def test_a_link_is_recovered_from_a_guess_that_is_far_off(latency, bandwidth):
+    """The latency must not rise. From a guess of 5e10 B/s a small change of bandwidth has no effect on any message."""
     start = (("dp", Link("wire", latency, bandwidth)),)
     equal = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
     kinds = [("all_gather", "dp gather"), ("reduce_scatter", "dp reduce")]

@@ -1,4 +1,4 @@
-"""Steps measured: what the clock says of a real run, what it says of the machine, and plans made from it."""
+"""Profiles: the measured timeline of a real run, the costs of its operations and links, and new plans from them."""
 
 import dataclasses
 import itertools
@@ -18,12 +18,12 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans import compiled as bound
 from ztrans.ir.graph import Eqn, Graph, Var
-from ztrans.ir.operations import is_view
 from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.profile import profile
 from ztrans.profiling.trace_fit import Observed
-from ztrans.runtime.codegen import executable, to_fx
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.executable import executable
 
 CASE = CASES["gpt_adam"]
 CHAIN = (zt.overlap_grads(), zt.prefetch())
@@ -38,42 +38,42 @@ def alone():
         dist.destroy_process_group()
 
 
-def test_a_profile_runs_real_steps_and_says_where_the_time_went(alone):
+def test_a_profile_runs_real_steps_and_has_a_bar_for_each_equation(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     batch, untouched = batches(CASE, 1)[0], step.shard(CASE.state())
     state = step.shard(CASE.state())
     compiled = step.compiled(state, *batch)
-    found = compiled.profile(state, *batch, steps=2)
+    measured = compiled.profile(state, *batch, steps=2)
     for _ in range(2):
         untouched, _ = step(untouched, *batch)
     same = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(step.unshard(untouched)))
-    assert all(torch.equal(a, b) for a, b in same), "the state advances by as many steps"
+    assert all(torch.equal(a, b) for a, b in same), "the state advances as in ordinary steps"
 
-    t, graph = found.timeline, compiled.lowered.graph
+    t, graph = measured.timeline, compiled.graph
     assert t.name.endswith(", measured") and t.lanes == [COMPUTE] and t.stalled == 0
     assert [e.eqn for e in t.events] == list(graph.eqns), "a bar for each equation, in order"
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(t.events))
-    assert 0 < t.compute <= t.seconds < 10 and 0 < found.overhead < t.seconds
-    assert set(found.seconds_by_signature) == {signature(e, graph) for e in graph.eqns}
-    assert found.messages == ((), ()) and found.agreed(alone) is found
-    assert str(found).startswith(str(t)) and "recording took" in str(found)
+    assert 0 < t.compute <= t.seconds < 10 and 0 < measured.overhead < t.seconds
+    assert set(measured.seconds_by_signature) == {signature(e, graph) for e in graph.eqns}
+    assert measured.messages == ((), ()) and measured.agreed(alone) is measured
+    assert str(measured).startswith(str(t)) and "recording took" in str(measured)
 
 
-def test_what_was_measured_is_what_is_simulated(alone):
+def test_a_replanned_step_is_simulated_with_the_measured_seconds(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     compiled = step.compiled(state, *batch)
-    found = compiled.profile(state, *batch, steps=3)
-    lowered = compiled.lowered.replan(found)
-    assert lowered.cluster.measured == tuple(sorted(found.seconds_by_signature.items()))
-    graph, measured = lowered.graph, dict(lowered.cluster.measured)
-    expected = [0.0 if is_view(e) else measured[signature(e, graph)] for e in graph.eqns]
+    measured = compiled.profile(state, *batch, steps=3)
+    lowered = compiled.lowered.replan(measured)
+    assert lowered.cluster.measured == tuple(sorted(measured.seconds_by_signature.items()))
+    graph, durations = lowered.graph, dict(lowered.cluster.measured)
+    expected = [durations[signature(e, graph)] for e in graph.eqns]
     assert seconds(graph, lowered.cluster) == expected
     assert lowered.timeline().seconds == pytest.approx(sum(expected))
 
 
-def test_what_meets_another_equation_in_each_step_is_not_forgotten(monkeypatch):
-    """Each step is held up for 12 s once, by one of three equations that take 1 s: medians of each are of 1 s."""
+def test_a_delay_that_hits_another_equation_in_each_step_counts(monkeypatch):
+    """In each step one of three equations of 1 s takes 12 s more. The median of each equation alone would be 1 s."""
     xs = [Var(f"x{n}", torch.float32, (n + 1,)) for n in range(3)]
     ys = [Var(f"y{n}", torch.float32, (n + 1,)) for n in range(3)]
     eqns = tuple(Eqn(torch.ops.aten.relu.default, (x,), (y,)) for x, y in zip(xs, ys))
@@ -82,8 +82,8 @@ def test_what_meets_another_equation_in_each_step_is_not_forgotten(monkeypatch):
     late = lambda k: 12.0 if k < 3 * per_step and k % per_step == k // per_step + 1 else 0.0
     clock = itertools.accumulate(1.0 + late(k) for k in itertools.count())
     monkeypatch.setattr("ztrans.profiling.instrument.time.perf_counter", lambda: next(clock))
-    found = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
-    assert found.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
+    measured = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
+    assert measured.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
 
 
 def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
@@ -95,7 +95,7 @@ def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
     assert met == [alone] * 3
 
 
-def test_no_steps(alone):
+def test_a_profile_of_no_steps_is_refused(alone):
     step = zt.shard_params(alone)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     with pytest.raises(ValueError) as caught:
@@ -103,13 +103,13 @@ def test_no_steps(alone):
     assert str(caught.value) == "profile: 0 steps; at least one is needed."
 
 
-def test_tune_goes_on_with_another_program(alone):
+def test_after_tune_the_step_runs_another_program(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     before = step.compiled(state, *batch)
-    found = step.tune(state, *batch, steps=1)
+    measured = step.tune(state, *batch, steps=1)
     after = step.compiled(state, *batch)
-    assert after is not before and dict(after.lowered.cluster.measured) == dict(found.seconds_by_signature)
+    assert after is not before and dict(after.lowered.cluster.measured) == dict(measured.seconds_by_signature)
     assert after.lowered.plan.notes[-1].startswith("measured ")
     state, loss = step(state, *batch)
     assert torch.isfinite(loss)
@@ -117,42 +117,42 @@ def test_tune_goes_on_with_another_program(alone):
 
 @pytest.mark.parametrize("second", [1.0, 3.0], ids=["faster", "slower"])
 def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
-    """What the new plan took decides, not what was expected of it."""
+    """The measured time of the new plan decides, not the expected one."""
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     compiled, real, took = step.compiled(state, *batch), bound.profile, iter([2.0, second])
 
-    def pretended(*args):
-        found = real(*args)
-        return dataclasses.replace(found, timeline=dataclasses.replace(found.timeline, seconds=next(took)))
+    def with_given_seconds(*args):
+        measured = real(*args)
+        return dataclasses.replace(measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took)))
 
-    monkeypatch.setattr(bound, "profile", pretended)
+    monkeypatch.setattr(bound, "profile", with_given_seconds)
     kept, _ = compiled.tune(state, *batch, steps=1)
-    said = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
-    assert kept.lowered.plan.notes[-1] == (said if second < 2 else f"{said} and was kept")
-    assert any(note.startswith("expected ") for note in kept.lowered.plan.notes) == (second < 2)
+    verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
+    assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")
+    assert any(n.startswith("expected ") for n in kept.lowered.plan.notes) == (second < 2)
     assert (kept._bound[0][1] is compiled._bound[0][1]) == (second > 2)
     assert torch.isfinite(kept(state, *batch)[1])
 
 
 def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
-    """What the messages of a step tell of the link decides the next plan."""
+    """The link is fitted to the measured messages, and the new plan is made for that link."""
     shard, cluster = zt.shard_params(zt.AbstractMesh(dp=4)), zt.cluster("h100", dp="nvlink4")
     lowered = on_ranks(CASE, 4, shard, *CHAIN, cluster=cluster)
     slow = tuple(Observed("dp", 4, kind, n, f"dp {kind}", k, k + 1e-3 + n / 1e6)
                  for k, (kind, n) in enumerate([("all_gather", 10**4), ("reduce_scatter", 10**5), ("all_gather", 10**6)]))  # fmt: skip
-    again = lowered.replan(zt.Profile(lowered.timeline(), {}, (slow,), 0.0))
-    assert again.cluster.link("dp").bandwidth == pytest.approx(1e6, rel=0.1)
-    assert again.plan.program == lowered.plan.program and again.plan != lowered.plan
-    note = again.plan.notes[-1]
+    replanned = lowered.replan(zt.Profile(lowered.timeline(), {}, (slow,), 0.0))
+    assert replanned.cluster.link("dp").bandwidth == pytest.approx(1e6, rel=0.1)
+    assert replanned.plan.program == lowered.plan.program and replanned.plan != lowered.plan
+    note = replanned.plan.notes[-1]
     assert note.startswith("expected ") and note.endswith("%)")
-    assert again.timeline().seconds <= lowered.timeline(again.cluster).seconds
+    assert replanned.timeline().seconds <= lowered.timeline(replanned.cluster).seconds
 
 
-def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
-    """Each rank may be the later one, and then finds that its bytes have come."""
+def test_the_time_of_a_message_is_counted_from_the_rank_that_starts_it_last(pretended, monkeypatch):
+    """A rank that starts a message later than the other may find that its bytes have already arrived."""
     took = [1e-4, 0.02, 0.01, 0.03, 0.015]
-    later = [0.0, 0.01, -0.005, 0.025, -0.01]  # rank 1, of rank 0
+    later = [0.0, 0.01, -0.005, 0.025, -0.01]  # seconds by which rank 1 is later than rank 0
     here, there = [], []
     for k, (moving, by) in enumerate(zip(took, later)):
         first, second = 0.1 * k, 0.1 * k + by
@@ -162,14 +162,14 @@ def test_messages_of_ranks_that_are_not_in_step(pretended, monkeypatch):
     timeline = zt.Timeline("f", 1.0, (), ())
     monkeypatch.setattr("ztrans.profiling.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
     agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
-    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "of the rank that computes longest"
+    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "operations are those of the rank that computes longest"
     assert [m.done - m.issued for m in agreed.messages[0]] == pytest.approx(took, abs=1e-9)
     assert [m.issued for m in agreed.messages[0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
 
 
 @pytest.fixture
 def pretended():
-    """A mesh of two ranks of which the other is only pretended: what is sent arrives at once."""
+    """A mesh of two ranks in one process. The other rank is only simulated: messages arrive at once."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -185,32 +185,32 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     local = [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
     waited = []
     program = executable(lowered.graph, pretended).program
-    found = profile(lowered.graph, program, local, steps=2, together=lambda: waited.append(None))
+    measured = profile(lowered.graph, program, local, steps=2, together=lambda: waited.append(None))
     simulated = lowered.timeline()
-    assert found.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
+    assert measured.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
     counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
-    assert counted(found.timeline) == counted(simulated)
-    for messages in found.messages:
+    assert counted(measured.timeline) == counted(simulated)
+    for messages in measured.messages:
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
         assert all(0 <= m.issued <= m.done and m.spent > 0 and m.unpacked > 0 for m in messages)
-    (_, link), = found.cluster(lowered.cluster).links
+    (_, link), = measured.cluster(lowered.cluster).links
     assert link.call > 0 and link.host > 0
     assert [kind for kind, each in link.unpack if each > 0] == ["all_gather", "all_reduce", "reduce_scatter"]
-    assert len(found.messages) == len(waited) == 2, "ranks start each step together"
-    for lane in found.timeline.lanes:
-        bars = sorted((e for e in found.timeline.events if e.lane == lane), key=lambda e: e.start)
+    assert len(measured.messages) == len(waited) == 2, "ranks start each step together"
+    for lane in measured.timeline.lanes:
+        bars = sorted((e for e in measured.timeline.events if e.lane == lane), key=lambda e: e.start)
         assert all(e.seconds >= 0 for e in bars)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(bars)), lane
-    simulated.beside(found.timeline).to_perfetto(tmp_path / "both.json")
+    simulated.beside(measured.timeline).to_perfetto(tmp_path / "both.json")
     assert len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}) == 2
-    rows = str(simulated.beside(found.timeline)).splitlines()
+    rows = str(simulated.beside(measured.timeline)).splitlines()
     assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
 
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
-def test_ranks_compile_alike_what_must_be_equal_on_them(pretended):
-    """A kernel that the clock chose may sum in another order than that of another rank."""
+def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretended):
+    """If each rank chose its kernel by measurement, ranks could add in different orders."""
 
     def step(state, x):
         grads, value = grad_and_value(lambda w: (x @ w).sin().exp().mean())(state["w"])
@@ -224,8 +224,8 @@ def test_ranks_compile_alike_what_must_be_equal_on_them(pretended):
     assert {("sin" in k, k.endswith(" deterministic")) for k in kernels} == {(True, False), (False, True)}
 
 
-def test_a_compiled_step_runs_where_the_other_rank_is_pretended(pretended):
-    """It agrees with a rank that is nowhere, which says what this one says."""
+def test_a_compiled_step_can_be_tuned_with_a_fake_process_group(pretended):
+    """The other rank is not there, and every exchange between ranks returns this rank's values."""
     step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)
     batch = slices(batches(CASE, 1)[0], 2)[0]
     compiled, _ = step.lower(step.shard(CASE.state()), *batch).compile().tune(step.shard(CASE.state()), *batch)

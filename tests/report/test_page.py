@@ -1,4 +1,4 @@
-"""The page of a timeline, in a cell of a notebook."""
+"""The HTML page of a timeline in a notebook."""
 
 import re
 from html import unescape
@@ -13,8 +13,8 @@ SIMULATED = lower(zt.overlap_grads(), zt.prefetch()).timeline
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["a timeline", "two"])
-def test_a_timeline_in_a_notebook(count):
-    """The page stands in a frame: its script runs there alone, and no text of it ends the frame."""
+def test_a_timeline_shows_in_a_notebook(count):
+    """The page is in a sandboxed frame. Its script runs only there, and no text of the page can close the frame."""
     timelines = [SIMULATED() for _ in range(count)]
     cell = (timelines[0] if count == 1 else timelines[0].beside(timelines[1]))._repr_html_()
     attributes = re.fullmatch(r"<iframe ([^<>]*)></iframe>", cell)[1]

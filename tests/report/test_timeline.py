@@ -1,4 +1,4 @@
-"""Timelines: as text, as a page, as pictures, as a trace for Perfetto; one, and two side by side."""
+"""A timeline, or two side by side, as text, as an HTML page, as a picture and as a trace for Perfetto."""
 
 import dataclasses
 import json
@@ -37,14 +37,14 @@ def simulated() -> Timeline:
 
 @pytest.fixture(scope="module")
 def measured(simulated) -> Timeline:
-    """As if measured: everything took twice as long, and nobody knows of a bound."""
+    """A stand-in for a measured timeline: everything takes twice as long, and there is no bound."""
     events = tuple(dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall) for e in simulated.events)
     curve = tuple((2 * at, live) for at, live in simulated.memory)
     return Timeline("step, measured", 2 * simulated.seconds, events, curve)
 
 
 def by_hand() -> Timeline:
-    """Three operations and a message that the last waits for."""
+    """A timeline of three operations and a message. The last operation waits for the message."""
     x, y, f = (Var(name, torch.float32, (4,), future=name == "f'") for name in ("x", "y", "f'"))
     ops = [Eqn(torch.ops.aten.relu.default, (x,), (y,), region=region) for region in ("forward", "backward", "update")]
     start = Eqn(torch.ops.aten.neg.default, (x,), (f,), provenance=Provenance("grad", ("w",), "dp"))
@@ -53,14 +53,14 @@ def by_hand() -> Timeline:
     return Timeline("f, simulated", 5.0, (*bars, message), ((0.0, 100), (1.0, 300), (4.0, 200)), (4.0, "wire"))
 
 
-def test_figures():
+def test_the_figures_of_a_timeline():
     t = by_hand()
     assert t.lanes == [COMPUTE, "dp reduce"] and t.busy("dp reduce") == 2.5
     assert (t.compute, t.stalled, t.peak, t.exposed) == (3.0, 2.0, 300, {("dp", "grad"): 2.0})
     assert t.compute + t.stalled == t.seconds
 
 
-def test_text():
+def test_the_text_of_a_timeline():
     assert str(by_hand()) == (
         "f, simulated: 5.00 s\n"
         "compute      3.00 s  60.0%  3 operations\n"
@@ -74,15 +74,15 @@ def test_text():
     )
 
 
-def test_table(simulated, golden):
+def test_a_timeline_prints_as_a_table(simulated, golden):
     assert str(simulated) == golden
 
 
-def test_beside(simulated, measured, golden):
+def test_two_timelines_print_side_by_side(simulated, measured, golden):
     assert str(simulated.beside(measured)) == golden
 
 
-def test_beside_gives_every_row_its_ratio(simulated, measured):
+def test_two_timelines_have_a_ratio_in_every_row(simulated, measured):
     head, *rest = str(simulated.beside(measured)).splitlines()
     assert head.split() == ["simulated", "measured", "ratio"]
     rows = {row.strip().split("  ")[0]: row.split() for row in rest}
@@ -91,18 +91,18 @@ def test_beside_gives_every_row_its_ratio(simulated, measured):
     assert rows["peak memory"][-1] == "1.00"
     alone = dataclasses.replace(measured, events=tuple(e for e in measured.events if e.lane != "dp gather"))
     (row,) = (row for row in str(simulated.beside(alone)).splitlines() if row.startswith("dp gather"))
-    assert row.split()[-2:] == ["-", "-"], "a lane that only one of them has"
+    assert row.split()[-2:] == ["-", "-"], "only one timeline has this lane"
 
 
 def data_of(html: str) -> dict:
-    (found,) = re.findall(r"^const data = (.*);$", html, re.MULTILINE)
-    return json.loads(found)
+    (lines,) = re.findall(r"^const data = (.*);$", html, re.MULTILINE)
+    return json.loads(lines)
 
 
-def test_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_path):
+def test_a_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_path):
     simulated.beside(measured).save(tmp_path / "step.html")
     html = (tmp_path / "step.html").read_text()
-    assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), "it needs nothing from anywhere else"
+    assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), "the page loads nothing from elsewhere"
     data = data_of(html)
     assert [t["name"] for t in data["timelines"]] == ["step, simulated", "step, measured"]
     assert data["table"] == str(simulated.beside(measured))
@@ -120,17 +120,17 @@ def test_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_pa
 
 
 @pytest.mark.parametrize("text", ["</script><b>", "<!--<script>", "<!-- & -->"])
-def test_a_page_is_not_ended_by_what_it_shows(text):
-    """Nor does a name begin a script or a comment, which would take in the rest of the page."""
+def test_a_page_escapes_the_names_that_it_shows(text):
+    """A name must not close the script, or open a script or a comment that swallows the rest of the page."""
     t = by_hand()
     name = dataclasses.replace(t.events[0].eqn.outs[0], name=text)
     odd = dataclasses.replace(t.events[0], eqn=t.events[0].eqn.replace(outs=(name,)))
     html, plain = page([dataclasses.replace(t, events=(odd, *t.events[1:]))]), page([t])
-    assert html.count("<") == plain.count("<"), "all that the page shows is written without it"
+    assert html.count("<") == plain.count("<"), "names are written without <"
     assert any(text in shown for shown in data_of(html)["texts"])
 
 
-def test_perfetto_is_a_trace_in_order(simulated, measured, tmp_path):
+def test_a_perfetto_trace_is_in_order(simulated, measured, tmp_path):
     simulated.beside(measured).to_perfetto(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
@@ -144,9 +144,9 @@ def test_perfetto_is_a_trace_in_order(simulated, measured, tmp_path):
     assert len(lanes) == 2 * 3
     for bars in lanes.values():
         for (a, long), (b, _) in zip(sorted(bars), sorted(bars)[1:]):
-            assert a + long <= b + 1e-3, "bars of a lane follow each other"
+            assert a + long <= b + 1e-3, "bars of a lane do not overlap"
     at = [e.get("ts", -1.0) for e in events]
-    assert at == sorted(at), "names first, then in order of time"
+    assert at == sorted(at), "names first, then events in order of time"
     arrows = {ph: {e["id"]: e["ts"] for e in events if e["ph"] == ph} for ph in "sf"}
     assert arrows["s"].keys() == arrows["f"].keys() and all(arrows["s"][k] <= arrows["f"][k] for k in arrows["s"])
     live = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1]
@@ -156,7 +156,7 @@ def test_perfetto_is_a_trace_in_order(simulated, measured, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
-def test_pictures(simulated, measured, ending, tmp_path):
+def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path):
     pytest.importorskip("matplotlib")
     simulated.beside(measured).save(tmp_path / f"step{ending}")
     drawn = (tmp_path / f"step{ending}").read_bytes()
@@ -166,14 +166,14 @@ def test_pictures(simulated, measured, ending, tmp_path):
         assert {w for w in words if f">{w}<" in drawn.decode()} == words
 
 
-def test_another_ending_is_refused(simulated, tmp_path):
+def test_an_unknown_file_ending_is_refused(simulated, tmp_path):
     with pytest.raises(ValueError) as caught:
         simulated.save(tmp_path / "step.gif")
     assert str(caught.value) == f"save: {str(tmp_path / 'step.gif')!r} ends in none of .html, .png, .svg, .pdf."
 
 
-def test_the_bound_is_carried_and_holds(simulated):
+def test_a_timeline_has_the_lower_bound_of_its_plan(simulated):
     least, binds = simulated.bound
     assert 0 < least <= simulated.seconds and binds == "wire"
-    # Each of six messages takes a millisecond to start, and lanes of their own let two start at once.
-    assert least > 3e-3 and lowered().timeline().bound is None, "nothing is planned without a schedule"
+    # Each of six messages has a latency of a millisecond, and two can overlap, as there are two lanes.
+    assert least > 3e-3 and lowered().timeline().bound is None, "a program without schedules is not planned"

@@ -1,4 +1,4 @@
-"""Several gloo processes: what `ranks.py` measured, against what it must be."""
+"""Several gloo processes: the figures that `tests/support/ranks.py` reports are compared with the expected ones."""
 
 import pytest
 
@@ -13,14 +13,14 @@ def two() -> list[dict]:
 
 
 def of(figures: list[dict], check: str) -> list[dict]:
-    found = [f for f in figures if f["check"] == check]
-    assert found, f"ranks.py did not report {check}"
-    return found
+    rows = [f for f in figures if f["check"] == check]
+    assert rows, f"ranks.py did not report {check}"
+    return rows
 
 
 @pytest.mark.distributed
-def test_two_ranks_compute_what_the_lockstep_executor_says(two):
-    """Bit for bit: with two ranks no sum has a choice of order."""
+def test_two_ranks_have_the_bits_of_lockstep(two):
+    """A sum of two terms has the same bits in either order."""
     figures = of(two, "equal")
     assert len(figures) == 9 * 4
     for f in figures:
@@ -35,14 +35,14 @@ def four() -> list[dict]:
 
 
 @pytest.mark.distributed
-def test_four_ranks_in_two_hosts(four):
+def test_four_ranks_on_two_hosts_agree_with_lockstep(four):
     for f in of(four, "equal"):
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
 
 
 @pytest.mark.distributed
 def test_a_mesh_may_be_a_part_of_the_world(four):
-    """Ranks of other meshes run other programs, and are not asked."""
+    """As in a pipeline, where the ranks of another mesh run another program."""
     figures = of(four, "pipeline")
     assert sorted(f["stage"] for f in figures) == [0, 0, 1, 1]
     for f in figures:
@@ -56,22 +56,22 @@ def test_the_steps_own_collectives_are_left_where_they_are(four):
 
 
 @pytest.mark.distributed
-def test_in_place_collectives_do_what_they_do_outside_of_a_step(two):
+def test_in_place_collectives_have_the_same_results_inside_a_step(two):
     figures = of(two, "in_place")
     assert len(figures) == 2 * 10 and all(f["bitwise"] for f in figures), figures
 
 
 @pytest.mark.distributed
-def test_fused_gathers_hand_half_the_bytes_to_the_backend(two):
+def test_fused_gathers_send_half_the_bytes(two):
     figures = of(two, "wire")
     assert [f["stage"] for f in figures] == [1, 2, 3]
     for f in figures:
         assert 2 * f["fused"] == f["plain"] > 0, f
-        assert f["said"] == f["fused"], f
+        assert f["predicted"] == f["fused"], f
 
 
 @pytest.mark.distributed
-def test_ranks_that_disagree_are_told_so(two):
+def test_ranks_with_different_programs_raise_an_error(two):
     (f,) = of(two, "disagree")
     for rank, error in enumerate(f["error"]):
         assert "step: ranks [1] lowered another program than rank 0 did." in error
@@ -79,7 +79,7 @@ def test_ranks_that_disagree_are_told_so(two):
 
 
 @pytest.mark.distributed
-def test_state_is_scattered_made_on_meta_and_checkpointed(two):
+def test_state_can_be_scattered_initialised_on_meta_and_checkpointed(two):
     assert of(two, "source")[0]["distance"] == 0
     assert of(two, "meta")[0]["finite"]
     assert of(two, "meta")[0]["share"] < 0.51
@@ -87,10 +87,10 @@ def test_state_is_scattered_made_on_meta_and_checkpointed(two):
 
 
 @pytest.mark.distributed
-def test_state_that_lies_otherwise_is_laid_out_by_shard_and_refused_by_a_compiled_step(two):
+def test_state_with_another_layout_is_resharded_by_shard_and_refused_by_a_compiled_step(two):
     (f,) = of(two, "laid_out")
-    assert f["distance"] == 0 and f["placed"] and len(f["told"]) == 2
-    assert all("was called with state that is not laid out for it" in text for text in f["told"])
+    assert f["distance"] == 0 and f["placed"] and len(f["errors"]) == 2
+    assert all("was called with state that is not laid out for it" in text for text in f["errors"])
 
 
 @pytest.mark.distributed
@@ -98,21 +98,21 @@ def test_ranks_that_tune_agree_on_a_plan_and_change_no_bit(two):
     (f,) = of(two, "tuned")
     assert f["bitwise"] == [True, True] and f["programs"] == 1 and f["agreed"]
     assert f["lanes"] == [["compute", "dp gather", "dp reduce"]] * 2
-    assert f["wire"] == f["said"] > 0, "every message is there, with its bytes"
-    assert 0 < f["bandwidth"] != f["assumed"], "planned for the link that was measured"
+    assert f["wire"] == f["predicted"] > 0, "the timeline has every message, with its bytes"
+    assert 0 < f["bandwidth"] != f["assumed"], "the plan is made for the measured link"
 
 
 @pytest.mark.distributed
-def test_memory_falls_as_the_arithmetic_says(two):
-    """State is world times smaller from stage 1 on; it is updated where it lies; the peak is what was computed."""
+def test_memory_by_stage_is_as_predicted(two):
+    """From stage 1 on, each rank holds half of the state. It is updated in place, and the peak is the predicted one."""
     figures = of(two, "memory")
     whole, *parts = (f["state"] for f in figures)
     assert [f["stage"] for f in figures] == [0, 1, 2, 3]
     for part in parts:
         assert part == pytest.approx(whole / 2, rel=1e-3)
     for f in figures:
-        assert f["kept"], "the state moved: it was not updated in place"
+        assert f["kept"], "the state was not updated in place: its addresses changed"
         assert f["held"] == pytest.approx(f["state"], abs=6 * MiB), f
-        assert f["peak"] == pytest.approx(f["said"], rel=0.02, abs=3 * MiB), f
+        assert f["peak"] == pytest.approx(f["predicted"], rel=0.02, abs=3 * MiB), f
     assert figures[3]["state"] + figures[3]["peak"] < figures[1]["state"] + figures[1]["peak"]
     assert figures[1]["state"] + figures[1]["peak"] < figures[0]["state"] + figures[0]["peak"]

@@ -1,4 +1,7 @@
-"""Steps that fail: a state is old, or new, or marked; and with updates last nothing is written early."""
+"""Steps that fail. The state is then old, or new, or marked as half updated.
+
+With `update="last"` the state is not written before all collectives have ended.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def same(a, b) -> bool:
 
 
 def wide_step(state, x):
-    """A step of some milliseconds, half of them in its updates, which are many."""
+    """A step of some milliseconds. About half of the time goes into its many updates."""
     weights = {k: w.detach().requires_grad_() for k, w in state["weights"].items()}
     y = x
     for w in weights.values():
@@ -43,10 +46,9 @@ def wide_state():
 
 
 def interrupted(step, state, x, after: float) -> bool:
-    """Whether a step was interrupted `after` so many seconds.
+    """Interrupt the step `after` so many seconds, and return whether it was.
 
-    A signal that comes before or after the step raises nothing: outside of the
-    `try` it would end the test's own process.
+    A signal that arrives before or after the step raises nothing, as it would end the process of the test.
     """
 
     def interrupt(_, frame):
@@ -56,7 +58,7 @@ def interrupted(step, state, x, after: float) -> bool:
             frame = frame.f_back
 
     old = signal.signal(signal.SIGALRM, interrupt)
-    gc.disable()  # a callback of the collector swallows what is raised in it
+    gc.disable()  # an exception in a callback of the garbage collector would be lost
     try:
         signal.setitimer(signal.ITIMER_REAL, after)
         step(state, x)
@@ -70,7 +72,7 @@ def interrupted(step, state, x, after: float) -> bool:
 
 
 @pytest.mark.parametrize("update", ["eager", "last"])
-def test_of_a_hundred_and_one_interrupts_none_leaves_a_state_that_only_looks_whole(update):
+def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
     mesh = zt.make_mesh("cpu", dp=-1)
     step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(update=update))(wide_step)
     state, x = step.shard(wide_state()), torch.randn(128, 256)
@@ -87,25 +89,25 @@ def test_of_a_hundred_and_one_interrupts_none_leaves_a_state_that_only_looks_who
         if not interrupted(step, state, x, max(1e-4, takes * (k + 0.5) / 101)):
             continue
         try:
-            found = step.unshard(state)
+            full = step.unshard(state)
         except RuntimeError as error:
             assert "this state is half updated" in str(error) and "KeyboardInterrupt" in str(error)
             torn += 1
             state = step.shard(after)
             continue
         whole += 1
-        if not same(found, before):
+        if not same(full, before):
             wanted, _ = step(step.shard(before), x)
-            assert same(found, step.unshard(wanted)), "neither old nor new, and not marked"
-    assert torn + whole > 30, "interrupts came in time"
+            assert same(full, step.unshard(wanted)), "the state is neither old nor new, but is not marked"
+    assert torn + whole > 30, "too few interrupts hit the step"
     if update == "last":
-        assert whole > torn, "the update is the smaller part of the step"
+        assert whole > torn, "the update takes the smaller part of the step"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"])
-def test_updates_last_write_when_all_else_is_done(name, stage):
-    """No equation before the last wait writes over the state; and the bits are those of eager updates."""
+def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
+    """The bits are those of eager updates."""
     case = CASES[name]
     lowered = [on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ts) for ts in (LAST, ALL)]
     graph = lowered[0].graph
@@ -114,13 +116,13 @@ def test_updates_last_write_when_all_else_is_done(name, stage):
     for e in graph.eqns[:start]:
         assert e not in given.twins or not any(given.owner[out] in state for out in e.outs if out is not None), e
     early = [e for e in lowered[1].graph.eqns if e in donation(lowered[1].graph).twins]
-    assert early, "and eager updates are made in place"
+    assert early, "eager updates are in place, so the test compares the two"
     results = [x.lockstep(case.state(), slices(batches(case, 1)[0], 2)) for x in lowered]
     assert same(*results)
 
 
-def test_a_batch_norm_that_counts_in_forward_is_counted_at_the_end():
-    """What a forward writes to the state, such as running statistics, waits for the end too."""
+def test_state_that_forward_changes_is_written_at_the_end_too():
+    """As the running statistics and the counter of a batch norm."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -140,7 +142,7 @@ def test_a_batch_norm_that_counts_in_forward_is_counted_at_the_end():
     assert counters and all(i >= start for i in writes)
 
 
-def test_a_mark_is_of_the_leaves_and_goes_with_them():
+def test_a_half_updated_state_is_refused_and_another_state_is_not():
     step = zt.Step.of(lambda s, x: ({"a": s["a"] + x.sum(), "b": s["b"] * 2}, x))
     state, x = {"a": torch.zeros(3), "b": torch.ones(3)}, torch.ones(2)
     compiled = step.compiled(state, x)

@@ -1,1 +1,1 @@
-"""What several tests use: train steps, worlds of many ranks in one process, doubles of a GPU."""
+"""Support for tests: train steps, many ranks in one process, a simulated GPU."""

@@ -1,4 +1,4 @@
-"""Small problems by chance, and every schedule that they have: what bounds and planners are held against."""
+"""Small random scheduling problems, and every schedule of a problem. Tests compare bounds and plans with them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from ztrans.planning.solver.validate import validate
 def problem(
     chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5, host: bool = False
 ) -> Problem:
-    """A problem of at most so many keys and messages, on lanes and links of their own or shared, with memory
-    and other limits of its own; with `host`, messages take compute."""
+    """A random problem with at most `keys` bucket keys, `gathers` gathers and `reductions` reductions.
+
+    Lanes and links may be shared. Memory and the other limits are random. With `host`, sending and unpacking a message
+    takes compute time.
+    """
     ops = chance.randint(2, 4)
     wires: dict[Hashable, Wire] = {
         key: Wire(
@@ -30,7 +33,7 @@ def problem(
         )
         for key in range(chance.randint(1, keys))
     }
-    found = Problem(
+    drawn = Problem(
         seconds=tuple(float(chance.randint(0, 3)) for _ in range(ops)),
         live=tuple(chance.randint(0, 3) for _ in range(ops)),
         matmul=tuple(chance.random() < 0.7 for _ in range(ops)),
@@ -43,12 +46,15 @@ def problem(
         reductions_in_flight=chance.choice([None, None, 0, 3, 5]),
     )
     unpacked = {key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host}
-    return replace(found, wires=wires | unpacked)
+    return replace(drawn, wires=wires | unpacked)
 
 
 def rich(chance: Random) -> Problem:
-    """A problem with all that a program may have: updates that follow reductions, messages at fixed places, buffers
-    that small members share, bytes that are live at places, reduced values that stay."""
+    """A random problem with every feature.
+
+    It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
+    live at places, and reduced values that stay live.
+    """
     p = problem(chance, host=True)
     ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
     updates = tuple(
@@ -88,19 +94,19 @@ def rich(chance: Random) -> Problem:
 
 
 def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -> tuple[Gather, ...]:
-    found: list[Gather] = []
+    drawn: list[Gather] = []
     for use in sorted(chance.randrange(ops) for _ in range(count)):
         last, wire, held = chance.randint(use, ops - 1), chance.randint(0, 6), chance.randint(0, 4)
         new = Gather(chance.choice(keys), wire, held, use, last, chance.randint(0, use))
-        repeated = {g.again for g in found}
-        latest = [i for i, g in enumerate(found) if i not in repeated]
+        repeated = {g.again for g in drawn}
+        latest = [i for i, g in enumerate(drawn) if i not in repeated]
         if latest and chance.random() < repeats:
             i = chance.choice(latest)
-            first = found[i]
+            first = drawn[i]
             same = {"key": first.key, "wire": first.wire, "held": first.held}
             new = new._replace(**same, release=min(first.last + 1, use), again=i)
-        found.append(new)
-    return tuple(found)
+        drawn.append(new)
+    return tuple(drawn)
 
 
 def _reductions(chance: Random, ops: int, keys: list, count: int) -> tuple[Reduction, ...]:
@@ -150,10 +156,10 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
     return memory(problem, schedule).max(initial=0) <= problem.memory
 
 
-def grouped(indices: Sequence[int], things: Sequence[Gather | Reduction]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to put things into buckets of one key."""
+def grouped(indices: Sequence[int], collectives: Sequence[Gather | Reduction]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put collectives into buckets, each of one key."""
     for parts in partitions([*indices]):
-        if all(len({things[i].key for i in part}) == 1 for part in parts):
+        if all(len({collectives[i].key for i in part}) == 1 for part in parts):
             yield parts
 
 

@@ -1,12 +1,12 @@
-"""A double of `torch.cuda` on a machine without a GPU: streams and events, and graphs that are captured and replayed.
+"""A simulated `torch.cuda` for machines without a GPU: streams, events, and graphs that are captured and replayed.
 
-    cuda = FakeCuda()                           `cuda` stands for `torch.cuda`
+    cuda = FakeCuda()                           `cuda` stands in for `torch.cuda`
     with cuda.stream(cuda.Stream()):
-        program(...)                            on CPU tensors, at once
+        program(...)                            runs on CPU tensors, at once
 
-Time is a vector clock for each stream. A launch is one tick of its stream. It happens after all that is before it on
-its stream, and after the events that this has waited for; nothing else is ordered. `tests/support/races.py` adds the
-allocator, and checks who may touch which memory when.
+Each stream has a vector clock, and a launch is one tick of its stream. A launch happens after all earlier launches on
+its stream, and after the events that the stream has waited for. No other launches are ordered.
+`tests/support/races.py` adds the allocator, and checks that no two unordered launches touch the same memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clock = dict["Stream", int]
 
 @dataclass(eq=False)
 class Event:
-    """A moment of a stream."""
+    """A point in a stream, as a vector clock."""
 
     clock: Clock
 
@@ -42,11 +42,11 @@ class Stream:
 
     @property
     def cuda_stream(self) -> str:
-        """What stands for the address of the stream."""
+        """The name stands in for the address of the stream."""
         return self.name
 
     def tick(self) -> int:
-        """The time of a launch."""
+        """Count a launch on this stream, and return its time."""
         self.clock[self] = self.clock.get(self, 0) + 1
         return self.clock[self]
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 class TimedEvent:
-    """A double of `torch.Event` that can be read: the count of all readings before it is its time."""
+    """A stand-in for `torch.Event` with a time: the number of events that were recorded before it."""
 
     readings: ClassVar[list[TimedEvent]] = []
 
@@ -77,14 +77,14 @@ class TimedEvent:
         self.readings.append(self)
 
     def synchronize(self) -> None:
-        """The readings exist at once."""
+        """Nothing to wait for: an event has its time as soon as it is recorded."""
 
     def elapsed_time(self, end: TimedEvent) -> float:
         return 1e3 * (end.at - self.at)
 
 
 class CUDAGraph(TorchDispatchMode):
-    """What is computed under it is undone, and computed again in the same memory whenever it is replayed."""
+    """Records the operations that run under it, and undoes them. A replay runs them again in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class CUDAGraph(TorchDispatchMode):
             self.before.setdefault(x.untyped_storage()._cdata, (x, x.untyped_storage().clone()))
         results = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(results):
-            if isinstance(x, torch.Tensor):  # memory of the graph's own: there is nothing to undo
+            if isinstance(x, torch.Tensor):  # the graph's own memory needs no undoing
                 self.before.setdefault(x.untyped_storage()._cdata, (x, None))
         self.calls.append((func, args, kwargs or {}, results))
         return results
@@ -123,10 +123,10 @@ class CUDAGraph(TorchDispatchMode):
 
 
 class FakeCuda:
-    """The double of `torch.cuda`. It notes the streams that were entered, the graphs, and their capture modes."""
+    """The simulated `torch.cuda`. It records the streams that were entered, the graphs, and their capture modes."""
 
     def __init__(self) -> None:
-        super().__init__()  # a subclass may be a mode of dispatch too
+        super().__init__()  # a subclass may also be a TorchDispatchMode
         self.compute = self.now = Stream("compute")
         self.created = 0
         self.entered: list[Stream] = []

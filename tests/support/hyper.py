@@ -1,4 +1,4 @@
-"""A module of settings, as a training script imports one."""
+"""A module of settings, such as a training script imports."""
 
 factor = 2.0
 

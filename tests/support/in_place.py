@@ -1,4 +1,4 @@
-"""Steps that call torch.distributed's in-place collectives, and what real ranks say of them."""
+"""Functions that call torch.distributed's in-place collectives, and a comparison of their results on real ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def all_to_all(x):
     return received
 
 
-# Each takes a tensor [4, 6] of its own on each of two ranks.
+# Each is called on two ranks, with a different tensor [4, 6] on each.
 CALLS: dict[str, Callable] = {f.__name__: f for f in (
     all_reduce, maximum_of_a_view, not_waited_for_at_once, coalesced, broadcast, all_gather, all_gather_of_a_scalar,
     all_gather_into_tensor, all_gather_stacked, all_to_all_single, reduce_scatter_tensor, reduce_scatter, all_to_all,
@@ -102,7 +102,7 @@ def own(rank: int) -> torch.Tensor:
 
 
 def as_plain(mesh, report: Callable) -> None:
-    """The compiled step against the same calls outside of any step, on real ranks."""
+    """Report whether each call has the same bits inside a compiled step as outside of any step, on real ranks."""
     rank = mesh.get_local_rank("dp")
     for name, call in CALLS.items():
         if name in NOT_OF_GLOO:

@@ -1,4 +1,4 @@
-"""The step whose programs are the goldens: two bf16 matmuls, momentum. Its line numbers are in them."""
+"""The step whose programs are the golden files, which have its line numbers. Two bf16 matmuls, SGD with momentum."""
 
 import torch
 from torch.func import grad_and_value
@@ -30,7 +30,7 @@ def accumulate(state, batch):
 
 
 def lower(*transforms, fn=step, mesh=None, **options):
-    """The lowered step for two ranks, and its stages by name."""
+    """The step lowered for two ranks, with `shard_params(**options)` and then `transforms`."""
     params = {"up": torch.zeros(16, 8), "down": torch.zeros(6, 16)}
     state = {"params": params, "m": {k: torch.zeros_like(p) for k, p in params.items()}, "lr": 0.1}
     shard = zt.shard_params(mesh or zt.AbstractMesh(dp=2), **options)

@@ -1,4 +1,4 @@
-"""Optimizers as their authors write them outside of PyTorch: with first steps and states of their own."""
+"""Optimizers that are not part of PyTorch, with unusual first steps and states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RMSpropTF(Optimizer):
 
 
 class Adopt(Optimizer):
-    """Its first step only looks at the gradient. (After Taniguchi et al., ADOPT, 2024.)"""
+    """ADOPT (Taniguchi et al., 2024): its first step only stores the square of the gradient."""
 
     def __init__(self, params, lr=0.01, betas=(0.9, 0.99)):
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -56,7 +56,7 @@ class Adopt(Optimizer):
 
 
 class Counting(Optimizer):
-    """Adam with its count in a Python number, and corrections that are Python numbers."""
+    """Adam whose step count and bias corrections are Python numbers."""
 
     def __init__(self, params, lr=0.01, betas=(0.9, 0.99)):
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -79,7 +79,7 @@ class Counting(Optimizer):
 
 
 class Reading(Optimizer):
-    """A sign method whose rate decays with a count that it reads from a tensor, and that keeps its state in a list."""
+    """A sign method. It reads its step count from a tensor by `.item()`, and keeps its averages in a list."""
 
     def __init__(self, params, lr=0.01, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -100,7 +100,7 @@ class Reading(Optimizer):
 
 
 class Dampened(SGD):
-    """PyTorch's own, but for its first step: that is half as long."""
+    """PyTorch's SGD with half of the gradient in the first step of each parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -111,7 +111,7 @@ class Dampened(SGD):
 
 
 class Unseen(Optimizer):
-    """An optimizer that cannot be copied: it holds a lock."""
+    """An optimizer that cannot be copied, because it holds a lock."""
 
     def __init__(self, params, lr=0.01):
         import threading

@@ -1,7 +1,7 @@
-"""Random train steps over several mesh axes: the step's own tensor-parallel collectives, data parallelism around them.
+"""Random train steps with tensor parallelism of their own, around which `shard_params` adds data parallelism.
 
-A step is a chain of layers, some of them cut over axis `tp` by the step itself, as its users write that. Weights
-are those of one tensor-parallel rank; every rank may have others.
+A step is a chain of layers. It cuts some of them over axis `tp` itself, by collectives that it contains. The state
+holds the weights of one tensor-parallel rank, and differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def exchange(x):
 
 
 def dual(forward: Callable, backward: Callable) -> Callable:
-    """A collective and what differentiates it."""
+    """A collective `forward` whose derivative is the collective `backward`."""
 
     class Dual(torch.autograd.Function):
         @staticmethod
@@ -100,10 +100,10 @@ class Parallel:
 
 @st.composite
 def parallel_steps(draw) -> Parallel:
-    """A chain of layers, maybe with frozen parameters, micro-batches, a norm over all of tensor parallelism."""
+    """A random chain of layers, with or without frozen parameters, micro-batches, and gradient norms over tp."""
     layers = tuple(draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=6)))
-    every = [f"{i}.{j}" for i, name in enumerate(layers) for j in range(len(LAYERS[name][0]))]
-    fixed = frozenset(every[1::3]) if draw(st.booleans()) else frozenset()
+    names = [f"{i}.{j}" for i, name in enumerate(layers) for j in range(len(LAYERS[name][0]))]
+    fixed = frozenset(names[1::3]) if draw(st.booleans()) else frozenset()
     return parallel(layers, fixed, draw(st.sampled_from([1, 2])), draw(st.sampled_from(["none", "each", "global"])))
 
 

@@ -1,7 +1,7 @@
-"""Train steps of many kinds, each an ordinary single-device program: what every law is tried on.
+"""Train steps of many kinds, on which the laws are tested. Each is an ordinary program for one device.
 
-A `Case` is a step, its first state, and a batch of global size that splits over the ranks. Steps
-are written as their users write them: torch.func, torch.autograd.grad, .backward(), torch.optim.
+A `Case` is a step, its first state, and a global batch that splits over the ranks. Together the steps
+use every way to take gradients: torch.func, torch.autograd.grad, .backward(), torch.optim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Case:
     name: str
     step: Callable
     state: Callable[[], Any]
-    batch: Callable[[int], tuple]  # global batch of that many samples
+    batch: Callable[[int], tuple]  # draws a global batch with this number of samples
     samples: int = 24  # splits over 1, 2, 3, 4 and 8 ranks
 
 
@@ -155,8 +155,8 @@ def adam(state: dict, grads: dict, lr: float = 1e-2) -> dict:
     return {"params": params, "m": m, "v": v, "step": step}
 
 
-def gpt_adam() -> Case:
-    model = GPT()
+def gpt_adam(layers: int = 1) -> Case:
+    model = GPT(layers=layers)
     loss = gpt_loss(model)
 
     def step(state, batch):
@@ -227,7 +227,7 @@ def conv_groupnorm() -> Case:
 
 
 def batch_norm_mean() -> Case:
-    """Batch norm written by hand with statistics averaged over the axis: equal to one device."""
+    """Batch norm written by hand, with statistics averaged over the axis, so that it equals one device."""
 
     def forward(params, stats, x, y):
         h = F.conv2d(x, params["conv"], padding=1)
@@ -308,7 +308,7 @@ def mixture() -> Case:
 
 
 def lora() -> Case:
-    """Adapters on a frozen base: the base is gathered and never reduced."""
+    """LoRA: adapters on a frozen base. The base is gathered, but it has no gradient to reduce."""
     model = mlp(6, 12, 4)
 
     def step(state, batch):
@@ -335,7 +335,7 @@ def lora() -> Case:
 
 
 def uneven() -> Case:
-    """Dims that no world divides, parameters smaller than the world, a scalar and an empty one."""
+    """Dims that no number of ranks divides, parameters with fewer rows than ranks, a scalar and an empty parameter."""
 
     def loss(params, x, y):
         h = torch.tanh(x @ params["a"].T + params["tiny"].sum() + params["scalar"])
@@ -401,7 +401,7 @@ def clipped() -> Case:
 
 
 def loss_scaled() -> Case:
-    """Dynamic loss scaling: a step is skipped where a gradient is not finite, as every third batch sees to."""
+    """Dynamic loss scaling: a step with a gradient that is not finite is skipped. Every third step has one."""
     model = mlp(6, 16, 4)
     loss = square_loss(model)
 
@@ -423,7 +423,7 @@ def loss_scaled() -> Case:
 
 
 def accumulation() -> Case:
-    """Gradient accumulation by .backward() over micro-batches, SGD of torch.optim's functional form."""
+    """Gradient accumulation by .backward() over micro-batches, then SGD in place."""
     model = mlp(6, 12, 4)
     loss = square_loss(model)
 
@@ -512,7 +512,7 @@ def per_sample() -> Case:
 
 
 def token_weighted() -> Case:
-    """A loss over the tokens that count, whose number differs from rank to rank: psum over psum."""
+    """A mean over the unmasked tokens, whose number differs from rank to rank: a psum divided by a psum."""
     model = GPT(layers=1)
 
     def step(state, batch):
@@ -529,7 +529,7 @@ def token_weighted() -> Case:
 
 
 def weight_norm() -> Case:
-    """Parameters that are computed from state inside the loss, with a regulariser on them alone."""
+    """Weights that are computed from two parameters inside the loss, and a regulariser on one of the two."""
 
     def loss(params, x, y):
         v = params["v"]
@@ -550,7 +550,7 @@ def weight_norm() -> Case:
 
 
 def complex_weights() -> Case:
-    """A filter of complex weights, whose second moments are real: conjugates in forward, backward and update."""
+    """Complex weights with real second moments, so that forward, backward and update have conjugates."""
 
     def loss(params, x, y):
         spectrum = torch.fft.rfft(x) @ params["filter"] * params["gain"].conj()
@@ -573,7 +573,7 @@ def complex_weights() -> Case:
 
 
 def cast_outside() -> Case:
-    """Half-precision copies made outside of the loss and differentiated for: gradients arrive in bf16."""
+    """Parameters are cast to bf16 outside of the loss, so gradients are taken for the copies, and are in bf16."""
     model = mlp(8, 16, 4)
 
     def loss(params, x, y):
@@ -590,7 +590,7 @@ def cast_outside() -> Case:
 
 def autocast() -> Case:
     """A GPT under autocast in bf16."""
-    model = GPT(width=16)
+    model = GPT(width=16, layers=1)
 
     def loss(params, ids, targets):
         with torch.autocast("cpu", torch.bfloat16):
@@ -605,7 +605,7 @@ def autocast() -> Case:
 
 
 def cast_inside() -> Case:
-    """A GPT all of whose parameters are cast to bf16 at the top of the loss."""
+    """A GPT whose parameters are all cast to bf16 at the start of the loss."""
     model = GPT(width=16)
     inner = gpt_loss(model)
 

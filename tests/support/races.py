@@ -1,12 +1,12 @@
-"""A checker of who may touch which memory when, on the double of a GPU (`fake_cuda`).
+"""A checker for races on memory, on the simulated GPU of `fake_cuda`.
 
-    with Races() as cuda:                       `cuda` stands for `torch.cuda`
-        program(...)                            on CPU tensors; every operation is a launch on the current stream
+    with Races() as cuda:                       `cuda` stands in for `torch.cuda`
+        program(...)                            runs on CPU tensors; each operation is a launch on the current stream
     cuda.races, cuda.blocks, cuda.peak
 
-Memory is blocks, in one pool for each stream: a block whose tensor has been freed is given to the next allocation
-there that fits, at once. Two launches that touch one block, one of them writing, must be ordered, or it is a race.
-What asks for a value, or would make the host wait, is an error.
+Memory consists of blocks, with a pool for each stream. When a tensor is freed, its block is free at once for the next
+allocation on that stream that fits. Two launches that touch one block, one of them writing, must be ordered; otherwise
+they are a race. An operation that reads a value on the host, or makes the host wait, is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
 @dataclass(eq=False)
 class Block:
-    """Memory, and the last launch of each stream that has read or written it."""
+    """A block of memory, with the last launch of each stream that has read it, and the last that has written it."""
 
     pool: Stream | None
     nbytes: int
@@ -38,8 +38,7 @@ class Block:
 
 
 class Races(FakeCuda, TorchDispatchMode):
-    """The double of `torch.cuda` with its allocator, and the races on it; `peak` counts the bytes that are allocated
-    at once."""
+    """The simulated `torch.cuda` with its allocator, the races that it has seen, and the peak of allocated bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Races(FakeCuda, TorchDispatchMode):
         self.peak = 0
 
     def knows(self, allocate: Callable) -> Callable:
-        """`allocate`, noting its symmetric memories: a launch that reads their addresses reads their memory."""
+        """`allocate`, which also records each symmetric memory: a launch that reads its addresses reads its memory."""
 
         def known(*args):
             memory = allocate(*args)
@@ -83,7 +82,7 @@ class Races(FakeCuda, TorchDispatchMode):
         return result
 
     def _writes(self, func: Any, args: tuple, kwargs: dict) -> list[Block]:
-        if func.namespace == "c10d":  # their schemas do not say: the first argument is the result
+        if func.namespace == "c10d":  # their schemas do not say what they write: it is the first argument
             return [self._block(x) for x in pytree.tree_leaves(args[0])]
         declared = func._schema.arguments
         pairs = [*zip(declared, args), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
@@ -105,7 +104,7 @@ class Races(FakeCuda, TorchDispatchMode):
             block.written[stream] = now, name
 
     def _block(self, tensor: torch.Tensor, new: bool = False) -> Block:
-        """The block of a tensor: in the pool of the current stream if it is new, in no pool if it was not."""
+        """The block of a tensor. A new tensor takes it from the pool of the current stream; others have no pool."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.live:
             pool, nbytes = self.now if new else None, storage.nbytes()

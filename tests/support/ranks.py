@@ -1,4 +1,4 @@
-"""What several processes are needed for. Run by torchrun; prints one line of JSON per check.
+"""Checks that need several processes. Run by torchrun; prints one line of JSON for each check.
 
 torchrun --standalone --nproc-per-node 2 tests/support/ranks.py two
 """
@@ -36,12 +36,12 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
 def report(check: str, rank: int = 0, **figures) -> None:
     if rank == RANK:
-        sys.stdout.write(json.dumps({"check": check, **figures}) + "\n")  # at once: other ranks report too
+        sys.stdout.write(json.dumps({"check": check, **figures}) + "\n")  # in one call, as other ranks print too
         sys.stdout.flush()
 
 
 def train(case, mesh, stage, steps=3, **options):
-    """The full state and this rank's output after some steps."""
+    """The full state and this rank's last output after `steps` steps."""
     transforms = zt.shard_params(mesh, stage=stage, **options), *ALL
     step, compiled = zt.chain(*transforms)(case.step), on_ranks(case, WORLD, *transforms).compile()
     state = step.shard(case.state())
@@ -58,18 +58,18 @@ def equals_lockstep_and_plain(mesh, names, **options) -> None:
             truth, _ = plain(CASES[name], 3)
             for stage in (0, 1, 2, 3):
                 full, output = train(CASES[name], mesh, stage, **options)
-                if stage % WORLD != RANK:  # each rank compares some of what all hold
+                if stage % WORLD != RANK:  # all ranks hold the full state, so each compares some of the stages
                     continue
-                said, outputs, _ = sharded(CASES[name], WORLD, stage, 3, mesh=abstract, **options)
-                pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(said))
+                lockstep_state, outputs, _ = sharded(CASES[name], WORLD, stage, 3, mesh=abstract, **options)
+                pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(lockstep_state))
                 bits = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
-                report("equal", RANK, case=name, stage=stage, bitwise=bits, lockstep=distance(full, said),
+                report("equal", RANK, case=name, stage=stage, bitwise=bits, lockstep=distance(full, lockstep_state),
                        plain=distance(full, truth), output=distance(output, outputs[-1][RANK]))  # fmt: skip
 
 
 @contextlib.contextmanager
 def counted():
-    """Bytes that this rank receives, by the purpose of the channel."""
+    """Counts the bytes that this rank receives, by the purpose of the channel."""
     counts, original = Counter(), Channel.exchange
 
     def exchange(self, pieces, into):
@@ -86,7 +86,7 @@ def counted():
 def wire_bytes(mesh) -> None:
     case = CASES["cast_inside"]
     for stage in (1, 2, 3):
-        measured, said = {}, {}
+        measured, predicted = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
             step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(case.step)
             state = step.shard(case.state())
@@ -96,8 +96,8 @@ def wire_bytes(mesh) -> None:
                 step(state, *part)
             measured[fused] = counts["gathers"]
             lowered = step.compiled(state, *part).lowered
-            said[fused] = lowered.cost_analysis().over("dp", "param")
-        report("wire", stage=stage, plain=measured[False], fused=measured[True], said=said[True])
+            predicted[fused] = lowered.cost_analysis().over("dp", "param")
+        report("wire", stage=stage, plain=measured[False], fused=measured[True], predicted=predicted[True])
 
 
 def disagreement(mesh) -> None:
@@ -108,9 +108,9 @@ def disagreement(mesh) -> None:
         step(state, *case.batch(4 + RANK))
         report("disagree", error="")
     except RuntimeError as error:
-        every = [None] * WORLD
-        dist.all_gather_object(every, str(error))
-        report("disagree", error=every)
+        errors = [None] * WORLD
+        dist.all_gather_object(errors, str(error))
+        report("disagree", error=errors)
 
 
 def sharding(mesh) -> None:
@@ -125,13 +125,13 @@ def sharding(mesh) -> None:
     cut = step.shard(replicated)
     placed = all(x.placements == y.placements for x, y in zip(*map(pytree.tree_leaves, (cut, step.shard(whole)))))
     compiled, batch = step.lower(whole, *slices(batches(case, 1)[0], WORLD)[RANK]).compile(), batches(case, 1)[0]
-    told = []
+    errors = []
     for wrong in (whole, replicated):
         try:
             compiled(wrong, *slices(batch, WORLD)[RANK])
         except TypeError as error:
-            told.append(str(error).splitlines()[0])
-    report("laid_out", distance=distance(step.unshard(cut), whole), placed=placed, told=told)
+            errors.append(str(error).splitlines()[0])
+    report("laid_out", distance=distance(step.unshard(cut), whole), placed=placed, errors=errors)
 
     meta = pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
     state = step.shard(meta)
@@ -156,7 +156,7 @@ def sharding(mesh) -> None:
 
 
 class Summed(torch.autograd.Function):
-    """The sum over tensor-parallel ranks, each of which computes the same loss of it."""
+    """The sum over tensor-parallel ranks. Each rank computes the same loss from it, so its gradient is passed on."""
 
     @staticmethod
     def forward(ctx, x, mesh):
@@ -168,7 +168,7 @@ class Summed(torch.autograd.Function):
 
 
 def tensor_parallel(mesh) -> None:
-    """The step's own collectives over tp stay where they are, while dp is sharded around them."""
+    """The step contains collectives over tp, and `shard_params` shards it over dp."""
     torch.manual_seed(0)
     up, down = torch.randn(6, 8), torch.randn(8, 5)
     data = [(torch.randn(4, 6), torch.randn(4, 5)) for _ in range(3)]
@@ -189,12 +189,12 @@ def tensor_parallel(mesh) -> None:
         state, _ = sharded_step(state, x.chunk(2)[dp], y.chunk(2)[dp])
     full = sharded_step.unshard(state)
     mine = {"up": truth["up"].chunk(2, 1)[tp], "down": truth["down"].chunk(2, 0)[tp]}
-    said = "all_reduce(mm_1, sum, tp)" in str(sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0])))
-    report("tensor_parallel", distance=distance(full, mine), named=said)
+    is_named = "all_reduce(mm_1, sum, tp)" in str(sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0])))
+    report("tensor_parallel", distance=distance(full, mine), named=is_named)
 
 
 def memory(mesh) -> None:
-    """State and peak by stage, as computed and as malloc shows them; big enough to stand out."""
+    """State and peak by stage, as predicted and as malloc counts them, for a model that is large enough to measure."""
     model = mlp(*[1024] * 9)
     loss = square_loss(model)
 
@@ -213,20 +213,20 @@ def memory(mesh) -> None:
         homes = [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
         state, _ = stepped(state, *batch)
         dist.barrier()
-        time.sleep(0.1)  # what the other rank still had to receive is let go
+        time.sleep(0.1)  # until buffers that the other rank was still receiving from are freed
         before = lent()
         with Peak() as peak:
             for _ in range(3):
                 state, _ = stepped(state, *batch)
-        said = stepped.compiled(state, *batch).lowered.memory_analysis()
+        predicted = stepped.compiled(state, *batch).lowered.memory_analysis()
         kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
-        report("memory", stage=stage, state=said.state, held=held, said=said.peak - said.state, peak=peak.bytes - before, kept=kept)
+        report("memory", stage=stage, state=predicted.state, held=held, predicted=predicted.peak - predicted.state, peak=peak.bytes - before, kept=kept)
         del state, stepped
 
 
 @contextlib.contextmanager
 def messages():
-    """What is sent, in order: bytes by the purpose of the channel."""
+    """Records the messages that are sent, in order: bytes, and the purpose of the channel."""
     sent, original = [], Channel.exchange
 
     def exchange(self, pieces, into):
@@ -241,7 +241,7 @@ def messages():
 
 
 def inductor() -> None:
-    """Either backend: the same state, the same messages."""
+    """Both backends compute the same state, and send the same messages."""
     mesh = zt.make_mesh(dp=2)
     for name, stages in {"adamw_fused": (0, 1, 2, 3), "uneven": (3,), "cast_inside": (3,)}.items():
         case = CASES[name]
@@ -259,16 +259,16 @@ def inductor() -> None:
                         state, _ = compiled(state, *batch)
                 results.append((step.unshard(state), sent))
             (state, wanted), (mine, sent) = results
-            every = [None] * WORLD
-            dist.all_gather_object(every, pytree.tree_leaves(mine))
-            equal = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*every))
+            by_rank = [None] * WORLD
+            dist.all_gather_object(by_rank, pytree.tree_leaves(mine))
+            equal = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*by_rank))
             report("inductor", case=name, stage=stage, distance=distance(mine, state, 1e-3), sent=sent,
                    wanted=wanted, equal=equal)  # fmt: skip
 
 
 def two() -> None:
     mesh = zt.make_mesh(dp=2)
-    dist.new_group([0])  # the user's own, of some ranks: those made later must not depend on how many a rank has
+    dist.new_group([0])  # a user's group of one rank: later groups must not depend on how many groups a rank has
     names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
     equals_lockstep_and_plain(mesh, names)
     wire_bytes(mesh)
@@ -292,7 +292,7 @@ def pipeline() -> None:
     cluster = zt.calibrate(mine)
     state, (first, *data) = step.shard(case.state()), [slices(batch, 2)[rank] for batch in batches(case, 4)]
     compiled = step.lower(state, *first, cluster=cluster).compile()
-    compiled, _ = compiled.tune(state, *first, steps=1)  # two steps of the first batch: one of each plan
+    compiled, _ = compiled.tune(state, *first, steps=1)  # takes two steps with the first batch, one for each plan
     for batch in data:
         state, _ = compiled(state, *batch)
     truth = case.state()

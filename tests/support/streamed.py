@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: programs on streams that are not there, beside the same programs without.
+"""Programs on simulated streams compute what they compute without streams. Run by torchrun on two ranks.
 
 torchrun --standalone --nproc-per-node 2 tests/support/streamed.py
 """
@@ -18,15 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from benchmarks.gpu_near import Always, stepped
+from benchmarks.gpu_symmetric import Always, stepped
 from tests.support.programs import CASES
 from tests.support.races import Races
+from tests.support.shared_files import over_files
 from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
-from ztrans.ops.symmetric import Symmetric, over_files
-from ztrans.runtime.codegen import bind, to_fx
-from ztrans.runtime.cuda import symmetric_memory as near
+from ztrans.ops.symmetric import Symmetric
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.cuda import symmetric_memory
 from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.executable import bind
 from ztrans.tracing.arguments import Arguments, flat
 
 RANK = int(os.environ.get("RANK", 0))
@@ -38,18 +40,18 @@ RUNS += [("gpt_adam", HALF, (1, 3), True, SINGLE), ("uneven", HALF, (3,), True, 
 
 
 class Files:
-    """Makes symmetric memories of files, each in a folder of its own."""
+    """Allocates symmetric memories over files, each in a folder of its own."""
 
     def __init__(self) -> None:
         folder = [tempfile.mkdtemp(dir="/dev/shm") if RANK == 0 else None]
         dist.broadcast_object_list(folder)
-        self.folder, self.made = Path(folder[0]), []
+        self.folder, self.memories = Path(folder[0]), []
 
     def __call__(self, nbytes: int, group: dist.ProcessGroup) -> Symmetric:
-        folder = self.folder / str(len(self.made))
+        folder = self.folder / str(len(self.memories))
         folder.mkdir(exist_ok=True)
-        self.made.append(over_files(folder, group.rank(), group.size(), nbytes))
-        return self.made[-1]
+        self.memories.append(over_files(folder, group.rank(), group.size(), nbytes))
+        return self.memories[-1]
 
     def end(self) -> None:
         dist.barrier()
@@ -71,13 +73,16 @@ def report(**figures) -> None:
 
 
 def contest(group: dist.ProcessGroup, files: Files) -> None:
-    """Messages that go both ways, by a clock that is another on each rank, until one way gives other bits."""
-    near._seconds = lambda run: (run(), 1.0 + RANK)[1]
+    """The choice between symmetric memory and the group's collective.
+
+    The clock differs between the ranks, but the choice must not. If symmetric memory gives other bits, it is not used.
+    """
+    symmetric_memory._seconds = lambda run: (run(), 1.0 + RANK)[1]
     for kind, wire in ((ALL_GATHER, torch.float32), (REDUCE_SCATTER, torch.bfloat16)):
-        report(contest=kind.name, said=near.SymmetricMemory(files).times(group, kind, wire, 1000))
-    true, near.gather = near.gather, lambda memory, sent, outs, sizes: outs[0].zero_()
-    report(contest="zeros", said=near.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000))
-    near.gather = true
+        report(contest=kind.name, times=symmetric_memory.SymmetricMemory(files).times(group, kind, wire, 1000))
+    true, symmetric_memory.gather = symmetric_memory.gather, lambda memory, sent, outs, sizes: outs[0].zero_()
+    report(contest="zeros", times=symmetric_memory.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000))
+    symmetric_memory.gather = true
 
 
 def main() -> None:

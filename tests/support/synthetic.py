@@ -1,4 +1,4 @@
-"""Synthetic problems: the training step of a Llama-like chain, sharded, and the schedules that it is given by hand."""
+"""Synthetic scheduling problems: a sharded train step of a Llama-like chain, and schedules of it by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Case:
     problem: Problem
     gather_layers: tuple[int, ...]
     reduction_layers: tuple[int, ...]
-    more: int  # bytes, for the question what more memory buys
+    more: int  # bytes of additional memory, to measure how much time they save
 
 
 def llama(
@@ -39,7 +39,10 @@ def llama(
     more: int = 4 * 10**9,
     lanes: tuple[str, str] = ("wire", "wire"),
 ) -> Case:
-    """Forward and backward of a chain of layers, ten copies of a layer's input kept, and one update at the end."""
+    """Forward and backward of a chain of layers, and one update at the end.
+
+    The activations that a layer keeps for backward have ten times the bytes of its input.
+    """
     embedding, head = [vocab * width], [vocab * width + width]
     q, k, v, o = width * width + width, width * kv, width * kv, width * width
     up, gate, down = width * hidden + width, width * hidden, width * hidden
@@ -96,7 +99,7 @@ def llama(
 
 
 def seven(lanes: tuple[str, str] = ("wire", "wire")) -> list[Case]:
-    """Llama-3-8B on H100s, compute bound and wire bound, and a small model over slow Ethernet."""
+    """Seven cases: six of Llama-3-8B on H100s, compute bound and wire bound, and a small model over slow Ethernet."""
     links = ((8, 20e-6, 360e9), (64, 150e-6, 180e9), (128, 300e-6, 160e9))
     cases = [
         llama(f"H100 {ranks}r {tokens} tok", tokens, ranks, latency, bandwidth, lanes=lanes)
@@ -109,7 +112,7 @@ def seven(lanes: tuple[str, str] = ("wire", "wire")) -> list[Case]:
 
 
 def settle(problem: Problem, schedule: Schedule) -> Schedule:
-    """Every reduction waited for where it has come by then, without stall."""
+    """The schedule with each reduction waited for at the first place where it has arrived, so that nothing stalls."""
     end = len(problem.seconds)
     needs = [min(problem.reductions[i].need or end for i in bucket.members) for bucket in schedule.reductions]
     late = replace(
@@ -133,15 +136,16 @@ def settle(problem: Problem, schedule: Schedule) -> Schedule:
     return replace(late, reductions=tuple(replace(b, wait=w) for b, w in zip(late.reductions, waits)))
 
 
-def runs(things: Iterable[int], layer: Callable[[int], int]) -> list[tuple[int, ...]]:
-    return [tuple(group) for _, group in groupby(things, key=layer)]
+def runs(indices: Iterable[int], layer: Callable[[int], int]) -> list[tuple[int, ...]]:
+    """Neighbours of the same layer, as groups."""
+    return [tuple(group) for _, group in groupby(indices, key=layer)]
 
 
-def full(things: Iterable[int], size: Callable[[int], int], most: int) -> list[tuple[int, ...]]:
-    """Buckets filled one after the other, of `most` bytes unless one member has more."""
+def full(indices: Iterable[int], size: Callable[[int], int], most: int) -> list[tuple[int, ...]]:
+    """Buckets that are filled one after the other, with `most` bytes at most, or with one larger member."""
     buckets: list[list[int]] = []
     held = 0
-    for i in things:
+    for i in indices:
         if buckets and held + size(i) <= most:
             buckets[-1].append(i)
             held += size(i)
@@ -165,7 +169,10 @@ def at_birth(problem: Problem, buckets: list[tuple[int, ...]]) -> tuple[Bucket, 
 
 
 def fsdp2(case: Case) -> Schedule:
-    """A bucket for each layer, one gather ahead, one reduction under way, the last layer's parameters kept."""
+    """The schedule of FSDP2: a bucket for each layer, one gather ahead, one reduction at a time.
+
+    The parameters of the last layer are kept between forward and backward.
+    """
     p = case.problem
     last = max(case.gather_layers)
     dropped = frozenset(i for i, g in enumerate(p.gathers) if g.again is not None and case.gather_layers[i] == last)
@@ -177,7 +184,7 @@ def fsdp2(case: Case) -> Schedule:
 
 
 def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:
-    """Buckets of 25 MB, in forward and backward, one gather ahead."""
+    """Buckets of 25 MB in forward and in backward, and one gather ahead."""
     p = case.problem
     forward = [i for i, g in enumerate(p.gathers) if g.again is None]
     backward = [i for i, g in enumerate(p.gathers) if g.again is not None]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks: int, script: str, *arguments: str) -> list[dict]:
-    """What the ranks reported. Fails with the end of their errors."""
+    """Run the script, and return the reports of the ranks. If it fails, the end of its stderr is shown."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(

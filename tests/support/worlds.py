@@ -58,8 +58,13 @@ def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.Traced:
 
 def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.Lowered:
     """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
-    traced = _traced(case, ranks, torch.get_default_dtype())
-    lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**how)
+    return _lowered(case, ranks, torch.get_default_dtype(), transforms, tuple(how.items()))
+
+
+@functools.cache
+def _lowered(case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple) -> zt.Lowered:
+    traced = _traced(case, ranks, dtype)
+    lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**dict(how))
     zt.check(lowered.graph)
     return lowered
 

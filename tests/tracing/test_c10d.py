@@ -1,4 +1,4 @@
-"""torch.distributed's in-place collectives in a step: functional ones in the program, or refused at their line."""
+"""In-place collectives of torch.distributed in a step become functional ones, or are refused with the user's line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.in_place import CALLS, own
 from tests.support.worlds import distance
 
 HERE = Path(__file__).name
-# torch 2.13 gives some of them a second name, and calls the first deprecated.
+# torch 2.13 deprecates some of them in favour of new names.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
 
 
 @pytest.fixture
 def mesh():
-    """Rank 0 of two, whose collectives do nothing."""
+    """A mesh of two ranks, of which this process is the first. Its collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
@@ -31,7 +31,7 @@ def mesh():
 
 A, B = own(0), own(1)
 ROWS = [torch.cat([A[i : i + 2], B[i : i + 2]]) for i in (0, 2)]
-# What the two ranks have after each call, by hand.
+# The results of each call on the two ranks, computed by hand.
 WANTED = {
     "all_reduce": [(A + B) * 2] * 2,
     "maximum_of_a_view": [torch.cat([x[:1], torch.maximum(A, B)[1:]]) for x in (A, B)],
@@ -51,7 +51,7 @@ WANTED = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_in_place_collectives_become_functional(mesh, name):
-    """Of a view, of several tensors, of a list; with and without a wait of the step's own."""
+    """Also on a view, on several tensors and on a list, and with an explicit wait in the step."""
     step = zt.shard_params(mesh, stage=0, outputs="local")(lambda s, x: (s, CALLS[name](x.clone())))
     lowered = step.lower(torch.zeros(1), A)
     assert not any(e.op._schema.is_mutable for e in zt.check(lowered.graph).eqns)
@@ -61,8 +61,8 @@ def test_in_place_collectives_become_functional(mesh, name):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_that_the_step_reduces_itself(mesh, stage):
-    """Data parallelism by hand, over the very axis that is sharded: parts are made whole before they are summed."""
+def test_a_step_may_reduce_its_gradients_over_the_sharded_axis_itself(mesh, stage):
+    """Its all_reduce takes whole gradients, also where the update has only shards of them."""
 
     def step(state, x, by_hand=True):
         grads, value = grad_and_value(lambda p: torch.tanh(x @ p["w"]).square().mean())(state)
@@ -92,11 +92,11 @@ REFUSED = {
     "allgather": lambda x: dist.all_gather([x, torch.empty(3)], x),
 }  # fmt: skip
 if not hasattr(torch.ops._c10d_functional, "isend"):
-    del REFUSED["isend"]  # younger than this torch
+    del REFUSED["isend"]  # this torch does not have it yet
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_program_can_hold_is_refused_at_its_line(mesh, name):
+def test_a_collective_without_a_functional_form_is_refused_at_its_line(mesh, name):
     with pytest.raises(ValueError, match=rf"trace: step calls torch.distributed's {name.split()[0].strip(',')}, which a program") as e:
         zt.Step.of(lambda s, x: (s, (REFUSED[name](x.clone()), x)[1])).trace(torch.zeros(1), A)
     number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
@@ -104,7 +104,7 @@ def test_what_no_program_can_hold_is_refused_at_its_line(mesh, name):
     assert "Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all" in str(e.value)
 
 
-def test_objects_cannot_be_sent(mesh):
+def test_a_collective_of_objects_is_refused(mesh):
     with pytest.raises(ValueError, match="which does not run on tensors without values") as e:
         zt.Step.of(lambda s, x: (dist.all_gather_object([None, None], 3), (s, x))[1]).trace(torch.zeros(1), A)
     assert HERE in str(e.value)

@@ -1,4 +1,7 @@
-"""What a step reads besides its arguments: a change is traced anew, and refused by a program that is called directly."""
+"""Values that a step reads besides its arguments.
+
+If one changes, the step is traced anew, and a program that is called directly raises an error.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class Base:
 
 
 class Loss(Base):
-    """A callable with attributes, a property, and methods that it calls, of its class and of the one above."""
+    """A callable that reads attributes and a property, and calls methods of its own class and of its base class."""
 
     power = 2.0
 
@@ -109,7 +112,7 @@ def closure():
 
 
 def replaced(name, value):
-    """Set a global of this module, as `RATE = 0.2` in a script does."""
+    """Sets a global of this module, as `RATE = 0.2` does in a script."""
     return lambda *_: globals().update({name: value})
 
 
@@ -141,8 +144,8 @@ CHANGES = {
 
 
 @pytest.fixture
-def as_it_was():
-    """Every setting as it was before the test."""
+def restored():
+    """Restores every setting after the test."""
     kept = [(owner, dict(vars(owner))) for owner in (HYPER, ARGS, LOSS, MODEL, MODEL.drop, hyper)]
     names = {name: globals()[name] for name in ("RATE", "MODE", "FAR", "inner", "HYPER")}
     yield
@@ -158,8 +161,8 @@ X = torch.linspace(-1, 1, 4)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_traced_anew(as_it_was, change):
-    """The step computes what the plain function computes, before and after; without a change nothing is traced."""
+def test_a_change_is_traced_anew(restored, change):
+    """The step agrees with the plain function before and after the change. Without a change nothing is traced."""
     step, *rest = closure()
     run = zt.Step.of(step)
     compiled = run.lower(torch.zeros(1), X).compile()
@@ -176,7 +179,7 @@ def test_a_change_is_traced_anew(as_it_was, change):
     assert str(e.value).endswith("Lower it again, or call the step itself, which is then traced anew.")
 
 
-def test_the_line_is_named(as_it_was):
+def test_the_error_names_the_line_that_reads_the_value(restored):
     step, change, _ = closure()
     lowered = zt.Step.of(step).lower(torch.zeros(1), X)
     change(rate=0.5)
@@ -188,7 +191,7 @@ def test_the_line_is_named(as_it_was):
     assert torch.equal(lowered.lockstep(torch.zeros(1), [(X,)])[1][0], step(torch.zeros(1), X)[1])
 
 
-def test_lockstep_is_for_its_flags():
+def test_lockstep_refuses_another_flag():
     lowered = zt.Step.of(lambda s, x, twice: (s, x * (2 if twice else 1))).lower(torch.zeros(1), X, False)
     with pytest.raises(TypeError, match=r"compiled for twice=False, called with True"):
         lowered.lockstep(torch.zeros(1), [(X, True)])
@@ -196,8 +199,8 @@ def test_lockstep_is_for_its_flags():
         lowered.lockstep(torch.zeros(1), [(X, False, 3)])
 
 
-def test_a_lifted_loop_and_its_program_called_directly():
-    """Numbers of the loop's closure, modes of the module and settings of the optimizer."""
+def test_a_change_around_a_lifted_loop_is_noticed():
+    """Of a number in the loop's closure, of the module's mode, and of a setting of the optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
     sgd, weight = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1.0
@@ -215,7 +218,7 @@ def test_a_lifted_loop_and_its_program_called_directly():
     compiled = run.lower(run.shard(state), x).compile()
     first = run(run.shard(state), x)[1]
     for change, text in (
-        (lambda: sgd.param_groups[0].update(momentum=0.5), "a setting of the module or of an optimizer is another"),
+        (lambda: sgd.param_groups[0].update(momentum=0.5), "a setting of the module or of an optimizer has changed"),
         (model.train, r"model.training was False and is True"),
     ):
         change()
@@ -226,19 +229,19 @@ def test_a_lifted_loop_and_its_program_called_directly():
     assert torch.allclose(run(run.shard(state), x)[1], 9 * first)
 
 
-def test_what_the_step_reads_is_found_once(as_it_was):
-    """Calls read the places that the first call found, and a container that is long is known by its length."""
+def test_the_places_that_a_step_reads_are_searched_once(restored):
+    """Later calls only compare the values there. Of a long container only the length is compared."""
     data = list(range(100_000))
     run = zt.Step.of(lambda s, x: (s, x * len(data)))
     run(torch.zeros(1), X)
-    (places, _) = run._captured._reaches[0]
+    (readings,) = run._captured._readings
     run(torch.zeros(1), X)
-    assert run._captured._reaches[0][0] is places and len(run._captured._reaches) == 1
+    assert run._captured._readings == [readings]
     data.append(1)
     assert torch.equal(run(torch.zeros(1), X)[1], X * 100_001)
 
 
-def test_a_container_that_holds_itself():
+def test_a_container_may_contain_itself():
     ring = [1.0]
     ring.append(ring)
     run = zt.Step.of(lambda s, x: (s, x * ring[0]))
@@ -247,8 +250,7 @@ def test_a_container_that_holds_itself():
     assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
 
 
-def test_what_a_step_does_not_name_is_not_read():
-    """Another attribute of an object, or another entry of a library, makes no new program."""
+def test_attributes_that_a_step_does_not_read_do_not_matter():
     settings = argparse.Namespace(rate=1.0, seen=0)
     run = zt.Step.of(lambda s, x: (s, x * settings.rate))
     for k in range(3):

@@ -1,4 +1,4 @@
-"""In-place operations, views and operations over lists: the program computes what the step does, bit for bit."""
+"""In-place operations and views: the functional program has the bits of the step."""
 
 import re
 from pathlib import Path
@@ -16,18 +16,21 @@ T = torch.randn
 
 
 def alike(want, got) -> bool:
-    """Equal types and bits, NaN included."""
+    """Whether all leaves have equal dtypes and equal values, NaN included."""
     pairs = list(zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True))
     return all(a.dtype == b.dtype and torch.equal(a.nan_to_num(9.5), b.nan_to_num(9.5)) for a, b in pairs)
 
 
 def agrees(change, *inputs) -> zt.Graph:
-    """Evaluated, as FX code and with donation, the traced program does what `change(*inputs)` does to its inputs."""
+    """Check that the program of `change` changes and returns the same as `change(*inputs)`.
+
+    The program runs in the interpreter, as FX code, and compiled with donation. Returns the program.
+    """
 
     def step(x, *batch):
-        made = change(x, *batch)
-        made = [m for m in made if m is not None] if isinstance(made, (tuple, list)) else made
-        return x, (() if made is None else made, *batch)
+        results = change(x, *batch)
+        results = [m for m in results if m is not None] if isinstance(results, (tuple, list)) else results
+        return x, (() if results is None else results, *batch)
 
     torch.manual_seed(3)
     want = step(*clone(inputs))
@@ -135,7 +138,7 @@ def scattered(x, y, i):
 
 
 def into(x, y):
-    """`out=`: itself, a new tensor, a view, another memory order, another dtype, several, and a list of inputs."""
+    """`out=` is an input, a view, a new tensor, one with other strides or another dtype, or two tensors."""
     torch.add(x, y, out=x), torch.sub(x[0], y[1], out=x[2])
     turned = torch.add(x, y, out=torch.empty(6, 4).t())
     values, indices = torch.max(x, 1, out=(torch.empty(4), torch.empty(4, dtype=torch.int64)))
@@ -146,7 +149,7 @@ def into(x, y):
 
 def drawn(x):
     x[0].normal_(2, 0.1), x[1].uniform_(-1, 1), x[2].bernoulli_(0.3), x[3, 1:].exponential_()
-    torch.rand(3)  # unread, but it moves the generator on
+    torch.rand(3)  # the result is not used, but the draw advances the generator
     noisy = F.rrelu(x, training=True), F.rrelu_(x[:2], training=True)
     return *noisy, F.dropout(x, 0.5), F.dropout(x, 0.2, inplace=True), torch.rand_like(x), torch.randperm(5)
 
@@ -159,7 +162,7 @@ def bits(x):
 
 
 def conjugated(z):
-    """Lazy views, which compute when they are read: also written through, and kept."""
+    """Lazy conjugates and negations: they are read, written through, and returned."""
     lazy = z.conj()
     lazy[0].mul_(1 + 2j), z[1].add_(lazy[2])
     lazy.imag.add_(1), z.mH[0].sub_(1)
@@ -225,7 +228,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_in_place(name):
+def test_the_program_of_an_in_place_operation_has_its_bits(name):
     agrees(*STEPS[name])
 
 
@@ -237,7 +240,7 @@ def hooked(x, y):
     return p.grad, *seen
 
 
-def test_hooks_of_a_leaf_run():
+def test_gradient_hooks_of_a_leaf_run():
     agrees(hooked, X, Y)
 
 
@@ -253,10 +256,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_has_no_functional_form_is_refused_at_its_line(message):
+def test_an_operation_without_a_functional_form_is_refused_at_its_line(message):
     with pytest.raises(ValueError, match=re.escape(message)) as e:
-        agrees_with_nothing = REFUSED[message]
-        zt.Step.of(lambda x: (x, agrees_with_nothing(x))).trace(X)
+        refused = REFUSED[message]
+        zt.Step.of(lambda x: (x, refused(x))).trace(X)
     line = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{message}": lambda' in row)
     assert f"{HERE}:{line} " in str(e.value)
-    assert alike(Y, Y.clone()), "a tensor of the caller's was changed"
+    assert alike(Y, Y.clone()), "the trace has changed a tensor of the caller"

@@ -1,4 +1,7 @@
-"""What a step does to Python while it is traced: refused, or said, with the name and the line; and undone."""
+"""Side effects of a step on Python objects while it is traced.
+
+They are undone. They are an error or a warning with the name and the user's line, unless they are harmless.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ COUNT, LOSSES, SEEN, LAST, RNG, OWN = 0, [], {}, None, np.random.default_rng(3),
 
 
 def line(function, marker):
-    """The first line after that of the function or class that holds `marker`."""
+    """`test_leaks.py:<line>` of the first line after the function's or class's head that contains `marker`."""
     text = Path(__file__).read_text().splitlines()
     start = next(i for i, row in enumerate(text) if row.strip().startswith((f"def {function}(", f"class {function}(")))
     return f"{HERE}:{next(i for i, row in enumerate(text[start:], start + 1) if marker in row)}"
 
 
 class Mean(nn.Module):
-    """A running mean that is a plain attribute."""
+    """A module that keeps a running mean in a plain attribute."""
 
     def __init__(self, first):
         super().__init__()
@@ -52,7 +55,7 @@ MODULES = {"none": Mean(None), "zero": Mean(0.0), "counts": Counts()}
 
 
 def lifted(model):
-    """A loop over `model` and its optimizer, if it has parameters."""
+    """A function that traces the lifted training loop of `model`."""
     sgd = optim.SGD([*model.parameters()] or [nn.Parameter(S.clone())], lr=0.1)
 
     def loop_step(x):
@@ -116,9 +119,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_be_done_once_is_refused_and_undone(kind):
+def test_a_side_effect_that_the_program_would_not_repeat_is_refused_and_undone(kind):
     name, run, at = REFUSED[kind]
-    for _ in range(2):  # the first leaves nothing that the second would find
+    for _ in range(2):  # the second trace raises the same error, as the first leaves no effect
         with pytest.raises(ValueError, match=rf" changes {name} while it is traced, and its program will not do so again") as e:
             run()
         assert f"{at} " in str(e.value)
@@ -127,7 +130,7 @@ def test_what_would_be_done_once_is_refused_and_undone(kind):
 
 
 class Auxiliary(nn.Module):
-    """A term of the loss that a module leaves for later, and a flag that it sets at first."""
+    """A module that stores a term of the loss in an attribute, and sets a flag in its first call."""
 
     def __init__(self):
         super().__init__()
@@ -141,8 +144,8 @@ class Auxiliary(nn.Module):
         return y
 
 
-def test_an_attribute_that_every_step_writes_before_it_reads_it():
-    """As terms of the loss that experts leave, and features that hooks keep: right, but not to be read outside."""
+def test_an_attribute_that_a_step_writes_before_it_reads_it_is_a_warning():
+    """As the auxiliary loss of a mixture of experts, or features that a hook stores. Outside they cannot be read."""
     torch.manual_seed(0)
     model, features = Auxiliary(), {}
     model.layer.register_forward_hook(lambda _, __, y: features.update(layer=y))
@@ -158,20 +161,20 @@ def test_an_attribute_that_every_step_writes_before_it_reads_it():
     step, state = zt.lift(loop_step, model, sgd)
     run = zt.Step.of(step)
     state = run.shard(state)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         state, got = run(state, X)
-    said = sorted(str(w.message) for w in told)
-    assert len(said) == 2 and all("leaves a tensor in" in text and HERE in text for text in said)
-    assert "model.term while it is traced. After a step there is what was there before" in said[1]
-    assert "features['layer']" in said[0]
+    messages = sorted(str(w.message) for w in warned)
+    assert len(messages) == 2 and all("leaves a tensor in" in text and HERE in text for text in messages)
+    assert "model.term while it is traced. Its program does not do so: after a step, model.term is what" in messages[1]
+    assert "features['layer']" in messages[0]
     assert model.term is None and not model.ready and features == {}
-    again = [got, run(state, X)[1]]
+    losses = [got, run(state, X)[1]]
     assert len(run._cache) == 1
-    assert torch.allclose(torch.stack(again), torch.stack([loop_step(X).detach() for _ in range(2)]))
+    assert torch.allclose(torch.stack(losses), torch.stack([loop_step(X).detach() for _ in range(2)]))
 
 
 def test_a_cache_that_keeps_a_tensor():
-    """The trace that fills it is right, and said; the next one would read what has no values."""
+    """The trace that fills the cache warns. The next trace would read a tensor without values, and is refused."""
 
     @functools.lru_cache
     def mask(n):
@@ -216,7 +219,7 @@ def test_random_numbers_of_python_are_refused_at_their_line(name):
     assert states == (random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate())
 
 
-def test_prints_are_said(capsys):
+def test_a_step_that_prints_is_a_warning(capsys):
     def prints(state, x):
         y = x * 2
         print("mean", y.mean())
@@ -233,7 +236,7 @@ def test_prints_are_said(capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_step_that_fails_leaves_nothing_behind():
+def test_a_failed_trace_undoes_its_side_effects():
     model = Auxiliary()
 
     def fails(state, x):
@@ -246,8 +249,8 @@ def test_a_step_that_fails_leaves_nothing_behind():
     assert model.term is None and not model.ready and random.getstate() == state
 
 
-def test_what_torchs_own_modules_keep_is_theirs():
-    """Recurrent layers list their weights, and weight norm computes an attribute before every forward."""
+def test_attributes_that_torchs_own_modules_write_are_allowed():
+    """A recurrent layer keeps a list of its weights, and weight norm computes an attribute before every forward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.LSTM(4, 3))
     sgd = optim.SGD(model.parameters(), lr=0.1)

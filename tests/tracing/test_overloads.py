@@ -1,4 +1,7 @@
-"""Operations over lists and fused optimizers, one tensor at a time, and how the twins of operations are found."""
+"""Operations over lists and fused optimizers become one equation for each tensor.
+
+Also the lookup of the functional overload of an operation.
+"""
 
 import pytest
 import torch
@@ -14,14 +17,14 @@ UNARY = ("sqrt", "rsqrt", "neg", "abs", "reciprocal", "exp", "log", "sign", "rou
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_binary_over_lists(name):
+def test_a_binary_operation_over_lists_has_its_bits(name):
     new, change = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
     agrees(lambda xs, ys: (*change(xs, ys), *new(xs, ys)), POSITIVE, OTHER)
     agrees(lambda xs: (*change(xs, 0.3), *new(xs, 2), *change(xs, [0.1, 0.2, 0.3])), POSITIVE)
 
 
 @pytest.mark.parametrize("name", UNARY)
-def test_unary_over_lists(name):
+def test_a_unary_operation_over_a_list_has_its_bits(name):
     new, change = getattr(torch, f"_foreach_{name}", None), getattr(torch, f"_foreach_{name}_")
     agrees(lambda xs: (*(new(xs) if new else ()), change(xs) and None), POSITIVE)
 
@@ -42,13 +45,13 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_over_lists(name):
+def test_any_operation_over_lists_has_its_bits(name):
     agrees(
         lambda *a: (LISTS[name](*a), None)[1] if "norms" not in name else LISTS[name](*a), LIST, OTHER, POSITIVE, T(())
     )
 
 
-def test_list_operations_become_one_equation_a_member():
+def test_an_operation_over_a_list_becomes_one_equation_for_each_member():
     graph = agrees(lambda xs, ys: torch._foreach_add_(xs, ys), LIST, OTHER)
     assert [(e.op, len(e.outs)) for e in graph.eqns] == [(torch.ops.aten.add.Tensor, 1)] * 3
 
@@ -73,13 +76,13 @@ SGD = {"weight_decay": 0.1, "lr": 0.1, "dampening": 0, "maximize": False}
     fused("sgd", momentum=0, nesterov=False, **SGD), fused("sgd", momentum=0.9, nesterov=True, **SGD),
     fused("adagrad", lr=0.1, weight_decay=0, lr_decay=0, eps=1e-3, maximize=False),
 ], ids=["adamw", "amsgrad", "adam", "sgd", "momentum", "adagrad"])  # fmt: skip
-def test_fused_optimizers(change):
+def test_a_fused_optimizer_has_its_bits(change):
     pair = lambda: [T(3, 2), T(4)]
     positive = lambda: [p.abs() for p in pair()]
     agrees(change, (pair(), pair(), positive(), positive(), [torch.zeros(()), torch.zeros(())]), pair())
 
 
-def test_twins_are_found_by_the_types_of_their_arguments():
+def test_the_functional_overload_is_chosen_by_the_types_of_the_arguments():
     aten = torch.ops.aten
     assert functional(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
     assert functional(aten.bernoulli_.float) is aten.bernoulli.p

@@ -1,4 +1,4 @@
-"""What a trace records of a step: its trees, numbers, lines, regions, marks, randomness and buffers."""
+"""The trace of a step: pytrees, numbers, the user's lines, regions, gradient marks, random draws and buffers."""
 
 from collections import Counter, namedtuple
 from dataclasses import make_dataclass
@@ -28,13 +28,13 @@ pytree.register_dataclass(Record)
 
 
 def flat(*args):
-    """The inputs of a traced graph for these arguments: tensors, and numbers as the step's call makes them."""
+    """The inputs of a traced graph for these arguments: tensors, and numbers as scalar tensors."""
     leaves = [x for x in pytree.tree_leaves(args) if type(x) in (torch.Tensor, int, float)]
     return [x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=KINDS[type(x)]) for x in leaves]
 
 
-def said(program, *args):
-    """What the traced graph computes, in the trees of the step's results."""
+def evaluated(program, *args):
+    """The results of the traced graph, as the pytree that the step returns."""
     return pytree.tree_unflatten(zt.evaluate(program.graph, *flat(*args)), program.out_tree)
 
 
@@ -49,7 +49,7 @@ def step(state, batch, lr=0.1):
 
 
 def line(function, marker):
-    """The number of the first line after `def function` that holds `marker`."""
+    """The number of the first line after `def function` that contains `marker`."""
     text = Path(__file__).read_text().splitlines()
     start = next(i for i, row in enumerate(text) if row.strip().startswith(f"def {function}("))
     return next(i for i, row in enumerate(text[start:], start + 1) if marker in row)
@@ -66,7 +66,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_trees(kind):
+def test_state_and_batch_may_be_any_pytree(kind):
     make, names = TREES[kind]
 
     def step(state, batch):
@@ -77,7 +77,7 @@ def test_trees(kind):
     program = trace(step, state, batch)
     assert [v.name for v in program.graph.inputs] == names
     assert zt.check(program.graph).batch == set(program.graph.inputs[2:])
-    got, want = said(program, state, batch), step(state, batch)
+    got, want = evaluated(program, state, batch), step(state, batch)
     assert pytree.tree_structure(got) == pytree.tree_structure(want)
     assert distance(got, want) < 1e-6
 
@@ -92,7 +92,7 @@ def test_numbers_are_inputs():
     assert [str(v) for v in graph.inputs if not v.shape] == ["decay: f64[]", "n: i64[]", "lr: f64[]", "power: i64[]"]
     assert {v.name for v in graph.batch} == {"batch.0", "batch.1"}
     for lr, n in ((0.1, 1), (0.7, 4)):
-        new = said(program, state | {"n": n}, BATCH, lr, 3)[0]
+        new = evaluated(program, state | {"n": n}, BATCH, lr, 3)[0]
         assert distance(new["params"], counts(state | {"n": n}, BATCH, lr, 3)[0]["params"]) < 1e-6
         assert new["n"] == n + 1 and new["decay"] == 0.5
 
@@ -107,7 +107,7 @@ def test_flags_and_literals_are_constants():
         program = trace(flagged, STATE, given)
         assert [v for _, v in program.static if v is not None] == [given["double"], "fast"]
         want = flagged(STATE, given)[1]
-        assert torch.equal(said(program, STATE, given)[1], want)
+        assert torch.equal(evaluated(program, STATE, given)[1], want)
         assert torch.equal(zt.to_fx(program.graph)(*flat(STATE, given))[-1], want)
 
 
@@ -115,17 +115,17 @@ LAYOUTS = {"transposed": X.T.contiguous().T, "strided": X.repeat(2, 1)[::2], "ex
 
 
 @pytest.mark.parametrize("x", [*LAYOUTS.values(), X[:0]], ids=[*LAYOUTS, "empty"])
-def test_batches_of_any_layout(x):
+def test_a_batch_may_have_any_strides(x):
     def views(state, batch):
         new, _ = step(state, batch)
         return new, batch[0].reshape(-1).flip(0) * 2
 
     batch = (x, Y[: len(x)])
-    got, want = said(trace(views, STATE, batch), STATE, batch), views(STATE, batch)
+    got, want = evaluated(trace(views, STATE, batch), STATE, batch), views(STATE, batch)
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
-def test_lines_regions_and_marks():
+def test_equations_have_lines_and_regions_and_gradients_are_marked():
     graph, given = trace(step, STATE, BATCH, 0.1).graph, flat(STATE, BATCH, 0.1)
     tanh, square, seed = line("loss", "tanh(x @ w)"), line("loss", ".square()"), line("step", "grad_and_value")
     inside = {(region, at) for region in ("forward", "backward") for at in (tanh, square, seed)}
@@ -138,8 +138,9 @@ def test_lines_regions_and_marks():
     module = zt.to_fx(graph)
     assert all(map(torch.equal, module(*given), zt.evaluate(graph, *given)))
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-    own = [(e.region, str(e.source)) for e in graph.eqns if str(e.op) != "gradient"]
-    assert [(n.meta["region"], n.meta["source"]) for n in nodes] == own
+    assert all((n.meta["region"], n.meta["source"]) == (n.meta["eqn"].region, str(n.meta["eqn"].source)) for n in nodes)
+    # Views that are part of another call run with it, and each equation runs once.
+    assert [e for n in nodes for e in n.meta["eqns"]] == list(graph.eqns)
 
 
 def by_grad(f, params, backward=False):
@@ -170,23 +171,26 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way, times, updates", WAYS.values(), ids=WAYS)
-def test_regions(way, times, updates):
+def test_every_way_to_take_gradients_gives_the_same_regions(way, times, updates):
     def descends(params, x, y):
         g = way(lambda p, rows=slice(None): loss(p["w"], p["b"], x[rows], y[rows]), params)
         return {k: p.detach() - 0.1 * g[k] for k, p in params.items()}, None
 
     program = trace(descends, STATE["params"], X, Y)
     graph = zt.check(program.graph)
-    found = Counter((e.region, str(e.op)) for e in graph.eqns)
-    assert found["forward", "aten.mm.default"] == found["forward", "aten.tanh.default"] == times
-    assert found["backward", "aten.mm.default"] == found["backward", "aten.tanh_backward.default"] == times
-    assert found["backward", "gradient"] == 2 * times and not found["update", "gradient"]
+    counts = Counter((e.region, str(e.op)) for e in graph.eqns)
+    assert counts["forward", "aten.mm.default"] == counts["forward", "aten.tanh.default"] == times
+    assert counts["backward", "aten.mm.default"] == counts["backward", "aten.tanh_backward.default"] == times
+    assert counts["backward", "gradient"] == 2 * times and not counts["update", "gradient"]
     assert {e.source.line for e in graph.eqns if e.region == "update"} == {line("descends", "- 0.1"), *updates}
-    assert distance(said(program, STATE["params"], X, Y)[0], descends(STATE["params"], X, Y)[0]) < 1e-6
+    assert distance(evaluated(program, STATE["params"], X, Y)[0], descends(STATE["params"], X, Y)[0]) < 1e-6
 
 
 def traced(*layers, wrap=lambda f, x: f(x)):
-    """A step of a module, its state, its program; the program means what the step does, under the same seed."""
+    """Trace the step of a module, and check that the program computes the same under the same seed.
+
+    Returns the step, its state, its program and the new state.
+    """
     model = nn.Sequential(nn.Linear(4, 64), *layers, nn.Linear(64, 2))
 
     def step(state, x, y):
@@ -199,35 +203,35 @@ def traced(*layers, wrap=lambda f, x: f(x)):
     state = {"params": {k: p.detach() for k, p in model.named_parameters()}, "buffers": dict(model.named_buffers())}
     program = trace(step, state, X, Y)
     torch.manual_seed(7)
-    got = said(program, state, X, Y)
+    got = evaluated(program, state, X, Y)
     torch.manual_seed(7)
     assert distance(got, pytree.tree_map(torch.detach, step(state, X, Y))) < 1e-6
     return step, state, zt.check(program.graph), got[0]
 
 
-def test_autocast():
+def test_casts_of_autocast_are_in_the_program():
     _, _, graph, _ = traced(nn.Tanh(), wrap=lambda f, x: torch.autocast("cpu", torch.bfloat16)(f)(x).float())
     casts = [e for e in graph.eqns if "_to_copy" in str(e.op) and e.region == "forward"]
     types = {e.ins[0].name: e.outs[0].type for e in casts}
     assert types["params.0.weight"] == "bf16[64,4]" and types["params.2.bias"] == "bf16[2]"
 
 
-def test_dropout():
+def test_random_draws_of_dropout_are_in_forward():
     step, state, graph, _ = traced(nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.1))
     lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=3)(step).lower(state, X, Y)
     for program in (graph, lowered.graph):
         assert [e.region for e in program.eqns if is_random(e.op)] == ["forward"] * 2
 
 
-def test_batch_norm():
+def test_buffers_of_batch_norm_are_state():
     _, state, graph, new = traced(nn.BatchNorm1d(64), nn.Tanh())
     assert "buffers.1.running_mean" in [v.name for v in graph.inputs]
     assert new["buffers"]["1.num_batches_tracked"] == 1 and state["buffers"]["1.num_batches_tracked"] == 0
     assert not torch.equal(new["buffers"]["1.running_var"], state["buffers"]["1.running_var"])
 
 
-def test_the_batch_norm_of_cudnn_says_what_it_writes():
-    """Its operation does not: without a GPU it is asked for by its name."""
+def test_the_batch_norm_of_cudnn_becomes_a_functional_one():
+    """The operation does not declare that it writes the running statistics. It can be traced by name without a GPU."""
 
     def step(state, x):
         mean, var = state["mean"].clone(), state["var"].clone()
@@ -242,15 +246,15 @@ def test_the_batch_norm_of_cudnn_says_what_it_writes():
     assert distance(lowered.compile()(state, x), ({"mean": mean, "var": var}, y)) == 0
 
 
-def test_checkpoint():
-    again = partial(checkpoint, use_reentrant=False)
-    _, _, graph, _ = traced(nn.Tanh(), wrap=again)
+def test_a_checkpoint_is_recomputed_in_backward():
+    checkpointed = partial(checkpoint, use_reentrant=False)
+    _, _, graph, _ = traced(nn.Tanh(), wrap=checkpointed)
     assert [e.region for e in graph.eqns if "tanh.default" in str(e.op)] == ["forward", "backward"]
     with pytest.raises(ValueError, match="draws random numbers in its backward pass"):
-        traced(nn.Dropout(0.5), wrap=again)
+        traced(nn.Dropout(0.5), wrap=checkpointed)
 
 
-def test_tracing_leaves_no_trace():
+def test_tracing_changes_neither_the_arguments_nor_the_generator():
     w, seed = W.clone().requires_grad_(), torch.get_rng_state()
     w.grad = torch.ones_like(w)
     state, batch = {"params": {"w": w, "b": B.clone()}}, (X.clone(), Y.clone())
@@ -275,7 +279,7 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def test_state_in_the_output(mesh):
+def test_an_output_may_hold_the_state(mesh):
     def returns(state, batch):
         new, value = step(state, batch)
         return new, {"old": state["params"], "new": new["params"], "view": new["params"]["w"].T, "loss": value}
@@ -289,8 +293,8 @@ def test_state_in_the_output(mesh):
     assert all(distance(output, want) < 1e-6 for output, want in held)
 
 
-def test_leaves_are_traced_where_they_lie(mesh):
-    """DTensors on their own device, and meta tensors where the rest of the program is."""
+def test_leaves_are_traced_on_their_device(mesh):
+    """A DTensor on its own device, and a meta tensor on the device of the rest of the program."""
 
     def placed(state, x):
         return state + torch.arange(3, device=state.device), torch.zeros(3, device=x.device)
@@ -305,8 +309,8 @@ def test_leaves_are_traced_where_they_lie(mesh):
     assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
 
 
-def test_fused_optimizers_take_no_memory_while_they_are_traced():
-    """PyTorch would run them on real tensors: four times what the model takes."""
+def test_a_fused_optimizer_takes_no_memory_while_it_is_traced():
+    """PyTorch would run it on real tensors, which take four times the memory of the model."""
 
     def fused(state, x):
         lists = [[v] for v in (state["p"].clone(), x, state["m"].clone(), state["v"].clone())]
@@ -319,7 +323,7 @@ def test_fused_optimizers_take_no_memory_while_they_are_traced():
 
 
 def several(state, batch, way):
-    """Two losses of which each has a seed, in all the ways of saying so."""
+    """Two losses with a seed gradient for each. `way` calls backward."""
     params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
     out = batch[0] @ params["w"] + params["b"]
     losses = [out.square().mean(), out.sum()]
@@ -336,17 +340,17 @@ WAYS = {
     "dict": lambda losses, seeds, ps: losses[1].backward(inputs={"w": ps["w"]}),
 }
 if torch.__version__ < "2.13":
-    del WAYS["dict"]  # younger than that
+    del WAYS["dict"]  # this torch does not accept a dict yet
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_backward(way):
+def test_backward_accepts_seeds_and_inputs_in_every_form(way):
     run = zt.Step(partial(several, way=WAYS[way]))
     want, _ = several(STATE, BATCH, WAYS[way])
     assert distance(run(run.shard(STATE), BATCH)[0], want) <= 1e-6
 
 
-def test_gradients_kept_of_values_in_between():
+def test_the_gradient_of_an_intermediate_value_can_be_retained():
     def kept(state, batch):
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
         hidden = batch[0] @ params["w"]
@@ -359,7 +363,7 @@ def test_gradients_kept_of_values_in_between():
     assert distance(run(run.shard(STATE), BATCH), want) <= 1e-6
 
 
-def test_scalars_that_are_tensors():
+def test_a_scalar_argument_may_be_a_tensor():
     def scaled(state, lr):
         return state.clone().add_(1.0, alpha=lr), torch.sub(state, state * 2, alpha=lr)
 
@@ -384,7 +388,7 @@ LOOKUPS = {
 
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("way", ["func", "autograd"])
-def test_lookups_have_dense_gradients_whose_shapes_no_value_decides(name, way):
+def test_gradients_of_lookups_are_dense(name, way):
     def step(state, ids, way=way):
         value = lambda p: LOOKUPS[name](p["w"], ids).square().sum()
         g = (grad(value) if way == "func" else partial(by_grad, value))(state)["w"]
@@ -398,7 +402,7 @@ def test_lookups_have_dense_gradients_whose_shapes_no_value_decides(name, way):
 
 
 def forward_mode(state, x):
-    """A directional derivative, reduced by hand; a matrix that no rule would compute on parts."""
+    """A directional derivative that the step reduces itself, and an operation without a sharding rule (`renorm`)."""
     weights = torch.renorm(state["w"], 2, 0, 1.0)
     direction = torch.ones_like(state["w"])
     value, slope = torch.func.jvp(lambda w: torch.tanh(x @ (w + weights)).square().mean(), (state["w"],), (direction,))

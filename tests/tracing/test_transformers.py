@@ -1,6 +1,6 @@
-"""Models of Hugging Face's transformers, tiny and as they are: lifted, sharded, and trained as by the plain loop.
+"""Small models of Hugging Face's transformers are lifted and sharded, and train as in the plain loop.
 
-They are not among what the tests install; `make peers` does.
+The tests need `transformers`, which `make peers` installs.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def make(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_as_it_is(name):
+def test_an_unchanged_model_trains_as_in_the_plain_loop(name):
     draw = torch.Generator().manual_seed(1)
     batches = [(torch.randint(128, (4, 16), generator=draw),) for _ in range(3)]
     *_, plain = make(name)

@@ -1,4 +1,7 @@
-"""Sums of reduced gradients: `RS(a) + RS(b)` becomes `RS(a + b)` at stages 0 and 1, wherever that is legal."""
+"""Sums of reduced gradients: at stages 0 and 1, `RS(a) + RS(b)` becomes `RS(a + b)` where that is legal.
+
+RS is a reduce_scatter. The functions below add the gradients of three micro-batches in different ways.
+"""
 
 import pytest
 import torch
@@ -69,7 +72,7 @@ MERGED = [added, added_from_the_right, averaged_one_by_one, summed, into_momentu
 
 
 def also_looked_at(grads, state):
-    """The first gradient's norm is read too, so it must be reduced."""
+    """The norm of the first gradient is used too, so that gradient must be reduced alone."""
     scale = {k: torch.rsqrt(1 + g.square().sum()) for k, g in grads[0].items()}
     return {k: grads[0][k] + (grads[1][k] + grads[2][k]) * scale[k] for k in grads[0]}
 
@@ -85,7 +88,7 @@ def crossed(grads, state):
 
 
 def doubled(grads, state):
-    """A gradient added to itself, by one equation."""
+    """A gradient added to itself in one equation."""
     return {k: g + g for k, g in grads[0].items()}
 
 
@@ -108,12 +111,12 @@ def lower(total_of, stage, mesh=None, **options):
 
 
 def reductions(lowered, axis="dp"):
-    """Messages' members by the state leaf that they serve."""
-    found: dict[str, int] = {}
-    for e in lowered.history[-2][1].eqns:  # before buckets are made
+    """How many reductions each leaf of the state has."""
+    counts: dict[str, int] = {}
+    for e in lowered.history[-2][1].eqns:  # the program before its reductions are put into buckets
         if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role == "grad" and e.provenance.axis == axis:
-            found[e.provenance.paths[0]] = found.get(e.provenance.paths[0], 0) + 1
-    return found
+            counts[e.provenance.paths[0]] = counts.get(e.provenance.paths[0], 0) + 1
+    return counts
 
 
 @pytest.mark.parametrize("total_of", MERGED, ids=lambda f: f.__name__)
@@ -127,33 +130,33 @@ def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stag
 
 
 @pytest.mark.parametrize("total_of", [added, averaged_one_by_one, into_momentum], ids=lambda f: f.__name__)
-def test_over_hosts_too(total_of):
+def test_micro_batches_reduce_once_over_hosts_too(total_of):
     lowered, _, _ = lower(total_of, 1, zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     assert reductions(lowered) == reductions(lowered, "host") == {"params.up": 1, "params.down": 1}
 
 
 @pytest.mark.parametrize("total_of, most", [(also_looked_at, 2), (multiplied, 3), (crossed, 2)], ids=lambda x: getattr(x, "__name__", x))
-def test_what_is_used_otherwise_is_reduced_for_itself(total_of, most):
+def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
     lowered, _, _ = lower(total_of, 1)
     assert reductions(lowered) == {"params.up": most, "params.down": most}
 
 
 @pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_the_meaning_stays(total_of, stage):
-    """Each rank's micro-batches differ from those of one device; with one micro-batch's data for all they are the same."""
+def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):
+    """All micro-batches have the same data, as ranks split the batch into other micro-batches than one device does."""
     lowered, state, _ = lower(total_of, stage)
     batch = torch.randn(4, 8), torch.randn(4, 6)
-    one = tuple(t.repeat(MICRO, 1) for t in batch)
+    repeated = tuple(t.repeat(MICRO, 1) for t in batch)
     ranks = [(tuple(t.chunk(2)[r].repeat(MICRO, 1) for t in batch),) for r in range(2)]
     new, _ = lowered.lockstep(state, ranks)
-    wanted, _ = step_with(total_of)(state, one)
+    wanted, _ = step_with(total_of)(state, repeated)
     for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(wanted)):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_scale_moves_before_the_reduction_only_for_a_sum():
-    """Momentum alone: scaling the part costs a rank less than scaling the whole."""
+def test_a_scale_moves_before_the_reduction_only_if_reductions_are_merged():
+    """Without a merge, it is cheaper to scale the shard than the whole gradient."""
 
     def alone(grads, state):
         return {k: 0.9 * state["m"][k] + 0.1 * g for k, g in grads[0].items()}
@@ -164,8 +167,8 @@ def test_a_scale_moves_before_the_reduction_only_for_a_sum():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_is_rounded_for_the_wire_is_the_sum(stage):
-    """Gradients that are born in bf16 are added up in fp32, as the step says."""
+def test_the_sum_of_gradients_is_rounded_for_the_wire_and_not_the_terms(stage):
+    """The step casts gradients to fp32 and adds them. Only their sum is cast to bf16 for the message."""
 
     def half(state, batch):
         def loss(params, x, y):

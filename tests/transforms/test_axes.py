@@ -1,4 +1,4 @@
-"""Schedules of random programs over several mesh axes: the step's own collectives stay as they were, and every bit too."""
+"""Schedules of random programs over several mesh axes keep the step's own collectives in order, and change no bit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import ztrans as zt
 from tests.support.parallel import TP, Parallel, parallel, parallel_steps
 from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
+from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 from ztrans.ir.operations import is_matmul
-from ztrans.ir.user_collectives import is_users
 from ztrans.planning.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
@@ -33,7 +33,7 @@ SIZES = st.sampled_from([0, 40, 200, 1000, 10**6])
 
 @st.composite
 def schedules(draw) -> tuple[zt.Transform, ...]:
-    """overlap_grads, prefetch or both, in any order, with random limits."""
+    """`overlap_grads`, `prefetch` or both, in any order, with random limits."""
     bucket = draw(st.one_of(st.just("auto"), SIZES))
     between = draw(st.sampled_from([None, 1, 2, 8]))
     flight = st.one_of(st.none(), SIZES)
@@ -58,7 +58,7 @@ def lower(traced: zt.Traced, *transforms: zt.Transform) -> zt.Lowered:
 
 
 def results(step: Parallel, lowered: zt.Lowered) -> list[list[torch.Tensor]]:
-    """The outputs of every rank, from weights of their own on each rank of tp and a batch for each of host and dp."""
+    """The outputs of every rank. Each rank of tp has its own weights, each rank of host and dp its own batch."""
     places = coordinates(lowered.graph.mesh)
     parts = [scatter(lowered.graph, pytree.tree_leaves(step.state(tp))) for tp in range(TP)]
     batch = [step.batch(at.get("host", 0) * 8 + at["dp"]) for at in places]
@@ -66,7 +66,7 @@ def results(step: Parallel, lowered: zt.Lowered) -> list[list[torch.Tensor]]:
 
 
 def own(graph: Graph) -> list[str]:
-    """The step's own collectives and what they read, as text, in order."""
+    """The step's own collectives with their arguments, as text, in order."""
     return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_users(e)]
 
 
@@ -85,15 +85,15 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step,
     within_what_was_asked(graph, transforms)
     for a, b in zip(results(step, plain), results(step, planned), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    # What a rank lowers depends on nothing that differs between ranks, or between runs: not on where objects lie.
-    again = lower(trace(step), first, *transforms)
-    assert str(again) == str(planned)
-    assert lanes(again.graph) == lanes(graph)
+    # Lowering is deterministic. It depends on nothing that differs between ranks or runs, such as addresses of objects.
+    second = lower(trace(step), first, *transforms)
+    assert str(second) == str(planned)
+    assert lanes(second.graph) == lanes(graph)
 
 
 @pytest.mark.parametrize("norms", ["none", "each", "global"])
 def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
-    """Updates of the last layer run where gathers of other layers start and are waited for."""
+    """Updates of the last layer run between the gathers of other layers."""
     step = parallel(("column_row",) * 5 + ("linear",), frozenset(), micro=1, norms=norms)
     transforms = (zt.overlap_grads(max_in_flight=0), zt.prefetch(memory=1 << 30, max_in_flight=200))
     planned = lower(trace(step), shard(MESHES[0], reshard="always"), *transforms)
@@ -114,16 +114,16 @@ def test_delayed_weight_gradients_change_no_bit(step, stage, most):
 
 
 def lanes(graph: Graph) -> dict[str, list[str]]:
-    """What each communicator is given, in order."""
-    found: dict[str, list[str]] = {}
+    """The collectives of each lane, as text, in order."""
+    messages: dict[str, list[str]] = {}
     for e in graph.eqns:
         if is_start(e) or (is_users(e) and "wait" not in str(e.op)):
-            found.setdefault(lane(e), []).append(str((e.op, e.ins)))
-    return found
+            messages.setdefault(lane(e), []).append(str((e.op, e.ins)))
+    return messages
 
 
 def each_future_is_waited_for_once(graph: Graph) -> None:
-    """`check` says so of ours; here it is said again, from the text alone, and of the step's own."""
+    """As `check` verifies for our collectives; here it is checked independently, and for the step's own too."""
     waited: Counter = Counter()
     started = {}
     for e in graph.eqns:
@@ -137,9 +137,9 @@ def each_future_is_waited_for_once(graph: Graph) -> None:
 
 
 def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
-    made = {out: e for e in graph.eqns for out in e.outs}
-    # Over the replicated axis a reduction follows another, whatever was asked.
-    reductions = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and made[e.ins[0]].op is not WAIT]
+    producer = {out: e for e in graph.eqns for out in e.outs}
+    # A reduction over the replicated axis follows another reduction at once, whatever the limits are.
+    reductions = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and producer[e.ins[0]].op is not WAIT]
     gathers = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
     for t in transforms:
         starts = {"overlap_grads": reductions, "prefetch": gathers}.get(t.name)
@@ -157,12 +157,12 @@ def size(values) -> int:
 
 
 def in_flight(graph: Graph, e: Eqn) -> list[int]:
-    """Bytes of each member: a gather's as it is received, where a dim that the ranks do not divide is padded."""
+    """The bytes of each member while it is in flight. A gather receives padded shards."""
     return [buffer_bytes(e, k, graph.axes) if e.op is ALL_GATHER else size([v]) for k, v in enumerate(e.outs)]
 
 
 def under_way(graph: Graph, starts: list[Eqn]) -> int:
-    """The most bytes of `starts` that are under way beside an operation."""
+    """The most bytes of `starts` that are under way while an operation runs."""
     now, most = {}, 0
     for e in graph.eqns:
         if e in starts:
@@ -175,21 +175,21 @@ def under_way(graph: Graph, starts: list[Eqn]) -> int:
 
 
 def matmuls_between(graph: Graph, reductions: list[Eqn]) -> int:
-    """The most matmuls between two reductions, where a gradient was born between them that could have gone alone."""
-    passed, made, starts = 0, {}, []
+    """The most matmuls between two reductions. Only gaps in which a gradient is born count."""
+    passed, births_at, starts = 0, {}, []
     for e in graph.eqns:
         passed += is_matmul(e)
-        made.update(dict.fromkeys(e.outs, passed))
+        births_at.update(dict.fromkeys(e.outs, passed))
         if e in reductions:
             starts.append(passed)
-    births = {made[v] for e in reductions for v in e.ins}
+    births = {births_at[v] for e in reductions for v in e.ins}
     starts = [min(births, default=0), *starts]
     return max((b - a for a, b in pairwise(starts) if any(a < birth < b for birth in births)), default=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_steps_own_collectives_in_the_update_keep_their_order_though_updates_run_early(stage):
-    """Gradients come last layer first, norms over tensor parallelism are summed first layer first."""
+def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
+    """Gradients are born from the last layer to the first; the step's collectives go from the first to the last."""
 
     def step(state, x):
         def loss(params):
@@ -207,11 +207,11 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order_though_updates
     plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
     assert own(zt.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
     sums = [e for e in planned.graph.eqns if is_users(e)]
-    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), "on parts"
+    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), "they run on shards"
 
 
 def megatron(group: str) -> Callable:
-    """Two layers, cut over the tensor-parallel group of this rank."""
+    """A step with two layers, which are cut over the tensor-parallel group of this rank."""
 
     class Summed(torch.autograd.Function):
         @staticmethod
@@ -235,8 +235,8 @@ def megatron(group: str) -> Callable:
 
 @pytest.mark.parametrize("mesh", MESHES[::2])
 def test_every_rank_hands_each_communicator_the_same_messages(mesh):
-    """Ranks that lower for themselves, on real meshes with groups of their own, cannot wait for one another forever."""
-    world, seen = torch.Size(mesh.values()).numel(), []
+    """Each rank lowers its own program on a real mesh. With different orders the ranks would wait for ever."""
+    world, lowerings = torch.Size(mesh.values()).numel(), []
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
@@ -245,8 +245,8 @@ def test_every_rank_hands_each_communicator_the_same_messages(mesh):
             chained = zt.chain(zt.shard_params(device, **hosts), zt.overlap_grads(), zt.prefetch())
             state = {"up0": torch.ones(4, 6), "down0": torch.ones(6, 4), "up1": torch.ones(4, 6), "down1": torch.ones(6, 4)}
             lowered = chained(megatron(device.get_group("tp").group_name)).lower(state, torch.ones(3, 4))
-            seen.append((str(lowered), lanes(lowered.graph), lowered.plan))
+            lowerings.append((str(lowered), lanes(lowered.graph), lowered.plan))
         finally:
             dist.destroy_process_group()
-    assert all(other == seen[0] for other in seen)
-    assert len(seen[0][1]) == 3 + ("host" in mesh)
+    assert all(lowering == lowerings[0] for lowering in lowerings)
+    assert len(lowerings[0][1]) == 3 + ("host" in mesh)

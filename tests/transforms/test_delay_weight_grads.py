@@ -1,4 +1,4 @@
-"""delay_weight_grads: what a collective of the step's own does not need runs while it travels."""
+"""`delay_weight_grads`: matmuls of weight gradients run while a collective of the step itself is under way."""
 
 from collections import Counter
 
@@ -11,9 +11,9 @@ import ztrans as zt
 from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, slices
+from ztrans.ir.collectives.user_collectives import is_users, is_wait
 from ztrans.ir.graph import Graph
 from ztrans.ir.operations import is_matmul
-from ztrans.ir.user_collectives import is_users, is_wait
 from ztrans.planning.formulate import formulate
 from ztrans.planning.program_order import skeleton
 
@@ -38,40 +38,40 @@ def lower(*transforms):
     return zt.chain(*transforms)(step).lower({k: torch.zeros(s) for k, s in shapes.items()}, torch.zeros(8, 4))
 
 
-def beside(graph: Graph) -> list[int]:
-    """The matmuls that run beside each of the step's own collectives of backward."""
-    found, count = [], None
+def matmuls_during_collectives(graph: Graph) -> list[int]:
+    """For each of the step's own collectives in backward, how many matmuls run between its start and its wait."""
+    counts, count = [], None
     for e in graph.eqns:
         if is_wait(e) and count is not None:
-            found.append(count)
+            counts.append(count)
             count = None
         elif is_users(e) and not is_wait(e) and e.region == "backward":
             count = 0
         elif count is not None:
             count += is_matmul(e)
-    return found
+    return counts
 
 
-def test_diff(golden):
+def test_the_difference_prints(golden):
     assert zt.diff(lower(SHARD), lower(SHARD, zt.delay_weight_grads())) == golden
 
 
-def test_as_many_as_were_asked_for_run_beside_each_collective():
-    """Each layer makes two weight gradients. Of the first layer nobody wants its input's gradient."""
-    assert beside(lower(SHARD).graph) == [0, 0]
-    assert beside(lower(SHARD, zt.delay_weight_grads(most=1)).graph) == [1, 1]
-    assert beside(lower(SHARD, zt.delay_weight_grads()).graph) == [2, 2]
-    assert beside(lower(SHARD, *ALL, zt.delay_weight_grads()).graph) == [2, 2]
+def test_at_most_the_given_number_of_matmuls_runs_during_each_collective():
+    """Each layer has two weight gradients. The first layer has no collective, as its input needs no gradient."""
+    assert matmuls_during_collectives(lower(SHARD).graph) == [0, 0]
+    assert matmuls_during_collectives(lower(SHARD, zt.delay_weight_grads(most=1)).graph) == [1, 1]
+    assert matmuls_during_collectives(lower(SHARD, zt.delay_weight_grads()).graph) == [2, 2]
+    assert matmuls_during_collectives(lower(SHARD, *ALL, zt.delay_weight_grads()).graph) == [2, 2]
 
 
-def test_only_the_order_changes():
+def test_only_the_order_of_equations_changes():
     before, after = lower(SHARD).graph, zt.check(lower(SHARD, zt.delay_weight_grads()).graph)
     text = [Counter(str((e.op, e.args, e.outs)) for e in g.eqns) for g in (before, after)]
     assert text[0] == text[1] and str(before) != str(after)
 
 
-def test_a_gradient_that_more_than_views_and_casts_read_stays():
-    """Of weights that two products share, gradients are summed where they are made."""
+def test_a_gradient_that_an_operation_reads_stays_in_place():
+    """As of a weight that two products share: the sum of its two gradients reads them."""
 
     def step(state, x):
         def loss(params):
@@ -84,10 +84,10 @@ def test_a_gradient_that_more_than_views_and_casts_read_stays():
 
     state = {k: torch.zeros(4, 4) for k in ("in", "w")}
     lowered = [zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4)) for more in ((), (zt.delay_weight_grads(),))]
-    assert [beside(x.graph) for x in lowered] == [[0], [0]]
+    assert [matmuls_during_collectives(x.graph) for x in lowered] == [[0], [0]]
 
 
-def test_a_step_with_no_collectives_of_its_own_stays_as_it_is():
+def test_a_step_without_collectives_of_its_own_does_not_change():
     case = CASES["gpt_adam"]
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
     before, after = (zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *more)(case.step).lower(*args).graph.eqns
@@ -95,14 +95,14 @@ def test_a_step_with_no_collectives_of_its_own_stays_as_it_is():
     assert list(map(str, before)) == list(map(str, after))
 
 
-def test_it_stands_anywhere_in_a_chain():
+def test_the_transform_may_be_anywhere_in_a_chain():
     chain = [SHARD, *ALL]
     orders = [[*chain[:k], zt.delay_weight_grads(), *chain[k:]] for k in range(len(chain) + 1)]
     assert len({str(lower(*order)).split("\n", 1)[1] for order in orders}) == 1
 
 
-def test_it_commutes_with_remat():
-    """What is made again for a matmul alone is made where that now is."""
+def test_the_transform_commutes_with_remat():
+    """An activation that is recomputed for a delayed matmul is recomputed just before it."""
     remat, delay = zt.remat(at_least=0), zt.delay_weight_grads()
     a, b = lower(SHARD, remat, delay), lower(SHARD, delay, remat)
     assert list(map(str, a.graph.eqns)) == list(map(str, b.graph.eqns))
@@ -110,21 +110,21 @@ def test_it_commutes_with_remat():
     eqns = a.graph.eqns
     gelus = [k for k, e in enumerate(eqns) if e.outs[0].name.startswith("gelu") and ".again" in e.outs[0].name]
     assert len(gelus) == LAYERS and all(eqns[k].outs[0] in eqns[k + 1].ins for k in gelus)
-    assert beside(a.graph) == [2, 2]
+    assert matmuls_during_collectives(a.graph) == [2, 2]
 
 
-def test_a_plan_counts_what_is_hidden_once():
-    """A collective of the step's own stands still where it is waited for as long as it has not come by then."""
+def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
+    """At the wait for one of the step's own collectives, compute stalls only for the time that is not hidden."""
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
     posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
-    assert [len(p.others) for p in posed] == [len(beside(before.graph))] * 2 or all(p.others for p in posed)
+    assert [len(p.others) for p in posed] == [len(matmuls_during_collectives(before.graph))] * 2 or all(p.others for p in posed)
     for lowered in (before, after):
         least, _ = lowered.timeline().bound
         assert least <= lowered.timeline().seconds
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, "two"])
-def test_nonsense_is_refused(most):
+def test_a_wrong_number_of_matmuls_is_refused(most):
     with pytest.raises(ValueError, match=f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1."):
         zt.delay_weight_grads(most=most)

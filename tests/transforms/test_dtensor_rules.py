@@ -1,4 +1,4 @@
-"""DTensor's rules, asked one equation at a time, with no process group."""
+"""DTensor's sharding rules for single equations, without a process group."""
 
 import pytest
 import torch
@@ -23,15 +23,15 @@ def var(*shape: int, layout=()) -> Var:
 W, S = var(12, 6, layout=CUT), var()
 
 
-def test_elementwise_operations_follow_their_parts():
+def test_elementwise_operations_run_on_shards():
     assert ask(aten.add.Tensor, W, W) == ([CUT, CUT], [CUT])
     assert ask(aten.mul.Tensor, W, 2.0) == ([CUT], [CUT])
     assert ask(aten.mul.Tensor, W, S) == ([CUT, ()], [CUT])
-    assert ask(aten.add.Tensor, W, var(12, 6)) == ([CUT, CUT], [CUT])  # a whole value is cut, which moves nothing
+    assert ask(aten.add.Tensor, W, var(12, 6)) == ([CUT, CUT], [CUT])  # a whole value is cut without a message
     assert ask(aten._to_copy.default, W, dtype=torch.bfloat16) == ([CUT], [CUT])
 
 
-def test_uneven_parts_and_parts_that_are_empty():
+def test_elementwise_operations_run_on_uneven_and_empty_shards():
     for rows in (1, 3, 7):
         v = var(rows, layout=CUT)
         assert ask(aten.addcdiv.default, v, v, v, value=0.1, size=8) == ([CUT] * 3, [CUT])
@@ -45,38 +45,38 @@ def test_dims_may_be_counted_from_the_end(op):
     assert ask(op, W, 0) == ask(op, W, -2) == ([()], [()])
 
 
-def test_views_that_dtensor_does_not_know_are_of_the_whole_value():
+def test_views_that_dtensor_does_not_know_run_on_whole_values():
     assert ask(aten.unfold.default, var(12, layout=CUT), 0, 3, 1) == ([()], [()])
 
 
-def test_matmuls_of_parts():
+def test_a_matmul_of_shards_gathers_one_operand():
     wanted, given = ask(aten.mm.default, W, var(6, 12, layout=(Split("dp", 1),)))
     assert given == [CUT] and wanted[0] == CUT and wanted[1] == ()
     assert ask(aten.t.default, W) == ([CUT], [(Split("dp", 1),)])
 
 
-def test_sums_and_norms_are_terms():
+def test_sums_and_norms_of_shards_are_terms():
     assert ask(aten.sum.default, W) == ([CUT], [TERMS])
     assert ask(aten.linalg_vector_norm.default, W) == ([CUT], [(Partial("dp", "norm2.0"),)])
     assert ask(aten.add.Tensor, var(layout=TERMS), var(layout=TERMS)) == ([TERMS, TERMS], [TERMS])
 
 
-def test_norms():
+def test_norms_of_shards_are_combined_only_by_their_kind():
     norm, of = aten.linalg_vector_norm.default, lambda op: [(Partial("dp", op),)]
     assert ask(norm, W, float("inf"))[1] == of("max") and ask(norm, W, 1)[1] == of("norm1.0")
     assert ask(norm, W, 2, [1], True) == ([CUT], [CUT]) and ask(norm, W, 2, [0], True)[1] == of("norm2.0")
     terms = var(layout=(Partial("dp", "norm2.0"),))
-    assert ask(aten.stack.default, [terms, terms])[1] == of("norm2.0"), "as clip_grad_norm_ does with all norms"
+    assert ask(aten.stack.default, [terms, terms])[1] == of("norm2.0"), "clip_grad_norm_ stacks all norms"
     for op, *args in (
         (aten.stack.default, [terms, S]),
         (norm, var(3, layout=terms.layout)),
         (aten.mul.Tensor, terms, 2.0),
     ):
         wanted, given = ask(op, *args)
-        assert not any(wanted) and given == [()], "only together can norms be reduced, or read"
+        assert not any(wanted) and given == [()], "a term of a norm must be reduced before any other use"
 
 
-def test_reductions_along_a_dim():
+def test_reductions_along_a_dim_are_terms_only_along_the_cut_dim():
     assert ask(aten.sum.dim_IntList, W, [1]) == ([CUT], [CUT])
     assert ask(aten.sum.dim_IntList, W, [0]) == ([CUT], [TERMS])
     assert ask(aten.mean.default, W)[1] == [(Partial("dp", "mean"),)]
@@ -85,7 +85,7 @@ def test_reductions_along_a_dim():
     assert ask(aten.mm.default, var(6, 12, layout=(Split("dp", 1),)), W)[1] == [TERMS]
 
 
-def test_terms_are_read_by_linear_operations_alone():
+def test_only_linear_operations_read_terms():
     terms = var(layout=TERMS)
     assert ask(aten.div.Tensor, terms, S) == ([TERMS, ()], [TERMS])
     assert ask(aten.mul.Tensor, terms, terms) == ([TERMS, ()], [TERMS]), "one factor is reduced"
@@ -93,23 +93,24 @@ def test_terms_are_read_by_linear_operations_alone():
     assert ask(aten.add.Tensor, terms, 1) == ([()], [()])
 
 
-def test_broadcasts_and_mixed_cuts():
+def test_a_broadcast_operand_becomes_whole_and_mixed_cuts_become_one():
     assert ask(aten.mul.Tensor, W, var(6)) == ([CUT, ()], [CUT])
     assert ask(aten.mul.Tensor, W, var(6, layout=CUT)) == ([CUT, ()], [CUT])
     assert ask(aten.add.Tensor, W, var(12, 6, layout=(Split("dp", 1),))) == ([CUT, CUT], [CUT])
 
 
-def test_what_lies_whole_needs_no_rule():
+def test_an_operation_on_whole_values_needs_no_rule():
     assert ask(aten.renorm.default, var(3, 4), 2, 0, 1.0) == ([()], [()])
 
 
-def test_what_sum_starts_from_keeps_terms():
+def test_adding_zero_to_terms_keeps_terms():
+    """Python's `sum` starts from zero."""
     assert ask(aten.add.Tensor, var(layout=TERMS), 0) == ([TERMS], [TERMS])
     assert ask(aten.add.Tensor, var(layout=TERMS), 0.0) == ([TERMS], [TERMS])
     assert ask(aten.add.Tensor, var(layout=(Partial("dp", "norm2.0"),)), 0)[1] == [(Partial("dp", "norm2.0"),)]
 
 
-def test_whole_values_are_not_spread_into_terms():
+def test_whole_values_do_not_become_terms():
     wanted, given = ask(aten.add.Tensor, var(layout=TERMS), S)
     assert not any(isinstance(p, Partial) for p in wanted[1])
     assert given == [()] and wanted == [(), ()]
@@ -125,13 +126,13 @@ def test_terms_of_a_sum_are_not_terms_of_a_mean():
     assert ask(aten.cat.default, [sums, sums]) == ([TERMS] * 2, [TERMS])
 
 
-def test_the_greatest_of_nothing():
-    """A part may be empty, and nothing has no greatest element: such values are made whole first."""
+def test_the_maximum_of_a_value_with_empty_shards_runs_on_the_whole_value():
+    """An empty shard has no maximum."""
     assert ask(aten.amax.default, W)[1] == [(Partial("dp", "max"),)]
     assert ask(aten.amax.default, var(3, layout=CUT)) == ([()], [()])
 
 
-def test_fused_optimizers_update_parts():
+def test_fused_optimizers_run_on_shards():
     wanted, given = ask(
         aten._fused_adamw.default, [W], [W], [W], [W], [], [S], outs=4,
         lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
@@ -148,28 +149,28 @@ def test_fused_optimizers_update_parts():
     assert adagrad == ([CUT] * 3 + [()], [CUT] * 3)
 
 
-def test_fused_optimizers_bring_all_to_the_layout_of_one():
-    whole, other = var(12, 6), var(12, 6, layout=(Split("dp", 1),))
+def test_fused_optimizers_use_one_layout_for_all_their_tensors():
+    whole, columns = var(12, 6), var(12, 6, layout=(Split("dp", 1),))
     terms = var(12, 6, layout=TERMS)
     how = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
     assert ask(aten._fused_adagrad.default, [whole], [terms], [W], [S], outs=3, **how) == ([CUT] * 3 + [()], [CUT] * 3)
-    assert ask(aten._fused_adagrad.default, [other], [W], [W], [S], outs=3, **how)[1] == [(Split("dp", 1),)] * 3
+    assert ask(aten._fused_adagrad.default, [columns], [W], [W], [S], outs=3, **how)[1] == [(Split("dp", 1),)] * 3
     assert ask(aten._fused_adagrad.default, [whole], [terms], [whole], [S], outs=3, **how)[0] == [()] * 4
 
 
-def test_flattening_uneven_parts_makes_them_whole():
+def test_flattening_uneven_shards_runs_on_the_whole_value():
     assert ask(aten.view.default, W, [72]) == ([CUT], [CUT])
     assert ask(aten.view.default, var(10, 6, layout=CUT), [60]) == ([()], [()])
 
 
-def test_what_dtensor_shards_otherwise_is_made_whole():
-    """It unbinds no dim that is cut, and puts no part of every block on a rank."""
+def test_layouts_that_ztrans_does_not_have_become_whole():
+    """DTensor does not unbind a cut dim, and would give each rank a part of every block when dims are merged."""
     assert ask(aten.unbind.int, var(2, 6, layout=CUT), outs=2, size=2) == ([()], [(), ()])
     blocks = var(2, 4, 3, layout=(Split("dp", 1),))
     assert ask(aten._unsafe_view.default, blocks, [8, 3], size=2) == ([()], [()])
 
 
-def test_parts_without_elements():
+def test_operations_that_fail_on_an_empty_shard_run_on_whole_values():
     v, none = var(4, 6, layout=CUT), var(0, 6, layout=CUT)
     whole, kept = ([()], [()]), ([CUT], [CUT])
     assert ask(aten._fft_r2c.default, v, [1], 0, True, size=3) == whole
@@ -180,14 +181,13 @@ def test_parts_without_elements():
     assert ask(aten.view.default, none, [0]) == whole and ask(aten.tanh.default, none) == kept
 
 
-def test_no_rule():
+def test_an_operation_without_a_rule_raises():
     with pytest.raises(NoRule, match="renorm"):
         ask(aten.renorm.default, W, 2, 0, 1.0)
 
 
-def test_truth_values_are_reduced_as_such():
-    """`all` holds where the least does, `any` where the greatest does, unless DTensor wants them whole (torch 2.14);
-    a product of numbers is made of whole values."""
+def test_all_and_any_are_reduced_as_minimum_and_maximum():
+    """Or they run on whole values, as DTensor wants in torch 2.14. A product always runs on whole values."""
 
     def truth(op):
         return rule(Eqn(op, (W,), (Var("o", torch.bool, ()),)), lambda v: v.layout, "dp", 4)

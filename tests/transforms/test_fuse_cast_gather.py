@@ -1,4 +1,4 @@
-"""fuse_cast_gather as text: the cast is done before the wire."""
+"""`fuse_cast_gather`: a gathered value that is only used in half precision is cast before it is sent."""
 
 import pytest
 import torch
@@ -11,21 +11,20 @@ from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import ALL_GATHER
 
 
-def test_program(golden):
+def test_the_program_prints(golden):
     assert str(lower(zt.fuse_cast_gather())) == golden
 
 
-def test_diff(golden):
+def test_the_difference_prints(golden):
     assert zt.diff(lower(), lower(zt.fuse_cast_gather())) == golden
 
 
-def test_all_four(golden):
+def test_the_program_of_all_four_transforms_prints(golden):
     assert str(lower(zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())) == golden
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_half_the_bytes(stage):
-    """All parameters are used in bf16: exactly half, with prefetch on, at every stage."""
+def test_parameters_that_are_used_in_bf16_cost_half_of_the_bytes(stage):
     both = [(zt.overlap_grads(), zt.prefetch()), (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())]
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage, reshard="always")
     plain, fused = (on_ranks(CASES["cast_inside"], 4, shard, *t).cost_analysis() for t in both)
@@ -34,7 +33,7 @@ def test_half_the_bytes(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_under_autocast_what_is_cast_is_fused_and_norms_stay(stage):
+def test_under_autocast_matrices_are_gathered_in_bf16_and_norms_in_fp32(stage):
     lowered = on_ranks(CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
     dtypes = {p: e.outs[0].dtype for e in lowered.graph.eqns if e.op is ALL_GATHER for p in e.provenance.paths}
     assert dtypes["params.blocks.0.qkv.weight"] == torch.bfloat16
@@ -46,7 +45,7 @@ def test_under_autocast_what_is_cast_is_fused_and_norms_stay(stage):
     [lambda w, h: w.t().to(h), lambda w, h: w.view(2, 4, 8).to(h).view(8, 8), lambda w, h: w.permute(1, 0).to(h).T],
     ids=["t", "view", "permute"],
 )
-def test_through_views(use):
+def test_a_cast_after_views_is_fused(use):
     def step(state, x):
         def loss(w):
             return (x.to(torch.bfloat16) @ use(w, torch.bfloat16)).float().square().mean()
@@ -62,8 +61,7 @@ def test_through_views(use):
     assert "cast(w" not in str(lowered)
 
 
-def test_mixed_uses_are_left_alone():
-    """Used once in bf16 and once in fp32: the gather stays fp32, which serves both."""
+def test_a_parameter_that_is_used_in_two_dtypes_is_gathered_in_fp32():
 
     def step(state, x):
         def loss(w):
@@ -84,8 +82,8 @@ def test_mixed_uses_are_left_alone():
     [lambda w: w[:, :4].to(torch.bfloat16).view(-1), lambda w: w[:1].expand(4, -1).to(torch.bfloat16).view(-1)],
     ids=["columns", "expanded"],
 )
-def test_a_cast_that_closes_gaps_stays(use):
-    """Of a view with gaps it makes a dense value, which is what the next view stands on."""
+def test_a_cast_of_a_view_with_gaps_stays(use):
+    """The cast makes a contiguous value, which the next view needs."""
 
     def step(state, x):
         grads, value = grad_and_value(lambda w: (use(w).float() * x.mean()).square().mean())(state["w"])
@@ -103,7 +101,7 @@ REAL, WIDE, COMPLEX, WHOLE = (
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.int64)
 )
 COMPLEX = COMPLEX * (1 + 2j)
-# How a leaf is used, and whether the cast may cross the views before it.
+# By name: the leaf, its use, and whether the cast may move before the views.
 VIEWS = {
     "bits": (REAL, lambda w: w.view(torch.int32).to(HALF).float() * 1e-9, False),
     "bits of half the size": (WHOLE, lambda w: w.view(torch.int32).to(torch.int16).float(), False),
@@ -121,7 +119,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_a_cast_crosses_only_views_that_keep_elements_and_dtype(name):
+def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):
     leaf, use, crosses = VIEWS[name]
 
     def step(state, x):

@@ -1,4 +1,4 @@
-"""Chains of matrix products in an update: whole where they contract over the cut dim more than once, and only there."""
+"""Chains of matrix products in an update run on whole values if they contract over the cut dim more than once."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (12, 12), "uneven": (7, 5)
 
 
 class Matrices(nn.Module):
-    """A model of matrices alone."""
+    """A model whose parameters are all matrices."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Matrices(nn.Module):
 
 
 def muon(clipped=False):
-    """A loop with PyTorch's Muon, and its model and optimizer."""
+    """A training loop with PyTorch's Muon, its model, and its optimizer."""
     model = Matrices()
     optimizer = optim.Muon(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -49,7 +49,7 @@ def batches(steps=3):
 
 
 def trained(ranks, stage, **how):
-    """The parameters after three steps in lock-step, and the program."""
+    """The parameters after three steps in lockstep, and the lowered step."""
     step, state = zt.lift(*muon(**how))
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
     lowered, state = sharded.lower(state, *slices(batches()[0], ranks)[0]), clone(state)
@@ -65,37 +65,37 @@ def of_update(lowered):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_muon_is_exact(stage, ranks):
-    """On parts it is 5.7e-2 from plain after three steps, with ten messages a matrix."""
+def test_muon_has_the_bits_of_stage_0_with_one_message_for_each_matrix(stage, ranks):
+    """On shards, it would need ten messages for each matrix, and would be off by 5.7e-2 after three steps."""
     loop_step, model, _ = muon()
     for batch in batches():
         loop_step(*batch)
     got, lowered = trained(ranks, stage)
     replicated, _ = trained(ranks, 0)
-    assert all(torch.equal(got[name], x) for name, x in replicated.items()), "the bits of stage 0"
+    assert all(torch.equal(got[name], x) for name, x in replicated.items()), "the bits must be those of stage 0"
     assert distance(got, dict(model.named_parameters())) < 1e-6
-    assert of_update(lowered) == {"all_gather": len(SHAPES)}, "what is multiplied is gathered, once, and nothing else"
+    assert of_update(lowered) == {"all_gather": len(SHAPES)}, "each matrix is gathered once, and nothing else is sent"
     for e in lowered.graph.eqns:
         if e.provenance and e.provenance.role == "update":
-            assert {v.dtype for v in e.ins} == {torch.bfloat16}, "in as few bytes as it has"
+            assert {v.dtype for v in e.ins} == {torch.bfloat16}, "it is gathered where it has the fewest bytes"
 
 
-def test_the_program_says_so():
+def test_a_note_names_the_updates_that_run_whole():
     text = str(trained(3, 3)[1])
     assert "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more " in text
     assert "gathered once, and they run whole on every rank\ndef loop_step(" in text
-    assert "# note" not in str(trained(3, 0)[1]), "at stage 0 everything is whole"
+    assert "# note" not in str(trained(3, 0)[1]), "at stage 0 every update runs on whole values anyway"
 
 
-def test_clipping_stays_a_scalar():
-    """The norm over all leaves is made of parts, as without Muon."""
+def test_clipping_with_muon_still_reduces_one_scalar():
+    """The norm over all leaves is computed from shards, as without Muon."""
     got, lowered = trained(3, 2, clipped=True)
     assert distance(got, trained(3, 0, clipped=True)[0]) < 1e-6
     assert of_update(lowered) == {"all_gather": len(SHAPES), "all_reduce": 1}
 
 
 def newton(a, steps=4):
-    """The inverse square root of a positive matrix, by products."""
+    """The inverse square root of a positive matrix, by Newton's iteration."""
     eye = torch.eye(a.shape[-1])
     y, z = a / a.norm(), eye
     for _ in range(steps):
@@ -105,25 +105,25 @@ def newton(a, steps=4):
 
 
 def preconditioned(p, g):
-    """Shampoo without memory: both sides, each a chain, meet at the gradient."""
+    """Shampoo without averages: the gradient is multiplied on both sides, each by a chain of products."""
     return p - 0.1 * newton(g @ g.mT + torch.eye(g.shape[-2])) @ g @ newton(g.mT @ g + torch.eye(g.shape[-1]))
 
 
 def low_rank(p, g):
-    """A projection and back: the factors have no dim that is cut."""
+    """A projection and its transpose, neither of which has the cut dim."""
     down = torch.ones(g.shape[-1], 2) / 3
     return p - 0.1 * (g @ down) @ down.mT
 
 
 def once(p, g):
-    """One product over the cut dim."""
+    """A single product over the cut dim."""
     return p - 0.1 * g @ (g.mT @ g)
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (6, 5, 4)], ids=[*SHAPES, "batched"])
 @pytest.mark.parametrize("update, chained", [(preconditioned, True), (low_rank, False), (once, False)])
-def test_chains_by_hand(update, chained, shape, ranks):
+def test_only_chains_over_the_cut_dim_run_whole(update, chained, shape, ranks):
     def step(state, x):
         grads, loss = grad_and_value(lambda s: (s["w"].square().sum() + s["w"].sum()) * x.mean())(state)
         return {"w": update(state["w"], grads["w"])}, loss
@@ -136,7 +136,7 @@ def test_chains_by_hand(update, chained, shape, ranks):
         wanted, _ = step(state, x)
         got, _ = lowered.lockstep(state, slices((x,), ranks))
     assert distance(got, wanted) <= 1e-12
-    batched = len(shape) > 2  # cut along its batch, no product needs another rank
+    batched = len(shape) > 2  # it is cut along the batch dim, so no product needs another rank
     assert bool(lowered.graph.notes) == (chained and not batched)
     if chained and not batched:
         assert of_update(lowered) == {"all_gather": 1}

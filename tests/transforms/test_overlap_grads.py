@@ -1,4 +1,4 @@
-"""overlap_grads as text: reductions start where gradients are born."""
+"""`overlap_grads`: reductions start as soon as their gradients are computed."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from tests.support.net import lower
-from tests.support.programs import CASES
+from tests.support.programs import CASES, mlp_momentum
 from tests.support.worlds import on_ranks, sharded
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
 from ztrans.ir.operations import is_matmul, is_view_or_cast
@@ -17,12 +17,12 @@ from ztrans.planning.cluster import Link
 from ztrans.planning.solver.validate import ScheduleError
 
 
-def test_program(golden):
-    """The casts of both gradients, which autograd runs last, are done where the matmuls are."""
+def test_the_program_prints(golden):
+    """Autograd casts both gradients at the end of backward. In the program each cast follows its matmul."""
     assert str(lower(zt.overlap_grads())) == golden
 
 
-def test_diff(golden):
+def test_the_difference_prints(golden):
     assert zt.diff(lower(), lower(zt.overlap_grads())) == golden
 
 
@@ -31,21 +31,21 @@ def test_every_reduction_starts_where_its_last_member_is_born(name):
     _, _, lowered = sharded(CASES[name], 4, steps=1, transforms=(zt.overlap_grads(),))
     eqns = lowered.graph.eqns
     at = {out: i for i, e in enumerate(eqns) for out in e.outs}
-    made = {out: e for e in eqns for out in e.outs}
+    producer = {out: e for e in eqns for out in e.outs}
     readers: dict = {}
     for e in eqns:
         for v in e.ins:
             readers.setdefault(v, []).append(e)
 
     def born(v):
-        while is_view_or_cast(made[v]) and len(readers[v]) == 1:
-            v = made[v].ins[0]
+        while is_view_or_cast(producer[v]) and len(readers[v]) == 1:
+            v = producer[v].ins[0]
         return at[v]
 
     for i, e in enumerate(eqns):
         if e.op is REDUCE_SCATTER and e.provenance.role == "grad":
             between = eqns[max(map(born, e.ins)) + 1 : i]
-            # Only views, casts, other collectives and updates that came in lie between a gradient's birth and its reduction.
+            # Only views, casts, other collectives and eager updates are between a gradient's birth and its reduction.
             moved = (is_view_or_cast(b) or b.provenance or str(b.op) == "wait" or b.region == "update" for b in between)
             assert all(moved), (name, e)
 
@@ -53,17 +53,17 @@ def test_every_reduction_starts_where_its_last_member_is_born(name):
 def test_the_size_of_a_bucket_can_be_given():
     def sizes(**options):
         _, _, lowered = sharded(CASES["gpt_adam"], 4, steps=1, transforms=(zt.overlap_grads(**options),))
-        found = [e for e in lowered.graph.eqns if e.op is REDUCE_SCATTER and e.provenance.role == "grad"]
-        return [sum(v.numel * v.dtype.itemsize for v in e.ins) for e in found], found  # in bytes
+        starts = [e for e in lowered.graph.eqns if e.op is REDUCE_SCATTER and e.provenance.role == "grad"]
+        return [sum(v.numel * v.dtype.itemsize for v in e.ins) for e in starts], starts  # in bytes
 
     assert all(len(e.ins) == 1 for e in sizes(bucket=0)[1]), "each gradient alone"
     for cap in (1000, 4000):
-        found, eqns = sizes(bucket=cap)
-        assert all(size <= cap or len(e.ins) == 1 for size, e in zip(found, eqns))
+        bytes_sent, eqns = sizes(bucket=cap)
+        assert all(size <= cap or len(e.ins) == 1 for size, e in zip(bytes_sent, eqns))
 
 
 def deep(layers: int, held: range = range(0)):
-    """A deep chain of matmuls, those of `held` frozen; and a state for it."""
+    """A step with a deep chain of matmuls, of which the layers `held` are frozen, and its state."""
 
     def step(state, x):
         def loss(free):
@@ -83,11 +83,11 @@ def deep(layers: int, held: range = range(0)):
     }
 
 
-SLOW_TO_START = zt.cluster("cpu", dp=Link("wire", 1.0, 1e15))  # every message costs a second: the fewer the better
+SLOW_TO_START = zt.cluster("cpu", dp=Link("wire", 1.0, 1e15))  # a latency of one second, so few messages are best
 
 
 def gaps(lowered) -> list[int]:
-    """Matmuls between the first gradient's birth, and the starts of its and the following reductions."""
+    """The matmuls from the first gradient's birth to the first reduction, and then between the following ones."""
     passed, births, starts = 0, {}, []
     for e in zt.check(lowered.graph).eqns:
         passed += is_matmul(e)
@@ -99,25 +99,25 @@ def gaps(lowered) -> list[int]:
 
 @pytest.mark.parametrize("most, fewest", [(8, 9), (4, 18), (2, 35)])
 @pytest.mark.parametrize("bucket", ["auto", 1 << 30])
-def test_at_most_so_many_matmuls_between_two_reductions(most, fewest, bucket):
-    """Gradients are born 36 times, two matmuls apart: one message for all were cheapest by far."""
+def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, fewest, bucket):
+    """There are 36 gradients, two matmuls apart. Without the limit, one message for all would be the cheapest."""
     step, state = deep(36)
     options = {"bucket": bucket} if most == 8 else {"bucket": bucket, "max_compute_between": most}
     transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(**options), zt.prefetch(memory=1 << 30))
     lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
     assert max(gaps(lowered)) <= most
-    assert fewest <= len(gaps(lowered)) <= fewest + 2, "and no more messages than that takes"
+    assert fewest <= len(gaps(lowered)) <= fewest + 2, "there are no more messages than the limit needs"
 
 
-def test_unbounded_one_message_is_the_cheapest():
+def test_without_a_limit_on_matmuls_one_message_is_the_cheapest():
     step, state = deep(36)
     overlap = zt.overlap_grads(max_compute_between=None)
     transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30))
     assert gaps(transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)) == [70]
 
 
-def test_where_nothing_was_reduced_no_reduction_is_asked_for():
-    """Layers 10 to 29 are frozen, so twenty backward passes of one matmul have no gradient to reduce."""
+def test_the_limit_on_matmuls_does_not_apply_where_nothing_is_reduced():
+    """Layers 10 to 29 are frozen. Their twenty matmuls in backward have no gradient to reduce."""
     step, state = deep(36, range(10, 30))
     transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(), zt.prefetch(memory=1 << 30))
     lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
@@ -126,17 +126,17 @@ def test_where_nothing_was_reduced_no_reduction_is_asked_for():
 
 
 @pytest.mark.parametrize("most", [1, 2, 8])
-def test_in_a_gpt_too(most):
+def test_the_limit_on_matmuls_holds_in_a_gpt(most):
     overlap = zt.overlap_grads(bucket=1 << 30, max_compute_between=most)
     shard, ahead = zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30)
     lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
-    assert max(gaps(lowered)) <= max(most, 2), "attention's own backward has two products between gradients"
+    assert max(gaps(lowered)) <= max(most, 2), "the backward of attention has two products between two gradients"
 
 
 @pytest.mark.parametrize("broken", ["realise", "validate"])
-def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkeypatch):
-    """Should a schedule be wrong after all: the program stays what it was, the plan says so, and it can be saved."""
-    case = CASES["mlp_momentum"]
+def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatch):
+    """If a bug makes the schedule invalid, the program does not change, a note says so, and the plan can be saved."""
+    case = mlp_momentum()  # lowered programs are kept by case, and no other test may be given this one
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     plain = on_ranks(case, 4, shard)
     if broken == "realise":
@@ -148,8 +148,8 @@ def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkey
     lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
     assert [str(e.outs) for e in zt.check(lowered.graph).eqns] == [str(e.outs) for e in plain.graph.eqns]
     (note,) = lowered.plan.notes
-    said = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]
-    assert note.startswith("an order was given up for the last valid one: ") and said in note and note in str(lowered.plan)
+    reason = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]
+    assert note.startswith("an order was not valid, so the last valid one is used: ") and reason in note and note in str(lowered.plan)
     monkeypatch.undo()
     assert str(lowered.planned(lowered.plan)) == str(lowered)
 
@@ -165,7 +165,7 @@ def test_an_order_that_is_none_is_given_up_for_the_one_as_written(broken, monkey
     ({"max_compute_between": True}, "overlap_grads: max_compute_between=True; it is a number of matmuls, at least 1, or None."),
     ({"update": "soon"}, "overlap_grads: update='soon'; use 'eager' or 'last'."),
 ])  # fmt: skip
-def test_nonsense_options(options, message):
+def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError) as caught:
         zt.overlap_grads(**options)
     assert str(caught.value) == message

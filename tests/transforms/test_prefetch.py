@@ -1,4 +1,4 @@
-"""prefetch as text: gathers start ahead of their use."""
+"""`prefetch`: gathers start before their values are used."""
 
 import pytest
 
@@ -10,33 +10,33 @@ from ztrans.ir.collectives import ALL_GATHER, WAIT
 from ztrans.planning.cluster import Link
 
 
-def test_program(golden):
+def test_the_program_prints(golden):
     assert str(lower(zt.prefetch())) == golden
 
 
-def test_diff(golden):
+def test_the_difference_prints(golden):
     assert zt.diff(lower(), lower(zt.prefetch())) == golden
 
 
 def ahead(lowered) -> int:
-    """Computations between the starts of gathers and their first waits."""
-    found, started = 0, {}
+    """How many computations run between the starts of gathers and their first waits, in total."""
+    total, started = 0, {}
     computed = 0
     for e in lowered.graph.eqns:
         if e.op is ALL_GATHER:
             started.update(dict.fromkeys(e.outs, (e, computed)))
         elif e.op is WAIT and e.args[0] in started:
             start, at = started[e.args[0]]
-            found += computed - at
+            total += computed - at
             for out in start.outs:
                 started.pop(out)
         else:
             computed += 1
-    return found
+    return total
 
 
-def test_a_slower_wire_is_started_on_earlier():
-    """Starts are as late as hides the transfer: what is ahead depends on the link, and on the bytes allowed."""
+def test_gathers_over_a_slower_link_start_earlier():
+    """A gather starts as late as the transfer can still be hidden, within the bytes in flight that are allowed."""
     case = CASES["gpt_adam"]
     def depth(bandwidth, **options):
         machine = zt.cluster("cpu", dp=Link("wire", 0.0, bandwidth))
@@ -52,17 +52,17 @@ def test_a_slower_wire_is_started_on_earlier():
     ({"memory": True}, "prefetch: memory=True; it is a number of bytes, or 'auto'."),
     ({"max_in_flight": 1.5}, "prefetch: max_in_flight=1.5; it is a number of bytes, or None."),
 ])  # fmt: skip
-def test_nonsense_sizes(options, message):
+def test_wrong_sizes_are_refused(options, message):
     with pytest.raises(ValueError) as caught:
         zt.prefetch(**options)
     assert str(caught.value) == message
 
 
-def test_a_budget_below_what_the_step_needs_says_what_it_needs():
+def test_the_error_of_a_small_budget_says_what_the_step_needs():
     case = CASES["gpt_adam"]
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     with pytest.raises(ValueError, match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes") as caught:
         on_ranks(case, 4, shard, zt.prefetch(memory=1000))
     needs = int(str(caught.value).split("order: ")[1].split()[0])
-    assert "programs.py:" in str(caught.value), "the lines that hold it"
+    assert "programs.py:" in str(caught.value), "the error names the user's lines that hold the memory"
     assert on_ranks(case, 4, shard, zt.prefetch(memory=needs)).memory_analysis().peak <= needs

@@ -1,4 +1,4 @@
-"""remat: cheap values are made again in backward; the bits stay, the peak falls."""
+"""`remat`: backward computes cheap values again; no bit changes, and the peak falls."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from tests.support.programs import CASES
+from tests.support.programs import CASES, gpt_adam
 from tests.support.worlds import ALL, batches, sharded, slices
 from ztrans.ir.graph import is_random
 from ztrans.ir.printer import op_name
@@ -34,43 +34,43 @@ def lower(*transforms):
     return zt.chain(*transforms)(step).lower(state, (torch.zeros(4, 8), torch.zeros(4, 4)))
 
 
-def test_diff(golden):
+def test_the_difference_prints(golden):
     assert zt.diff(lower(), lower(EVERY)) == golden
 
 
-def made_again(graph) -> list[str]:
+def recomputed(graph) -> list[str]:
     return [v.name for e in graph.eqns for v in e.outs if v is not None and ".again" in v.name]
 
 
-def test_small_values_are_kept():
-    assert made_again(lower(EVERY).graph)
-    assert not made_again(lower(zt.remat()).graph), "all of them are smaller than 64 KiB"
+def test_small_values_are_not_recomputed():
+    assert recomputed(lower(EVERY).graph)
+    assert not recomputed(lower(zt.remat()).graph), "all of them are smaller than 64 KiB"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_same_bits_and_no_higher_peak(name):
-    """In every program: nothing dear is repeated, nothing random, and the peak does not rise."""
-    before, said, a = sharded(CASES[name], 2, steps=2, transforms=())
-    after, says, b = sharded(CASES[name], 2, steps=2, transforms=(EVERY,))
-    assert all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves((before, said)), pytree.tree_leaves((after, says))))
+def test_no_bit_changes_and_the_peak_does_not_rise(name):
+    """No matmul, attention, convolution, lookup or random draw is repeated."""
+    before, outputs, a = sharded(CASES[name], 2, steps=2, transforms=())
+    after, remat_outputs, b = sharded(CASES[name], 2, steps=2, transforms=(EVERY,))
+    assert all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves((before, outputs)), pytree.tree_leaves((after, remat_outputs))))
     assert b.memory_analysis().peak <= a.memory_analysis().peak
     for op in {e.op for e in a.graph.eqns}:
         if is_random(op) or any(word in str(op) for word in ("mm", "attention", "conv", "embedding")):
             assert sum(e.op is op for e in a.graph.eqns) == sum(e.op is op for e in b.graph.eqns), op
 
 
-def test_it_takes_activations_off_the_peak_of_a_gpt():
-    """Of each block gelu, both norms, and the attention's result in the order of the next product."""
-    case = CASES["gpt_adam"]
+def test_remat_lowers_the_peak_of_a_gpt():
+    """In each block it recomputes gelu, both norms, and the reordered result of attention."""
+    case = gpt_adam(layers=2)
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
-    kept, made = (zt.chain(SHARD, *more, *ALL)(case.step).lower(*args) for more in ((), (EVERY,)))
-    again = Counter(op_name(e.op) for e in made.graph.eqns if any(v and ".again" in v.name for v in e.outs))
-    assert (again["gelu"], again["native_layer_norm"]) == (2, 5) and set(again) == {"gelu", "native_layer_norm", "view"}
-    assert made.memory_analysis().peak < 0.8 * kept.memory_analysis().peak
+    kept, remat = (zt.chain(SHARD, *more, *ALL)(case.step).lower(*args) for more in ((), (EVERY,)))
+    repeated = Counter(op_name(e.op) for e in remat.graph.eqns if any(v and ".again" in v.name for v in e.outs))
+    assert (repeated["gelu"], repeated["native_layer_norm"]) == (2, 5) and set(repeated) == {"gelu", "native_layer_norm", "view"}
+    assert remat.memory_analysis().peak < 0.8 * kept.memory_analysis().peak
 
 
 @pytest.mark.parametrize("name", ["gpt_adam", "autocast"])
-def test_it_stands_anywhere_in_a_chain(name):
+def test_remat_may_be_anywhere_in_a_chain(name):
     case = CASES[name]
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
     chain = [SHARD, *ALL]
@@ -80,7 +80,7 @@ def test_it_stands_anywhere_in_a_chain(name):
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "64k"])
-def test_nonsense_sizes(size):
+def test_wrong_sizes_are_refused(size):
     with pytest.raises(ValueError) as caught:
         zt.remat(at_least=size)
     assert str(caught.value) == f"remat: at_least={size!r}; it is a number of bytes."

@@ -1,4 +1,4 @@
-"""Rules held against numbers: an operation on parts, put together, is the operation on whole values."""
+"""Sharding rules are right: an operation on shards, with its results joined, equals the operation on whole values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 RANKS = 3
 SHAPES = [(5,), (3,), (6, 4), (4, 3), (4, 3, 5)]
 
-# By operation: its arguments for a tensor and one of its dims, which may be counted from the end.
+# For operations along a dim: their arguments for a tensor and a dim, which may be negative.
 ALONG = {
     **dict.fromkeys(
         [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
@@ -53,7 +53,7 @@ ALONG = {
     aten.slice_scatter.default: lambda x, d: (x, x.narrow(d, 0, 2), d, 1, 3),
 }  # fmt: skip
 
-# By operation: its arguments for a tensor.
+# For all other operations: their arguments for a tensor.
 WHOLE = {
     **dict.fromkeys(
         [aten.squeeze.default, aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.std.default,
@@ -82,8 +82,8 @@ WHOLE = {
 }  # fmt: skip
 
 
-def questions(op: Any) -> Iterator[tuple]:
-    """Arguments of an operation, for tensors of several shapes, and along each of their dims."""
+def arguments(op: Any) -> Iterator[tuple]:
+    """Arguments of an operation for tensors of several shapes, and for each of their dims."""
     for shape in SHAPES:
         x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
         dims = range(-x.ndim, x.ndim) if op in ALONG else [None]
@@ -106,7 +106,7 @@ def cut(x: torch.Tensor, layout: tuple, rank: int) -> torch.Tensor:
 
 
 def on_rank(eqn: Eqn, inputs: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """What an equation gives on the parts of one rank, as it is run there."""
+    """The results of an equation on the shards of one rank."""
     local, values = localize(eqn, {"dp": RANKS}, {"dp": rank}), dict(zip(eqn.ins, inputs))
     return tensors(local.op(*substitute(local.args, values.__getitem__)))
 
@@ -125,23 +125,23 @@ def joined(parts: list[torch.Tensor], layout: tuple) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("op", [*ALONG, *WHOLE], ids=str)
-def test_parts_put_together_are_the_whole(op):
-    asked = 0
-    for args in questions(op):
-        given = tensors(args)
+def test_joined_results_of_shards_equal_the_result_of_the_whole(op):
+    sharded = 0
+    for args in arguments(op):
+        inputs = tensors(args)
         results = tensors(op(*args))
-        for dims in product(*([None, *range(x.ndim)] for x in given)):
+        for dims in product(*([None, *range(x.ndim)] for x in inputs)):
             layouts = [() if dim is None else (Split("dp", dim),) for dim in dims]
-            values = [Var(f"v{k}", x.dtype, tuple(x.shape), at) for k, (x, at) in enumerate(zip(given, layouts))]
+            values = [Var(f"v{k}", x.dtype, tuple(x.shape), at) for k, (x, at) in enumerate(zip(inputs, layouts))]
             outs = tuple(Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results))
             try:
-                wanted, lie = rule(Eqn(op, replaced(args, iter(values)), outs), lambda v: v.layout, "dp", RANKS)
+                wanted, given = rule(Eqn(op, replaced(args, iter(values)), outs), lambda v: v.layout, "dp", RANKS)
             except NoRule:
-                continue  # such an update is refused
+                continue  # shard_params refuses such an update
             assert not any(isinstance(how, Partial) for layout in wanted for how in layout)
-            eqn = Eqn(op, replaced(args, iter(values)), tuple(replace(v, layout=at) for v, at in zip(outs, lie)))
-            every = [on_rank(eqn, [cut(x, at, rank) for x, at in zip(given, wanted)], rank) for rank in range(RANKS)]
-            for whole, layout, parts in zip(results, lie, zip(*every), strict=True):
+            eqn = Eqn(op, replaced(args, iter(values)), tuple(replace(v, layout=at) for v, at in zip(outs, given)))
+            by_rank = [on_rank(eqn, [cut(x, at, rank) for x, at in zip(inputs, wanted)], rank) for rank in range(RANKS)]
+            for whole, layout, parts in zip(results, given, zip(*by_rank), strict=True):
                 torch.testing.assert_close(joined(list(parts), layout).to(whole.dtype), whole)
-            asked += any(dim is not None for dim in dims)
-    assert asked, "it has a rule"
+            sharded += any(dim is not None for dim in dims)
+    assert sharded, "the operation must have a rule for some layout"

@@ -1,4 +1,4 @@
-"""shard_params as text: where gathers, reductions and shards are, by stage."""
+"""`shard_params`: where a program gathers, reduces and computes on shards, by stage."""
 
 import pytest
 import torch
@@ -14,24 +14,24 @@ def starts(graph, op, role=None):
     return [e for e in graph.eqns if e.op is op and role in (None, e.provenance.role)]
 
 
-def test_trace(golden):
+def test_the_traced_program_prints(golden):
     assert str(lower().history[0][1]) == golden
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_stage(stage, golden):
+def test_the_program_of_a_stage_prints(stage, golden):
     assert str(lower(stage=stage)) == golden
 
 
 def test_stage_1_accumulates_unsharded(golden):
-    """Two micro-batches: the sum of the whole gradients is reduced, not the gradients."""
+    """With two micro-batches, the whole gradients are added, and only their sum is reduced."""
     assert str(lower(stage=1, fn=accumulate)) == golden
     for stage, reductions in ((0, 2), (1, 2), (2, 4), (3, 4)):
         graph = lower(stage=stage, fn=accumulate).graph
         assert sum(is_start(e) and e.provenance.role == "grad" for e in graph.eqns) == reductions
 
 
-def test_hierarchy(golden):
+def test_the_program_with_a_replicate_axis_prints(golden):
     assert str(lower(mesh=zt.AbstractMesh(host=2, dp=2), replicate_axis="host")) == golden
 
 
@@ -44,15 +44,15 @@ def test_stage_3_gathers_again_in_backward():
     assert regions == {
         "params.up": ["forward"],
         "params.down": ["forward", "backward"],
-    }  # dx of the input is not needed
+    }  # the gradient of the input is not needed, so backward does not use `up`
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tied_weights_are_gathered_and_reduced_once(stage):
     _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
     for op, role, most in ((ALL_GATHER, "param", 2 if stage == 3 else 1), (REDUCE_SCATTER, "grad", 1)):
-        found = [e for e in starts(lowered.graph, op, role) if "params.tokens.weight" in e.provenance.paths]
-        assert 1 <= len(found) <= most
+        messages = [e for e in starts(lowered.graph, op, role) if "params.tokens.weight" in e.provenance.paths]
+        assert 1 <= len(messages) <= most
 
 
 def test_frozen_parameters_are_not_reduced():
@@ -70,8 +70,8 @@ def test_clipping_by_the_global_norm_costs_one_scalar():
     assert lowered.cost_analysis().over("dp", "update") == 4 * 4 * 2 * 3 // 4
 
 
-def test_every_gradient_is_found_whatever_the_update():
-    """PyTorch's passes guess, and find none once the optimizer is in the graph."""
+def test_every_gradient_is_reduced_whatever_the_optimizer():
+    """PyTorch's own passes recognise gradients by patterns, and find none if the optimizer is in the graph."""
     for name in ("gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "accumulation", "sam", "weight_penalty"):
         _, _, lowered = sharded(CASES[name], 4, steps=1)
         trained = {v.name for v in lowered.graph.inputs if v.name.startswith("params.")}
@@ -87,8 +87,8 @@ def test_the_update_runs_on_shards_only():
                 assert all(o.split or o.numel <= 30 for o in e.outs if o is not None and len(o.shape) > 1), e
 
 
-def test_peak_falls_with_the_stage():
-    """State is world times smaller from stage 1 on, and so is what each stage no longer holds."""
+def test_the_peak_falls_with_the_stage():
+    """From stage 1 on each rank holds a fourth of the state."""
     peaks = {}
     for stage in (0, 1, 2, 3):
         _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
@@ -101,8 +101,8 @@ def test_peak_falls_with_the_stage():
     assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]
 
 
-def test_complex_gradients_cross_whole_beside_a_reduce_dtype():
-    """Cast to a real dtype they would lose their imaginary part."""
+def test_reduce_dtype_does_not_apply_to_complex_gradients():
+    """A cast to a real dtype would drop their imaginary part."""
     wanted, _, _ = sharded(CASES["complex_weights"], 2, steps=2)
     state, _, lowered = sharded(CASES["complex_weights"], 2, steps=2, reduce_dtype=torch.bfloat16)
     assert distance(state, wanted) == 0

@@ -1,6 +1,6 @@
-"""The program of a train step: a typed, functional, straight-line graph, and what a transform of it needs.
+"""The program of a train step: a typed, functional, straight-line graph, and the tools to read and rewrite it.
 
-The names below are the public toolkit for transforms of one's own: the data (`Graph`, `Eqn`, `Var`), the layouts
+The names below are public. With them a user writes a transform: the data (`Graph`, `Eqn`, `Var`), the layouts
 (`Split`, `Partial`), the collectives (`all_gather`, `reduce`, `wait`), and functions that read and rewrite a program.
 """
 

@@ -1,7 +1,7 @@
-"""The state of PyTorch around a call: what a trace depends on, and where a program cannot run.
+"""PyTorch's global state around a call: the settings that a trace depends on, and the modes that no program runs in.
 
-A step is traced under the caller's autocast, default dtype and default device, so a program holds for these alone. It
-contains every cast that autocast inserted, and runs without autocast.
+A step is traced under the caller's autocast, default dtype and default device, and its program is valid for these
+only. The program contains every cast that autocast inserted, and runs without autocast.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 
 @functools.cache
 def _devices() -> tuple[str, ...]:
-    """The types of device on this machine that have an autocast of their own."""
+    """The types of the devices of this machine; autocast is set for each of them."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def ambient() -> dict[str, Any]:
-    """The parts of PyTorch's own state on which a trace depends, by name."""
+    """The settings of PyTorch on which a trace depends, by name."""
     casts = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()}
     return {
         **{f"autocast on {device}": dtype for device, dtype in casts.items()},
@@ -39,7 +39,7 @@ def ambient() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Turn autocast off inside: a program contains the casts of the caller's autocast already."""
+    """Turn autocast off inside the context: a program already contains the casts of the caller's autocast."""
     with contextlib.ExitStack() as off:
         for device in _devices():
             if torch.is_autocast_enabled(device):
@@ -48,8 +48,24 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def having(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of `owner` have other values inside."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage inside: each collection would walk the growing graph, which makes tracing quadratic."""
+    """Collect no garbage inside the context.
+
+    Each collection would walk the growing graph, and the time of a trace would be quadratic in its length.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -60,27 +76,24 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_inside(name: str, arguments: Any) -> None:
-    """Refuse to run the program `name` inside of a transform of PyTorch that would have to see into it.
+    """Refuse to run the program `name` inside a transform of PyTorch, which cannot see the operations of a program.
 
-    Raises: TypeError inside of torch.func's transforms, forward-mode differentiation, or another trace.
+    Raises: TypeError inside a transform of torch.func, forward-mode differentiation, or another trace.
     """
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise TypeError(
             f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
-            f"Apply torch.func.{kind} inside the step, or to the function that the step was made of."
+            f"Apply torch.func.{kind} inside the step, or to the function of the step."
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, pytree.tree_leaves(arguments))):
+    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise TypeError(
             f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
-            f"Use torch.func.jvp inside the step, or on the function that the step was made of."
+            f"Use torch.func.jvp inside the step, or on the function of the step."
         )
     if get_proxy_mode() is not None:
         raise TypeError(
             f"{name}: called while another step is traced.\n"
-            f"Call the function that this step was made of, and apply its transforms to the outer step."
+            f"Call the function of this step instead, and apply its transforms to the outer step."
         )
-
-
-def _has_tangent(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None

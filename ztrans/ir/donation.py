@@ -1,8 +1,8 @@
 """Donation: which equations may write their result over an argument that nothing reads any more.
 
-The state of a step is donated: the caller gives its storage away. So elementwise updates of the state are done in
-place. So are those of temporaries, where an argument fills its storage, is read for the last time by the equation, and
-is not read by a collective under way.
+The caller of a step gives the storage of the state away, so an elementwise update of the state runs in place. An
+operation on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and
+no collective that is under way reads it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import torch
 
 from .collectives import pair, rules
-from .graph import Eqn, Graph, Var
+from .graph import Eqn, Graph, Var, is_random
 from .liveness import liveness
 from .write_order import first_write
 
-Written = list[tuple[Var, Var | None]]  # arguments that are written, each with the result that takes its place
+Written = list[tuple[Var, Var | None]]  # arguments that are overwritten, each with the result that replaces it
 
 
 @dataclass(frozen=True)
 class Donation:
-    """Which equations write over their arguments, and what that means for storages.
+    """Which equations write over their arguments, and how long each storage is then needed.
 
     Attributes:
-        twins: by equation, the operation that writes in place, where there is one.
-        last: as in `Liveness`, with results that took the storage of an argument.
-        owner: by value, the first value that had its storage.
-        read: by storage, the index of the last equation during which a collective still reads it.
+        twins: for each equation that writes in place, the operation that does so.
+        last: as in `Liveness`; a storage lives on in a result that took it over.
+        owner: for each value, the first value that had its storage.
+        read: for each storage, the index of the last equation during which a collective still reads it.
     """
 
     twins: dict[Eqn, Any]
@@ -55,7 +55,7 @@ def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
 
 
 class _Storages:
-    """The owner of each storage, and until when it is needed, while results take the storage of arguments."""
+    """The owner of each storage and the last equation that needs it, while results take over storages of arguments."""
 
     def __init__(self, graph: Graph) -> None:
         live = liveness(graph)
@@ -73,17 +73,17 @@ class _Storages:
         return v
 
     def may_write(self, place: int, e: Eqn, written: Written) -> bool:
-        """Whether no one else needs the storages that an equation would write."""
+        """Whether nothing else needs the storages that an equation would write."""
         owners = [self.owner(v) for v, _ in written]
         return self._are_apart(e, written, owners) and all(self._is_free(place, v) for v in owners)
 
     def _are_apart(self, e: Eqn, written: Written, owners: Sequence[Var]) -> bool:
-        """Whether the written arguments fill storages of their own, which no other argument shares."""
+        """Whether each written argument fills a storage of its own, which no other argument shares."""
         distinct = len(set(owners)) == len(owners) and all(v in self.filling for v, _ in written)
         return distinct and not any(self.owner(v) in owners for v in _others(e, written))
 
     def _is_free(self, place: int, storage: Var) -> bool:
-        """Whether the equation at `place` is the last that needs a storage, collectives included."""
+        """Whether the equation at `place` is the last that needs a storage, and no collective still reads it."""
         dies = self.last[storage] == place and self.read.get(storage, -1) < place
         return dies and (place >= self.writes_from or storage not in self.state)
 
@@ -95,19 +95,30 @@ class _Storages:
                 self.taken[result] = self.owner(target)
 
     def pass_by(self, e: Eqn, released: int | None) -> None:
-        """Note the results of an equation, and its arguments if it is a collective that reads them until `released`."""
+        """Note that an equation has run. If it is a collective, it reads its arguments until equation `released`."""
         if released is not None:
             for owner in map(self.owner, e.ins):
                 self.read[owner] = max(released, self.read.get(owner, -1))
-        if not rules(e).shares(e):
+        if not rules(e).shares(e) and not is_constant(e):
             self.filling.update(out for out in e.results if not out.future)
 
 
-def _let_go(graph: Graph) -> dict[Eqn, int]:
-    """By the start of each collective, the index of the equation up to which its members are read.
+_SMALL = 16 << 10  # bytes of a constant that is kept from step to step
 
-    A GPU packs them while what follows runs, until the next start or the next first wait. The user's own collectives
-    read theirs until they are waited for. Members that are sent from their own storage are alive until then anyway.
+
+def is_constant(e: Eqn) -> bool:
+    """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
+    if e.ins or not isinstance(e.op, torch._ops.OpOverload) or is_random(e.op) or len(e.results) != 1:
+        return False
+    return e.out.numel * e.out.dtype.itemsize <= _SMALL and not e.out.layout
+
+
+def _let_go(graph: Graph) -> dict[Eqn, int]:
+    """For the start of each collective, the index of the equation until which it reads its members.
+
+    A GPU packs them while the following equations run, until the next start or the next first wait. The user's own
+    collectives read theirs until they are waited for. Members that are sent from their own storage live until the wait
+    in any case.
     """
     started = pair(graph, own=True).starts.values()
     packed = [s for s in started if rules(s.start).packs]
@@ -117,9 +128,9 @@ def _let_go(graph: Graph) -> dict[Eqn, int]:
 
 
 def _fits(e: Eqn, written: Written) -> bool:
-    """Whether every written argument has the type of its result, and lies on the same device.
+    """Whether every written argument has the type and the device of its result.
 
-    Of several scalars one may lie on a CPU and another, and with it the result, on a GPU.
+    The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
     scalars = len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
     return bool(written) and not scalars and all(_alike(v, out) for v, out in written)
@@ -135,7 +146,7 @@ def _alike(v: Var, out: Var | None) -> bool:
 
 
 def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
-    """The ways to write over arguments: the operation that does so, and what it writes."""
+    """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
     if twin is not None:
         yield twin, _written(e, twin)
@@ -147,7 +158,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
 
 @functools.cache
 def in_place(op: Any) -> Any:
-    """The in-place twin of an elementwise operation, or of a fused optimizer's update; None where there is none."""
+    """The in-place twin of an elementwise operation or of a fused optimizer's update, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
     namespace, name = op._schema.name.split("::")
@@ -157,19 +168,19 @@ def in_place(op: Any) -> Any:
     return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
 
 
-# Each row of their results needs only that row of their arguments, and is written after that row was read.
+# Each row of the result depends on the same row of the arguments only, and is written after that row was read.
 _BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
 
 
 @functools.cache
 def _into(op: Any) -> tuple[Any, str] | None:
-    """The form with `out=` of an operation that may write where it reads, and the name of that argument."""
+    """For an operation that may write over an argument while it reads it: its form with `out=`, and that keyword."""
     if not isinstance(op, torch._ops.OpOverload) or not (torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = getattr(getattr(torch.ops, op._schema.name.split("::")[0]), op._schema.name.split("::")[1])
     forms = [getattr(packet, name) for name in packet.overloads()]
-    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # generated ones copy a new result
+    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # generated forms allocate a result and copy
         *given, last = form._schema.arguments or [None]
         if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == signature:
             return form, last.name
@@ -178,7 +189,7 @@ def _into(op: Any) -> tuple[Any, str] | None:
 
 @functools.cache
 def onto(op: Any, place: int) -> Callable:
-    """`op` as a function that writes its result over argument number `place`, where all its arguments are contiguous.
+    """`op` as a function that writes its result over argument number `place`, if all its arguments are contiguous.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
@@ -188,20 +199,22 @@ def onto(op: Any, place: int) -> Callable:
     if target is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
+    tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
-            return form(*args, **kwargs, **{out: args[place]})
-        return op(*args, **kwargs)
+        for k in tensors:
+            if not args[k].is_contiguous():
+                return op(*args, **kwargs)
+        return form(*args, **kwargs, **{out: args[place]})
 
     over.__name__ = f"{op._schema.name.split('::')[1]}_over"
     return over
 
 
 def _written(e: Eqn, twin: Any) -> Written:
-    """The arguments that the in-place twin writes, each with the result that takes its place."""
+    """The arguments that the in-place twin writes, each with the result that replaces it."""
     pairs = updated(e, twin)
-    # A fused optimizer writes its gradients only to unscale them, which no step asks of it here.
+    # A fused optimizer writes its gradients only to unscale them, which it does only if `grad_scale` is given.
     return pairs[:1] + pairs[2:] if _declared(twin)[0] and e.kwargs.get("grad_scale") is None else pairs
 
 

@@ -3,10 +3,13 @@
     graph  ::=  inputs eqn* outputs          eqn  ::=  var, ... = op(arg, ..., key=arg)
     var    ::=  name: dtype[shape]           arg  ::=  var | literal | list of args
 
-A `Var` is bound once. Its shape is global, and its layout says which part of it each rank holds:
-`f32[32@dp,16]` is split along dim 0 over the ranks of dp, `f32[]{sum@dp}` is a sum of one term on each rank of dp,
-`f32[4,16]` is whole on every rank, and `f32[4,16]!` is a future, which was started and not yet waited for.
-Everything here is frozen. A pass is a function from one `Graph` to another.
+A pass is a function from one frozen `Graph` to another. A `Var` is bound once. Its shape is global, and its layout says
+which part of it each rank holds:
+
+    f32[32@dp,16]     split along dim 0 over the ranks of dp
+    f32[]{sum@dp}     one term of a sum on each rank of dp
+    f32[4,16]         whole on every rank
+    f32[4,16]!        a future: the result of a collective that was started and not yet waited for
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .relations import grouped
 from .source import Source
 
-if TYPE_CHECKING:  # the rules of primitives are about equations, so their module imports this one
+if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
     from .collectives.interface import Rules
 
 Region = Literal["forward", "backward", "update"]
@@ -36,7 +40,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Split:
-    """Dim `dim` is cut over mesh axis `axis`, in rank order (see `layout.chunk`)."""
+    """Dim `dim` is split over the ranks of mesh axis `axis`, in rank order (see `layout.chunk`)."""
 
     axis: str
     dim: int = 0
@@ -44,7 +48,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank of `axis` holds one term; the value is their `op` (sum, mean, max, min, norm2...)."""
+    """Each rank of `axis` holds one term; the value is the `op` of all terms (sum, mean, max, min, norm2...)."""
 
     axis: str
     op: str
@@ -81,7 +85,7 @@ class Var:
 
     @property
     def split(self) -> Split | None:
-        """The first split of the value over the mesh; None if it has none."""
+        """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
 
     def __repr__(self) -> str:
@@ -90,7 +94,7 @@ class Var:
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """An operation of ztrans, which is none of PyTorch's, and its rules (see `collectives`)."""
+    """An operation of ztrans, which PyTorch does not have, and its rules (see `collectives`)."""
 
     name: str
     rules: Rules
@@ -101,10 +105,10 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Why a collective exists: its role, the state leaves that it serves, and its mesh axis.
+    """Why a collective exists: its role, the leaves of the state that it is for, and its mesh axis.
 
-    `again` marks a gather of a value that an earlier one gathered. With "auto" a plan may keep the earlier value
-    instead; with "always" the earlier value must be dropped.
+    `again` marks a regather, of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
+    value instead; with "always" the earlier value must be dropped.
     """
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
@@ -115,15 +119,14 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Order:
-    """A scheduling hint, which planning follows.
+    """A hint for the scheduler. A transform sets it; planning follows it.
 
     Attributes:
-        place: "birth" moves an equation right after the last of its arguments is computed. "gather" lets a collective
-            start early. "reduce" lets the wait for a collective come late.
-        in_flight: bytes that may be started and not yet waited for.
-        bucket: bytes that a bucket may hold.
-        between: matmuls that may run between two starts.
-        update: whether updates run as soon as they can, or last.
+        place: "birth" moves an equation up to its last argument. "gather" moves a start up, "reduce" a wait down.
+        in_flight: the greatest number of bytes that are started and not yet waited for.
+        bucket: the greatest number of bytes in a bucket.
+        between: the greatest number of matmuls between two starts.
+        update: "eager" runs updates as soon as they can run; "last" runs them at the end.
     """
 
     place: Literal["birth", "gather", "reduce"]
@@ -135,7 +138,7 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Eqn:
-    """One equation, `outs = op(*args, **kwargs)`, and where it came from."""
+    """One equation, `outs = op(*args, **kwargs)`, with its region and the user's line."""
 
     op: torch._ops.OpOverload | Primitive
     args: tuple
@@ -148,17 +151,17 @@ class Eqn:
 
     @functools.cached_property
     def ins(self) -> tuple[Var, ...]:
-        """The variables read, in order, repeats included."""
+        """The variables that it reads, in order, repeats included."""
         return (*variables(self.args), *variables(self.kwargs))
 
     @functools.cached_property
     def results(self) -> tuple[Var, ...]:
-        """The variables bound, in order; `outs` also has None for results that are no tensors."""
+        """The variables that it binds, in order. `outs` also has None for each result that is no tensor."""
         return tuple(out for out in self.outs if out is not None)
 
     @property
     def out(self) -> Var:
-        """The variable bound by an equation that binds one, or the first of several."""
+        """The variable that it binds, or the first of several."""
         return self.results[0]
 
     def replace(self, **changes: Any) -> Eqn:
@@ -172,10 +175,10 @@ class Graph:
     Attributes:
         batch: the inputs that differ from rank to rank.
         mesh: the axes of the mesh and their sizes.
-        history: the transforms that were applied.
+        history: the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
-        budget: the bytes that may be live on a rank, where `prefetch(memory=...)` set them.
-        notes: what a transform did beyond what its name says.
+        budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
+        notes: remarks of transforms on what they did, which print with the program.
     """
 
     name: str
@@ -199,7 +202,7 @@ class Graph:
         return dict(self.mesh)
 
     def __str__(self) -> str:
-        from .printer import program  # it prints graphs, so it imports this module
+        from .printer import program  # imported here, because the printer imports this module
 
         return program(self)
 
@@ -229,7 +232,7 @@ class Names:
 
 
 def variables(tree: Any) -> Iterator[Var]:
-    """Every `Var` in nested lists, tuples and dicts."""
+    """Every `Var` in nested lists, tuples and dicts, in order."""
     if isinstance(tree, Var):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -252,27 +255,23 @@ def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
 
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
-    """By variable, the equation that binds it."""
+    """The equation that binds each variable."""
     return {out: eqn for eqn in eqns for out in eqn.results}
 
 
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
-    """By variable, the equations that read it, in program order, each once."""
-    readers: dict[Var, list[Eqn]] = {}
-    for eqn in graph.eqns:
-        for var in dict.fromkeys(eqn.ins):
-            readers.setdefault(var, []).append(eqn)
-    return readers
+    """The equations that read each variable, in program order, each once."""
+    return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
 
 
 @functools.cache
 def is_random(op: Any) -> bool:
-    """Whether `op` draws random numbers: an effect, kept in order and never duplicated."""
+    """Whether `op` draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def dce(graph: Graph) -> Graph:
-    """Drop the equations whose results nobody reads; random draws stay, for their effect."""
+    """Drop the equations whose results are never read. Random draws stay, for their effect."""
     live = set(variables(graph.outputs))
     kept = []
     for eqn in reversed(graph.eqns):
@@ -283,7 +282,7 @@ def dce(graph: Graph) -> Graph:
 
 
 def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
-    """Read `alias[v]` wherever the program reads `v`, following chains."""
+    """Let the program read `alias[v]` wherever it reads `v`. An alias of an alias is followed to its end."""
 
     def read(var: Var) -> Any:
         while isinstance(var, Var) and var in alias:

@@ -1,8 +1,8 @@
-"""The meaning of a program: its equations, one after the other, on plain tensors.
+"""The interpreter defines the meaning of a program: it runs the equations one after the other on plain tensors.
 
 `evaluate` runs a program on one rank. `lockstep` runs all ranks of a lowered program in one process, equation by
-equation, so that the result of eight ranks is known in milliseconds; collectives that the user's own step calls are
-part of it. Every transform is tested against this file. It knows nothing of processes, streams or buffers.
+equation, so it computes the result of eight ranks in milliseconds. It also runs the collectives that the user's own
+step calls. The tests compare every transform with this file, which uses no processes, streams or buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .ambient import refuse_inside, without_autocast
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
+from .relations import grouped
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
@@ -43,9 +44,10 @@ def coordinates(mesh: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
 def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """The outputs of every rank, from every rank's flat inputs, which are not changed.
 
-    Raises: ValueError when the number of ranks is not that of the mesh, or the step's own collective is
-        over a group that is none of its axes, or from one rank to another. TypeError inside of torch.func's
-        transforms.
+    Raises:
+        ValueError: the number of ranks is not that of the mesh, or a collective of the user's step is over a group
+            that is no axis of the mesh, or sends from one rank to another.
+        TypeError: it is called inside a transform of torch.func.
     """
     refuse_inside("lockstep", ranks)
     places = coordinates(graph.mesh)
@@ -87,7 +89,7 @@ def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tens
 
 
 def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The full flat state of which the ranks hold parts: the inverse of `scatter`."""
+    """The full flat state, joined from the parts of all ranks: the inverse of `scatter`."""
     places = coordinates(graph.mesh)
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
@@ -98,12 +100,10 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
 
 
 def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[int]]:
-    """The ranks that differ only along `axis`, each group in the order of the axis; single ranks for no axis."""
+    """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
     if axis is None:
         return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
-    groups: dict[tuple, list[int]] = {}
-    for rank, at in enumerate(places):
-        groups.setdefault(tuple((a, i) for a, i in at.items() if a != axis), []).append(rank)
-    return list(groups.values())
+    others = (tuple((a, i) for a, i in at.items() if a != axis) for at in places)
+    return list(grouped(zip(others, range(len(places)))).values())

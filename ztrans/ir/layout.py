@@ -1,15 +1,15 @@
-"""How a leaf of the state is cut over a mesh. No other module knows this.
+"""How a leaf of the state is cut over a mesh. Only this module computes it.
 
 A value that is split over n ranks is cut as `torch.chunk` and DTensor's `Shard` cut it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is
-padded to c rows; between steps nothing is padded. A leaf with fewer rows than half of the ranks is not cut.
+padded to c rows; between steps nothing is padded. A leaf whose rows are fewer than half of the ranks is not cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 class AbstractMesh:
     """A mesh of axes and their sizes, without devices, as `jax.sharding.AbstractMesh`.
 
-    It is enough to trace, lower, print and cost a program for any number of ranks on one machine.
+    With it, one machine can trace, lower and print a program for any number of ranks, and estimate its cost.
 
     >>> AbstractMesh(host=2, dp=4)
     AbstractMesh(host=2, dp=4)
@@ -54,7 +54,7 @@ def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
 
 
 def chunk(rows: int, size: int) -> int:
-    """Rows of a full part: ceil(rows / size).
+    """The number of rows of a full part: ceil(rows / size).
 
     >>> chunk(10, 4)
     3
@@ -65,8 +65,8 @@ def chunk(rows: int, size: int) -> int:
 def is_worth_cutting(rows: int, size: int) -> bool:
     """Whether a leaf with `rows` rows is cut over `size` ranks.
 
-    A leaf with fewer rows than half of the ranks is not: it would be gathered in a buffer of more than twice its
-    bytes, because each part is padded.
+    It is not if its rows are fewer than half of the ranks: each part is padded to a row, so a gather would need more
+    than twice the bytes of the leaf.
 
     >>> is_worth_cutting(10, 4), is_worth_cutting(2, 4), is_worth_cutting(1, 4)
     (True, True, False)
@@ -75,7 +75,7 @@ def is_worth_cutting(rows: int, size: int) -> bool:
 
 
 def part(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows of `rank`'s part.
+    """The first row and the number of rows of `rank`'s part.
 
     >>> [part(10, 4, r) for r in range(4)]
     [(0, 3), (3, 3), (6, 3), (9, 1)]
@@ -85,19 +85,19 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
-    """What `layout` says about `axis`; None when the value is whole there."""
+    """The part of `layout` that is about `axis`, or None if the value is whole on every rank of it."""
     return next((p for p in layout if p.axis == axis), None)
 
 
 def without(layout: Layout, axis: str) -> Layout:
-    """`layout` with nothing on `axis`."""
+    """`layout` without its part about `axis`."""
     return tuple(p for p in layout if p.axis != axis)
 
 
 def cut_over(var: Var, axis: str) -> Split:
-    """How `var` is cut over `axis`.
+    """The split of `var` over `axis`.
 
-    Raises: ValueError when it is not.
+    Raises: ValueError if it has none.
     """
     split = on_axis(var.layout, axis)
     if not isinstance(split, Split):
@@ -120,10 +120,9 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
 
 
 def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
-    """`eqn` with the sizes of this rank's parts among its arguments. In a program these sizes are global.
+    """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
 
-    `squeeze` is given the dims that it removes from the whole value, because a part may have a single row of a dim
-    that has more.
+    `squeeze` gets the dims that it removes from the whole value: a part may have a single row of a dim that has more.
     """
     out = eqn.outs[0]
     if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
@@ -156,8 +155,14 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
     return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
 
 
-def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None) -> DTensor:
-    """A full tensor as a DTensor. It is the same on every rank, or valid only on rank `source`, or meta."""
+def shard_leaf(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
+) -> torch.Tensor:
+    """A full tensor as a DTensor.
+
+    The full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor,
+    for which uninitialised memory is allocated.
+    """
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
     leaf, wanted, trained = leaf.detach(), placements(layout, mesh), leaf.requires_grad
@@ -166,7 +171,7 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
         else:  # without the copy, a leaf that is replicated would be the caller's own tensor
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        return _trained(distribute_tensor(leaf, mesh, wanted, src_data_rank=source), trained)
+        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
     local = leaf
     for split in layout:
         if isinstance(split, Split):
@@ -174,16 +179,11 @@ def shard_leaf(leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, 
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
     if leaf.is_meta:
         local = torch.empty(local.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-    else:  # a copy: the step writes its state in place, and must not write the caller's tensors
+    else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
         local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(leaf.shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
-    return _trained(dtensor, trained)
-
-
-def _trained(leaf: DTensor, trained: bool) -> DTensor:
-    leaf.requires_grad_(trained)
-    return leaf
+    whole = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
+    return whole.requires_grad_(trained)
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -191,10 +191,13 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
 
-def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A copy of a DTensor, of this mesh or another, in the given layout. Every rank must call it where that differs."""
+def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """A copy of a DTensor of this or another mesh, in the given layout.
+
+    If mesh or layout differ it communicates, so every rank must call it.
+    """
     if leaf.device_mesh != mesh:
         return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
     with torch.no_grad():
         moved = copied(leaf.redistribute(mesh, placements(layout, mesh)))
-    return _trained(cast(DTensor, moved), leaf.requires_grad)
+    return moved.requires_grad_(leaf.requires_grad)

@@ -1,8 +1,8 @@
 """Liveness: which values share storage, and how long each storage is needed.
 
-A view shares the storage of its argument. The value of a future may share the storage in which it was received. What
-a collective sends from its own storage is needed until its wait, and not only until its start. The storage of the
-state and of outputs is needed to the end.
+A view shares the storage of its argument. The value of a future may share the buffer in which it was received. If a
+collective sends a member from the member's own storage, that storage is needed until the wait. The storage of outputs,
+and so of the new state, is needed to the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Facts about PyTorch's operations: which are views, which are matrix products, and what computes them.
+"""Facts about PyTorch's operations: which are views, which are matrix products, and which function computes them.
 
-PyTorch's operations on fake tensors do not always lay out their results as the real operations do. For instance,
-batch norm of a transposed input returns a contiguous tensor, and a transposed one in a trace. A view that was possible
-in the trace may then need a copy (see `called`). A program is functional, so whether a view shares memory with its
-argument changes no value.
+On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
+transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may
+then need a copy when the program runs (see `called`). This changes no value: a program is functional, so it does not
+matter whether a view shares memory with its argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAZY = (aten._conj.default, aten._neg_view.default)
 
 
 def is_view(eqn: Eqn) -> bool:
-    """Whether the results share memory with the first argument."""
+    """Whether an equation is a view: its results share memory with its first argument."""
     return shows_argument(eqn.op)
 
 
@@ -36,8 +36,8 @@ def shows_argument(op: Any) -> bool:
 def rearranges(eqn: Eqn) -> bool:
     """Whether an equation is a view that shows the elements of its argument unchanged.
 
-    Such a view commutes with an operation that works on each element alone. A view of the same bytes as another dtype
-    does not, and neither does a view that negates or conjugates when it is read.
+    Such a view commutes with an elementwise operation. A view of the same bytes as another dtype does not, and neither
+    does a view that negates or conjugates when it is read.
     """
     same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
     return is_view(eqn) and same_dtype and eqn.op not in _LAZY
@@ -49,12 +49,12 @@ def is_view_or_cast(eqn: Eqn) -> bool:
 
 
 def is_matmul(eqn: Eqn) -> bool:
-    """Whether an equation is of the matmul class: products, convolutions, attention."""
+    """Whether an equation is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts."""
     return getattr(eqn.op, "overloadpacket", None) in flop_registry
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.view(dtype)`; of a contiguous copy of `x` where its strides allow no view.
+    """`x.view(dtype)`, of a contiguous copy of `x` if its strides allow no view.
 
     >>> bits(torch.ones(2, 4).t(), torch.float64).shape
     torch.Size([4, 1])
@@ -66,7 +66,7 @@ def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """`torch.view_as_complex(pairs)`; of a contiguous copy where the strides allow no view.
+    """`torch.view_as_complex(pairs)`, of a contiguous copy if the strides allow no view.
 
     >>> as_complex(torch.ones(2, 3).t())
     tensor([1.+1.j, 1.+1.j, 1.+1.j])
@@ -77,27 +77,21 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
         return aten.view_as_complex.default(pairs.contiguous())
 
 
-def reshape(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
-    """`x` in another shape; the strides of the result are its own."""
-    return aten.reshape.default(x, size)
-
-
 _CALLED: dict[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
-    aten._reshape_alias.default: reshape,
     aten.view.dtype: bits,
     aten.view_as_complex.default: as_complex,
 }
 
 
 def called(op: Any) -> Callable:
-    """A function that computes `op` for arguments of any strides."""
+    """A function that computes `op` for arguments with any strides."""
     return _CALLED.get(op, op)
 
 
 def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
-    """The results of an ordinary equation, computed from `values`: one for each of its `outs`."""
+    """Compute an equation of PyTorch's operations from `values`; return one result for each of its `outs`."""
     read = values.__getitem__
     returned = called(eqn.op)(*substitute(eqn.args, read), **substitute(eqn.kwargs, read))
     outs = returned if isinstance(returned, (tuple, list)) else (returned,)

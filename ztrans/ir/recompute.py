@@ -1,28 +1,29 @@
-"""recompute: backward computes values of forward once more, instead of reading values that were kept.
+"""recompute: let backward recompute values of forward, so that these need not be kept until then.
 
     a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
     ...                              -->    ...
     dw = mm(dy, a)                          a' = gelu(h); dw = mm(dy, a')
 
-A transform chooses the values (see `transforms.remat`), or the user does, by a checkpoint.
+A transform chooses the values (see `transforms.remat`), or the user does, by a selective checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
 from .liveness import liveness
+from .relations import reachable
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
-    """Let backward compute the values in `chosen` once more, where it first reads each of them.
+    """Let backward recompute the values in `chosen`, right before it first reads them.
 
     Args:
         graph: the program.
-        chosen: values of forward, each the owner of its storage. Views of them are computed with them. The copies
-            read copies in turn, where their arguments are in `chosen` too.
+        chosen: values of forward, each the owner of its storage. Their views are recomputed with them. If a chosen
+            value is computed from another one, its copy is computed from the copy of the other.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
     place = {e: i for i, e in enumerate(graph.eqns)}
@@ -30,18 +31,13 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 
-    def needed(v: Var) -> list[Eqn]:
-        """The equations of forward that compute `v`, in their order."""
-        equations, reads = set[Eqn](), [v]
-        while reads:
-            v = reads.pop()
-            if root[v] in chosen and v not in copies and makers[v].region == "forward" and makers[v] not in equations:
-                equations.add(makers[v])
-                reads += makers[v].ins
-        return sorted(equations, key=place.__getitem__)
+    def needed(values: Iterable[Var]) -> list[Eqn]:
+        """The equations of forward that must run again to compute those of some values which have no copies yet."""
+        equations = [makers[v] for v in values if root[v] in chosen and v not in copies]
+        return [e for e in equations if e.region == "forward"]
 
     def read(v: Var) -> Var:
-        for e in needed(v):
+        for e in sorted(reachable(needed([v]), lambda e: needed(e.ins)), key=place.__getitem__):
             copies.update(
                 (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
                 for out in e.results
@@ -62,12 +58,12 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
     """Recompute the values that selective checkpoints drop, matrix products included.
 
-    Random draws are kept. So is a value that the update or an output of the step reads anyway, and one that is read
-    outside of its checkpoint, because the next checkpoint begins with it.
+    Random draws are kept. So is a value that the update reads or the step returns, and one that is read outside of its
+    checkpoint, because the next checkpoint begins with it.
 
     Args:
         graph: the program.
-        checkpoint: by value, the number of the checkpoint that computes it.
+        checkpoint: for each value, the number of the checkpoint that computes it, or None.
         drops: the values that the checkpoints do not store.
     """
     makers, root = producers(graph.eqns), liveness(graph).root

@@ -1,4 +1,4 @@
-"""reshard: the equations that bring a value from one layout over an axis to another.
+"""reshard: the equations that change the layout of a value over one mesh axis.
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
@@ -21,7 +21,7 @@ from .source import Source
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What new equations get: their region, the user's line, fresh names and a provenance."""
+    """What the new equations have in common: their region, the user's line, a provenance, and a source of names."""
 
     region: Region
     source: Source | None
@@ -34,7 +34,7 @@ class Site:
 
 
 def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """Equations that lay `v` out as `to` over `axis`, and their result, called `name`."""
+    """The equations that lay `v` out as `to` over `axis`, and their result, which is called `name`."""
     have = on_axis(v.layout, axis)
     if have == to:
         return [], v
@@ -64,7 +64,7 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
 def reduced(
     v: Var, op: str, to: Split | None, axis: str, site: Site, name: str, dtype=None, result=None
 ) -> tuple[list[Eqn], Var]:
-    """Equations that reduce `v`, one term per rank of `axis`, to a whole value or to shards."""
+    """The equations that reduce `v`, of which each rank of `axis` has a term, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None
     start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
@@ -73,7 +73,7 @@ def reduced(
 
 
 def _norm(v: Var, p: float, to: Split | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """Combine the p-norms of parts: add up their p-th powers; for an infinite p take the greatest or least of them."""
+    """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
     aten = torch.ops.aten
     if p in (float("inf"), float("-inf")):
         return reduced(v, "max" if p > 0 else "min", to, axis, site, name)

@@ -1,9 +1,9 @@
-"""source: the user's line of an operation, and how it prints.
+"""source: find the user's line that an operation comes from, and print it.
 
-The user's frame is the innermost one on the stack whose code the user wrote: not torch's, not the standard
-library's, not ours, not installed, and not generated. Code that the user typed at a prompt, ran in a cell, or passed
-to `exec` has no file; Python gives it a name in angle brackets, as it does to generated code, so `is_users` tells
-the two apart.
+The user's frame is the innermost one on the stack whose code the user wrote. Code of torch, the standard library,
+ztrans or an installed package is not the user's, and neither is generated code. Code that was typed at a prompt, run in
+a cell, or passed to `exec` has no file. Python gives it a name in angle brackets, as it does to generated code;
+`is_users` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # ztrans; ops, a link in it, is its sibling
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # ztrans; ops is its sibling, linked into it
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
     for path in (
@@ -29,9 +29,9 @@ _LIBRARIES = tuple(
     )
 )
 
-# Names of code that a person typed: at the prompts of Python, IPython, IDLE and `code.interact`, and in a doctest.
+# File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
 _TYPED = re.compile(r"<(stdin|console|input|python-input|ipython-input|pyshell|doctest)\b")
-_TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-")  # IPython in a terminal puts the number of the cell into the name
+_TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-")  # in a terminal, IPython names a cell by its number
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class Source:
 
     @property
     def where(self) -> str:
-        """The line as error messages give it, with the whole path."""
+        """The line as an error message gives it, with the whole path."""
         return f"{_cell(self.file) or self.file}:{self.line} in {self.function}"
 
 
 def where(source: Source | None, otherwise: str = "an unknown line") -> str:
-    """A line as error messages give it, or `otherwise` where it is not known."""
+    """A line as an error message gives it, or `otherwise` if the line is unknown."""
     return source.where if source else otherwise
 
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file of code is torch's, the standard library's, ours, or was installed."""
+    """Whether a file of code belongs to torch, the standard library, ztrans or an installed package."""
     installed = "site-packages" in file or "dist-packages" in file
     return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
 
@@ -79,7 +79,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def user_source(depth: int = 1) -> Source | None:
-    """The innermost line of the user, `depth` frames up or higher; None when no frame is the user's."""
+    """The innermost line of the user's code, at least `depth` frames up the stack, or None."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         if is_users(frame):
@@ -92,16 +92,16 @@ def user_source(depth: int = 1) -> Source | None:
 def _is_executed(frame: FrameType) -> bool:
     """Whether code named `<string>` was passed to `exec` by the user.
 
-    A method that `dataclasses` generates is the exception, and code that a library runs among its own variables.
+    It was not if `dataclasses` generated it, or if a library runs it with the library's own global variables.
     """
     generated = frame.f_code.co_qualname.startswith("__create_fn__")
     return not generated and not is_library(frame.f_globals.get("__file__") or "<string>")
 
 
 def _cell(file: str) -> str:
-    """The cell that a file of code is, as `In[5]`; empty for other files.
+    """The notebook cell that a file of code stands for, as `In[5]`; empty for any other file.
 
-    A notebook names each cell after a temporary file, so only the running shell of IPython knows its number.
+    A notebook names each cell after a temporary file; only the running shell of IPython knows the number of the cell.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = shell.compile.format_code_name(file) if shell is not None else None

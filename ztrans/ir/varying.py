@@ -1,8 +1,8 @@
-"""Invariant and varying values: which values differ from rank to rank, and over which axes.
+"""Invariant and varying values: which values differ from rank to rank, and over which mesh axes.
 
-The batch varies. So does whatever depends on it and whatever draws random numbers. State does
-not, and neither does a gradient for an invariant value, or what `pmean` and `psum` reduced: those
-are reduced over the axes that they name. This is JAX's `check_vma`, worked out from the program.
+The batch varies, and so does every value that depends on it, and every random draw. The state is invariant. So is the
+gradient of an invariant value, because it will be reduced, and the result of a `pmean` or `psum` over its axis. JAX
+checks the same property by `check_vma`; here it is derived from the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INVARIANT: frozenset[str] = frozenset()
 
 
 def varying(graph: Graph, axes: Sequence[str]) -> Varying:
-    """The axes of `axes` over which each value differs; a value that is missing is invariant."""
+    """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
     over: Varying = {var: frozenset(axes) for var in graph.batch}
     for eqn in graph.eqns:
         drawn = is_random(eqn.op) and not _on_shards(eqn, over)
@@ -28,5 +28,8 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
 
 
 def _on_shards(eqn: Eqn, over: Varying) -> bool:
-    """Whether an equation draws for the update, in the shape of an invariant value, each rank for its own part."""
+    """Whether an equation of the update draws in the shape of an invariant value.
+
+    Each rank then draws for its own part of that value, so the draws together are one invariant value.
+    """
     return eqn.region == "update" and any(v.shape for v in eqn.ins) and not any(v in over for v in eqn.ins)

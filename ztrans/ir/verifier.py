@@ -1,4 +1,4 @@
-"""verifier: whether a program is well formed. Every program that a transform or a plan returns is checked."""
+"""verifier: check that a program is well formed, as is done for every program that a transform or a plan returns."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from .graph import Eqn, Graph, Var, variables
 
 
 class ProgramError(ValueError):
-    """A program is not well formed: the transform or the plan that returned it is wrong."""
+    """A program is not well formed, which is a mistake of the transform or the plan that returned it."""
 
 
 def check(graph: Graph) -> Graph:
     """Verify that a program is well formed, and return it.
 
-    Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else
-    reads it. Every collective has a provenance, over an axis of the mesh. Members and results of a collective
-    agree in number and shape. The state comes back with the types that it had.
+    Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
+    it. Every collective has a provenance, and its axis is one of the mesh. Members and results of a collective agree in
+    number and shape. Every leaf of the state is returned with the type that it had.
 
     Raises: ProgramError that names the equation.
     """
@@ -39,9 +39,9 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
-def _wrong(what: str, at: Eqn | None) -> ProgramError:
+def _wrong(problem: str, at: Eqn | None) -> ProgramError:
     where = f"at {', '.join(map(str, at.outs))} = {at.op} [{at.source}]" if at is not None else "at the inputs"
-    return ProgramError(f"{what}, {where}")
+    return ProgramError(f"{problem}, {where}")
 
 
 def _bind(var: Var, bound: set[Var], names: set[str], waited: dict[Var, bool], at: Eqn | None) -> None:
@@ -86,9 +86,9 @@ def _check_state(graph: Graph) -> None:
 
 
 def check_interface(before: Graph, after: Graph) -> None:
-    """Verify that a rewritten program takes and returns what the one before did; layouts may differ.
+    """Verify that a rewritten program has the inputs and outputs that it had before; layouts may differ.
 
-    Raises: ProgramError that names the input, or says how many outputs there are.
+    Raises: ProgramError that names the input, or gives the number of outputs.
     """
     if after.num_state != before.num_state:
         raise ProgramError(f"{after.num_state} inputs are state, and {before.num_state} were")

@@ -1,8 +1,8 @@
-"""write_order: the part of a program after which its state may be written, where writes come last.
+"""write_order: move the writes of the state to the end of a program, so that a failed step leaves the old state whole.
 
-Updates are done in place. If a rank fails between two of them, its state is half updated. With `writes_last`, the
-equations that write the state run after everything that can fail on another rank: every collective, forward and
-backward. A step that fails before that point leaves the old state whole.
+Updates run in place. If a rank fails between two of them, its state is half updated. With `writes_last`, the equations
+that write the state run after everything that can fail because of another rank: every collective, forward and
+backward. A step that fails before the first write leaves the old state unchanged.
 
     m1 = mul(m, 0.9)                 n = norm(g)
     n = norm(g)               -->    s = wait(all_reduce(n))
@@ -16,9 +16,9 @@ from .graph import Eqn, Graph, is_random, producers
 
 
 def writes_last(graph: Graph) -> Graph:
-    """The program with the equations of its update on which no collective depends at its end.
+    """Move the equations of the update on which no collective depends to the end of the program.
 
-    Random draws keep their order, so they stay where they are.
+    Random draws must keep their order, so they, and what they depend on, stay.
     """
     maker, needed = producers(graph.eqns), set[Eqn]()
     for e in reversed(graph.eqns):
@@ -30,12 +30,12 @@ def writes_last(graph: Graph) -> Graph:
 
 
 def first_write(graph: Graph) -> int:
-    """The index of the first equation that may write over the state: 0 where writes need not come last."""
+    """The index of the first equation that may write over the state; 0 unless the program writes its state last."""
     if not graph.writes_last:
         return 0
     return 1 + max((i for i, e in enumerate(graph.eqns) if _can_fail(e)), default=-1)
 
 
 def _can_fail(e: Eqn) -> bool:
-    """Whether the step may fail here because of another rank, or still computes what the update reads."""
+    """Whether an equation is a collective, which may fail because of another rank, or is forward or backward."""
     return e.region != "update" or rules(e).remote

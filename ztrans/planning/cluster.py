@@ -1,8 +1,8 @@
-"""cluster: what the machines can do, as far as a schedule depends on it.
+"""cluster: the speeds of the machines that a schedule depends on.
 
 A `Device` has matmul rates by dtype, a memory bandwidth, and the time to launch an operation. A `Link` has a latency
-and a bandwidth. A `Cluster` says which link each mesh axis crosses. It may also hold the measured durations of a
-program's own operations, which count instead of the roofline.
+and a bandwidth. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the
+operations of a program, which are then used instead of the roofline.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor: FLOP/s by dtype, bytes/s of memory, seconds an operation, bytes of memory.
+    """The processor of one rank.
 
-    "tf32" is the rate of fp32 products that PyTorch runs in TF32: matmuls if torch.get_float32_matmul_precision()
-    is "high" or "medium" when the step is planned, which it is not by default, and convolutions if
-    torch.backends.cudnn.allow_tf32, which it is by default. "f32" is the rate of all others.
+    The rate "tf32" is for fp32 products that PyTorch runs in TF32; "f32" is for all other fp32 products. PyTorch runs
+    matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
+    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is).
     """
 
     name: str
-    flops: tuple[tuple[str, float], ...]
-    bandwidth: float
-    launch: float
-    memory: float = float("inf")
+    flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
+    bandwidth: float  # bytes/s of memory
+    launch: float  # seconds to launch a kernel
+    memory: float = float("inf")  # bytes
+    call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of matmuls in `dtype`; that of f32 for a dtype without a figure.
+        """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
 
         >>> H100.rate("bf16") > H100.rate("tf32") > H100.rate("f32") == H100.rate("i64")
         True
@@ -39,22 +40,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank sends and receives through: seconds a message, more for each further rank of the
-    ring (`hop`), and bytes/s. `efficiency` scales the bandwidth of single kinds of collective. What sending
-    takes from compute is `call` seconds a message, and `host` a byte; `unpack` is what making values of a
-    byte takes once it has come, by kind."""
+    """The link through which one rank sends and receives."""
 
     name: str
-    latency: float
-    bandwidth: float
-    hop: float = 0.0
-    efficiency: tuple[tuple[str, float], ...] = ()
-    host: float = 0.0
-    call: float = 0.0
-    unpack: tuple[tuple[str, float], ...] = ()
+    latency: float  # seconds for each message
+    bandwidth: float  # bytes/s
+    hop: float = 0.0  # more seconds for each message, for each further rank of the ring
+    efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
+    host: float = 0.0  # seconds of compute for each byte that is sent
+    call: float = 0.0  # seconds of compute for each message that is sent
+    unpack: tuple[tuple[str, float], ...] = ()  # (kind, seconds of compute for each byte that has arrived)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
-        """Latency, and the time in which `received` bytes move, for a collective over `ranks`.
+        """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
 
         >>> Link("wire", latency=1e-3, bandwidth=1e6).seconds("all_gather", 5e5, 2)
         (0.001, 0.5)
@@ -63,7 +61,7 @@ class Link:
         return latency, received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
 
 
-# FLOP/s: what large matmuls reach, about 70% of the data sheet's dense figure. Bandwidth: what a copy reaches.
+# FLOP/s as large matmuls reach them, about 70% of the dense figure of the data sheet; bandwidth as a copy reaches it.
 H100 = Device(
     "H100",
     (("bf16", 690e12), ("f16", 690e12), ("tf32", 350e12), ("f32", 47e12), ("f64", 47e12), ("f8e4m3", 1380e12)),
@@ -76,7 +74,7 @@ A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12
 A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9)
 CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6)
 
-# Latency and hop: NCCL's ring with the simple protocol. Bandwidth: bytes a rank receives a second in a large ring.
+# Latency and hop as in NCCL's ring with the simple protocol; bandwidth as a rank receives in a large ring.
 LINKS = {
     "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
     "nvlink3": Link("nvlink3", 10e-6, 230e9, 2e-6),
@@ -91,7 +89,9 @@ DEVICES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and the link of every mesh axis; `measured` seconds of operations by type count before the roofline.
+    """The device of every rank, and the link of every mesh axis.
+
+    `measured` has the durations of operations in seconds, by type; they are used instead of the roofline.
 
     >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
     'infiniband'
@@ -104,7 +104,7 @@ class Cluster:
     def link(self, axis: str) -> Link:
         """The link that collectives over `axis` cross.
 
-        Raises: ValueError when the axis has none.
+        Raises: ValueError if the axis has none.
         """
         for name, link in self.links:
             if name == axis:
@@ -117,17 +117,19 @@ class Cluster:
         )
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
-        """This cluster with the measured durations of operations, by type."""
+        """This cluster with measured durations of operations in seconds, by type."""
         return dataclasses.replace(self, measured=tuple(sorted({**dict(self.measured), **seconds}.items())))
 
 
 def cluster(device: str | Device, **links: str | Link) -> Cluster:
-    """A cluster of shipped profiles: a device, and the link of every mesh axis.
+    """Build a cluster from profiles that ztrans ships, or from a `Device` and `Link`s of your own.
 
-    Devices: h100, h200, a100, cpu. Links: nvlink4, nvlink3, infiniband (one NIC a GPU),
-    infiniband-rail, ethernet-1g, ethernet-10g, ethernet-100g; or a `Device` and `Link`s of your own.
+    Args:
+        device: h100, h200, a100 or cpu.
+        links: the link of every mesh axis: nvlink4, nvlink3, infiniband (one NIC for each GPU), infiniband-rail,
+            ethernet-1g, ethernet-10g or ethernet-100g.
 
-    Raises: ValueError for a name that is not among them, or a figure that is not positive.
+    Raises: ValueError if there is no profile of that name, if a bandwidth is not positive or a latency is negative.
 
     >>> cluster("cpu", dp="ethernet-1g").device.name
     'one CPU core'

@@ -1,6 +1,6 @@
-"""cost: what a program costs, in operations, bytes, wire bytes by axis and role, and live memory.
+"""cost: count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
 
-The figures follow from the program alone, for rank 0, whose shards are the largest. Nothing is run.
+The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs.
 """
 
 from __future__ import annotations
@@ -15,52 +15,59 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.collectives import pair, received_bytes, sent_bytes, unpacked_bytes, wire_bytes
+from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
+from .launches import launches
 
 
 @dataclass(frozen=True, repr=False)
 class Cost:
-    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step."""
+    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
+
+    `calls` are those that the host makes, and `launches` the kernels that these launch (see `planning.launches`).
+    """
 
     flops: int
     bytes: int
     wire: tuple[tuple[tuple[str, str], int], ...]  # ((axis, role), bytes)
+    calls: int = 0
+    launches: int = 0
 
     @property
     def wire_bytes(self) -> int:
         return sum(n for _, n in self.wire)
 
     def over(self, axis: str | None = None, role: str | None = None) -> int:
-        """Wire bytes of one axis, one role, or both."""
+        """The wire bytes of one axis, of one role, or of both together."""
         return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
 
     def __str__(self) -> str:
         lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{format_bytes(self.bytes)}"]
+        lines += [f"{'host':<24}{self.calls:,} calls, {self.launches:,} kernel launches"]
         lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         moved = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
-        return f"Cost({_si(self.flops, 'FLOP')}, {moved})"
+        return f"Cost({_si(self.flops, 'FLOP')}, {moved}, {self.launches:,} launches)"
 
 
 @dataclass(frozen=True, repr=False)
 class Memory:
     """The bytes that are live while each equation runs, and the values that are live at the peak."""
 
-    live: tuple[int, ...]  # live[i]: while equation i runs
-    peak: int
-    at: Eqn | None
-    holders: tuple[tuple[Var, int, str], ...]  # at the peak, largest first: value, bytes, the user's line
-    state: int
+    live: tuple[int, ...]  # the bytes that are live while each equation runs
+    peak: int  # the greatest of these
+    at: Eqn | None  # the equation at the peak
+    holders: tuple[tuple[Var, int, str], ...]  # (value, bytes, user's line) at the peak, largest first
+    state: int  # the bytes of the state
 
     def __str__(self) -> str:
-        name = next((out.name for out in self.at.outs if out is not None), "") if self.at else ""
+        name = next((out.name for out in self.at.results), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
@@ -72,24 +79,17 @@ class Memory:
 
 
 def _si(n: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if n < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G"):
+        if n < 1000:
             return f"{n:.2f} {prefix}{unit}"
         n /= 1000
-    raise AssertionError
+    return f"{n:.2f} T{unit}"
 
 
-def local_bytes(graph: Graph, rank: int = 0) -> Callable[[Var], int]:
-    """A function that gives the bytes of a value on one rank of every axis, by default the first."""
-    at = {axis: rank for axis in graph.axes}
-
-    def size(v: Var) -> int:
-        n = v.dtype.itemsize
-        for extent in local_shape(v, graph.axes, at):
-            n *= extent
-        return n
-
-    return size
+def local_bytes(graph: Graph) -> Callable[[Var], int]:
+    """A function from a value to its bytes on rank 0."""
+    at = dict.fromkeys(graph.axes, 0)
+    return lambda v: math.prod(local_shape(v, graph.axes, at)) * v.dtype.itemsize
 
 
 def cost(graph: Graph) -> Cost:
@@ -99,11 +99,13 @@ def cost(graph: Graph) -> Cost:
     wire: Counter[tuple[str, str]] = Counter()
     for e in graph.eqns:
         if e.provenance is not None:
-            wire[e.kwargs["axis"], e.provenance.role] += wire_bytes(e, graph.axes)
+            wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
         elif not isinstance(e.op, Primitive) and not is_view(e):
-            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
+            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
             operations += flops(e, graph)
-    return Cost(operations, traffic, tuple(sorted(wire.items())))
+    by_equation = launches(graph).values()
+    calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
+    return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
 def flops(e: Eqn, graph: Graph) -> int:
@@ -118,25 +120,25 @@ def flops(e: Eqn, graph: Graph) -> int:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
 
     given = [meta(a) if isinstance(a, Var) else a for a in e.args]
-    # A gradient that nothing asks for is None. Its shape is that of the argument that it belongs to.
+    # A gradient that is not needed is None. It would have the shape of the argument that it is for.
     outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
 class Held(NamedTuple):
-    """Bytes that are live from one equation to another, both included, and the line or the buffer they belong to."""
+    """A storage or a buffer, and the equations during which it is live."""
 
-    first: int
-    last: int
+    first: int  # the index of the first of these equations
+    last: int  # the index of the last, included
     value: Var
     bytes: int
-    line: str
+    line: str  # the user's line, or what the buffer is for
 
 
 def held(graph: Graph, given: Donation) -> list[Held]:
-    """Every storage and buffer of a program, from the equation that makes it to the last one that needs it.
+    """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
-    Inputs are live throughout, because they belong to the caller; outputs of the state take their place.
+    Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
     """
     size, n = local_bytes(graph), len(graph.eqns)
     starts = pair(graph).starts
@@ -145,7 +147,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
     for i, e in enumerate(graph.eqns):
         for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
-                allocated = received_bytes(e, k, graph.axes) if out.future else size(out)
+                allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
                 every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
@@ -153,15 +155,15 @@ def held(graph: Graph, given: Donation) -> list[Held]:
 
 
 def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
-    """The buffers of a collective that starts at one equation and is first waited for at another.
+    """The buffers of a collective that starts at equation `at` and is first waited for at equation `wait`.
 
-    It sends what it packs, and what a reduction casts or pads, from a buffer that lives until the wait. The buffer
-    from which a gather unpacks values is there at the start and at the wait.
+    The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
+    gather that must unpack its members is counted at the start and at the wait.
     """
-    sent = sent_bytes(start, graph.axes)
+    sent = rules(start).sent_bytes(start, graph.axes)
     if not sent:
         return []
-    unpacked, first = unpacked_bytes(start, graph.axes), start.out
+    unpacked, first = rules(start).unpacked_bytes(start, graph.axes), start.out
     receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 

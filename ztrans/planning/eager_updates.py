@@ -1,38 +1,34 @@
 """eager_updates: the equations of the update that leave their places.
 
-They run as soon as the reductions that they need have been waited for.
+Each of them runs as soon as the reductions that it needs have been waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
+from ..ir.relations import grouped, reachable
 from .program_order import Skeleton
-from .solver.problem import Update
 
-_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the place from which on it may run
+_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
 
 
 @dataclass(frozen=True)
 class Group:
-    """Equations of the update, in order, that need the same reductions and may run from the same place on."""
+    """Equations of the update that need the same reductions and may run from the same place on."""
 
-    after: tuple[int, ...]
-    release: int
-    eqns: tuple[Eqn, ...]
-
-    def update(self, cost: Mapping[Eqn, float]) -> Update:
-        """The group as an `Update` of the problem."""
-        return Update(sum(cost[e] for e in self.eqns), self.after, self.release)
+    after: tuple[int, ...]  # the indices of these reductions
+    release: int  # the first place at which they may run
+    eqns: tuple[Eqn, ...]  # in program order
 
 
 def groups(s: Skeleton) -> tuple[Group, ...]:
     """The equations of the update that leave their places, in groups.
 
-    An equation may need a value that an operation at a fixed place makes after the last reduction was waited for, as
-    the scale of a global norm. No reduction comes with that value, so the equation stays.
+    An equation may need a value that an operation at a fixed place computes after the last reduction was waited for,
+    such as the scale of a global norm. No reduction is waited for after that, so the equation stays at its place.
     """
     movable, free = s.floating
     leaving = set(movable)
@@ -52,8 +48,7 @@ def groups(s: Skeleton) -> tuple[Group, ...]:
 def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
     """Those of some equations of the update that can leave their places, by what they need."""
     movable, free = s.floating
-    asked = {free[v] for v in _needed(free, leaving)}
-    release = _releases(s, {*leaving, *asked})
+    release = _releases(s, {*leaving, *_needed(free, leaving)})
     root, latest = s.live.root, max(s.need, default=0)
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
     by_key: dict[_Key, list[Eqn]] = {}
@@ -65,46 +60,35 @@ def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
             place = s.places[e] + 1
         else:
             by_key.setdefault((reductions, place), []).append(e)
-        for out in filter(None, e.outs):
+        for out in e.results:
             after[out], release[out] = reductions, place
     return by_key
 
 
-def _needed(free: Mapping[Var, Eqn], eqns: Iterable[Eqn]) -> set[Var]:
-    """The values that depend on state alone and that equations need."""
-    needed: set[Var] = set()
-    todo = [v for e in eqns for v in e.ins if v in free]
-    while todo:
-        v = todo.pop()
-        if v not in needed:
-            needed.add(v)
-            todo += [u for u in free[v].ins if u in free]
-    return needed
+def _needed(free: Mapping[Var, Eqn], eqns: Iterable[Eqn]) -> Iterator[Eqn]:
+    """The equations that depend on the state only, and that others need."""
+    makers = lambda e: [free[v] for v in e.ins if v in free]
+    return reachable((maker for e in eqns for maker in makers(e)), makers)
 
 
 def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
-    """The equations that depend on state alone, by the group that needs them.
+    """The equations that depend on the state only, by the group that needs them.
 
-    One that several groups need is in a group without reductions; one that no group needs stays at its place.
+    An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
-    asked: dict[Eqn, set[_Key]] = {}
-    for key, eqns in groups_by_key.items():
-        for e in {free[v] for v in _needed(free, eqns)}:
-            asked.setdefault(e, set()).add(key)
-    by_group: dict[_Key, list[Eqn]] = {}
-    for e, keys in asked.items():
-        by_group.setdefault(next(iter(keys)) if len(keys) == 1 else (frozenset(), 0), []).append(e)
-    return by_group
+    asked = grouped((e, key) for key, eqns in groups_by_key.items() for e in _needed(free, eqns))
+    return grouped((keys[0] if len(keys) == 1 else (frozenset(), 0), e) for e, keys in asked.items())
 
 
 def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
-    """By value: the place from which it exists. By leaf of the state: the place after its last fixed reader."""
+    """For each value, the first place at which it exists; for each leaf of the state, the place after its last reader
+    at a fixed place."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
     release: dict[Var, int] = {}
     for k, e in enumerate(s.ops):
         if e not in floating:
             release.update((root[v], k + 1) for v in e.ins if root[v] in state)
-            release.update((out, k + 1) for out in e.outs if out is not None)
+            release.update((out, k + 1) for out in e.results)
     for p, use in zip(s.gathers, s.use):
         after = min(use + 1, len(s.ops))
         release[p.value] = after
@@ -113,7 +97,7 @@ def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
 
 
 def deadline(s: Skeleton, floating: Set[Eqn], born: int, need: int) -> int:
-    """The place at which a reduction must have been waited for, before the equations that leave their places."""
+    """The last place at which a reduction can be waited for: before `need`, and before the floating equations there."""
     while need > born + 1 and s.ops[need - 1] in floating:
         need -= 1
     return need

@@ -1,15 +1,16 @@
-"""event_simulator: when everything happens on one rank, which has a queue of compute and a lane for each communicator.
+"""event_simulator: compute when everything happens on one rank, which has a compute queue and lanes for messages.
 
-Operations run one after the other. A message is issued just before an operation and joins its lane; another operation
-waits for it. Lanes are first in, first out, and independent of each other. Messages of different lanes that cross the
-same link at the same time share its bandwidth equally. All times are in seconds.
+Operations run one after the other in the compute queue. A message is issued just before an operation and joins its
+lane; a later operation waits for it. Each communicator has a lane. A lane is first in, first out, and independent of
+the others. Messages of different lanes that cross the same link at the same time share its bandwidth equally. All times
+are in seconds.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,61 +20,60 @@ _NEVER = float("inf")
 
 
 class Message(NamedTuple):
-    """One started collective. `issue` and `need` are places between operations: place k is before
-    operation k, and the place after the last is the end. At one place, issues come before waits."""
+    """One started collective.
 
-    issue: int
-    need: int
-    lane: str  # the communicator: first in, first out
-    link: str  # the wire that it shares
+    Place k is before operation k, and the place after the last operation is the end. At one place, messages are issued
+    before others are waited for.
+    """
+
+    issue: int  # the place at which it is issued
+    need: int  # the place at which it is waited for
+    lane: str  # the queue of its communicator
+    link: str  # the wire, which messages of other lanes may share
     latency: float  # seconds before bytes move
-    seconds: float  # seconds in which they do, with the link to itself
-    host: float = 0.0  # seconds for which compute stands still to send it
-    unpack: float = 0.0  # and, once it has come and is waited for, to make values of it
+    seconds: float  # seconds in which they move if no other message uses the link
+    host: float = 0.0  # seconds of compute to send it
+    unpack: float = 0.0  # seconds of compute to turn the received bytes into values, after the wait
 
 
 @dataclass(frozen=True)
 class Played:
-    """When everything happened, by place and by message."""
+    """When everything happened."""
 
-    arrive: tuple[float, ...]  # by place: when compute reaches it
-    start: tuple[float, ...]  # by place: when everything that is sent, waited for and unpacked there is done
-    begin: tuple[float, ...]  # by message
-    end: tuple[float, ...]
-    stall: tuple[float, ...]  # by message: the seconds that compute waited for it
+    arrive: tuple[float, ...]  # for each place, when compute reaches it
+    start: tuple[float, ...]  # for each place, when all that is sent, waited for and unpacked there is done
+    begin: tuple[float, ...]  # for each message, when it is at the head of its lane
+    end: tuple[float, ...]  # for each message, when it has arrived
+    stall: tuple[float, ...]  # for each message, the seconds that compute waited for it
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole step."""
+        """The duration of the whole step."""
         return max((self.start[-1], *self.end))
 
 
 class Network:
-    """The messages that are under way. The head of each lane first waits for its latency, then moves bytes.
+    """The messages that are under way. The head of each lane first waits for its latency, then moves its bytes.
 
-    `begin` and `end` of a message are infinite until it has begun or ended.
+    `begin` and `end` of a message are infinite until it begins or ends.
     """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.begin: list[float] = []
         self.end: list[float] = []
-        self.queued: dict[str, deque[int]] = {}
-        self.starting: list[tuple[float, int]] = []  # (time at which bytes begin to move, message)
-        self.links: dict[str, _Link] = {}
+        self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
+        self.starting: list[tuple[float, int]] = []  # a heap of (time at which bytes begin to move, message)
+        self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = _NEVER  # the time of the next event
 
     def issue(self, message: Message, now: float) -> int:
-        """Send a message at the time up to which `run` has played, and return its number."""
+        """Issue a message at time `now`, up to which `run` must have played; return its number."""
         i = len(self.messages)
         self.messages.append(message)
         self.begin.append(_NEVER)
         self.end.append(_NEVER)
-        lane = self.queued.get(message.lane)
-        if lane is None:
-            lane = self.queued[message.lane] = deque()
-        if message.link not in self.links:
-            self.links[message.link] = _Link()
+        lane = self.queued[message.lane]
         lane.append(i)
         if len(lane) == 1:
             self._head(i, now)
@@ -123,16 +123,16 @@ class Network:
 class _Link:
     """The messages that move bytes over one link, in equal shares.
 
-    Up to time `since`, a message that is active since the beginning has been `served` as much as in so many seconds
-    of the link to itself.
+    `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
+    link to itself.
     """
 
     __slots__ = ("active", "next", "served", "since")
 
     def __init__(self) -> None:
-        self.active: list[tuple[float, int]] = []  # (`served` when it is done, message), in order
+        self.active: list[tuple[float, int]] = []  # (`served` at which it is done, message), in order
         self.served = self.since = 0.0
-        self.next = _NEVER  # when the first of them is done
+        self.next = _NEVER  # the time at which the first of them is done
 
     def join(self, i: int, seconds: float, now: float) -> None:
         active = self.active
@@ -157,11 +157,15 @@ def play(
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
     precedes: Callable[[int], float] = lambda place: 0.0,
 ) -> Played:
-    """Play a program with `compute[k]` seconds of operation k, and `messages` in the order of their issue.
+    """Simulate a program.
 
-    Times are given for `places`, by default for every one. Places at which nothing is issued or needed may be left
-    out, which is faster. `follows(i, k)` gives the seconds of further compute that run once message i has been waited
-    for at place k, and `precedes(k)` those that run there before any message is waited for.
+    Args:
+        compute: the seconds of each operation.
+        messages: in the order in which they are issued.
+        places: the places for which times are returned, by default all. To leave out places at which nothing is issued
+            or needed is faster.
+        follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
+        precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])

@@ -1,14 +1,13 @@
 """fingerprint: a hash of what a program does, the same for every size of its batch.
 
-A plan names the collectives of a program and the equations between which they run. These names are those of the
-step, so a plan also holds where the batch is larger or smaller. Values that depend on the batch therefore count
-with their names, dtypes and numbers of dims alone; all others with their shapes and constants too.
+A plan names the collectives of a program and the equations between which they run. These names do not depend on the
+size of the batch, so a plan also fits a larger or smaller batch. The hash therefore covers the names, dtypes and
+numbers of dims of values that depend on the batch, and for all other values also their shapes and constants.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may hav
 
 
 def fingerprint(graph: Graph) -> str:
-    """16 hexadecimal digits. Lines of the user's program do not count: a comment moves them."""
+    """A hash of 16 hexadecimal digits. It does not depend on the user's line numbers, which any comment changes."""
     digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)
     for v in graph.inputs:
         digest.update(_show(v, sized).encode())
@@ -36,41 +35,37 @@ def fingerprint(graph: Graph) -> str:
 
 
 def update_fingerprint(graph: Graph) -> str:
-    """A hash of the update alone, whose constants must be the same on every rank for the state to stay the same.
+    """A hash of the update and its constants, which must be equal on all ranks, or their states would diverge.
 
-    Values are numbered in order, since a batch of another size may give them other names.
+    Values are numbered in order, because a batch of another size may give them other names.
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:
         if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
-            read = lambda v: numbers.setdefault(v, len(numbers))
-            digest.update(repr((str(e.op), _literals(e.args, read), _literals(e.kwargs, read))).encode())
+            leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
+            digest.update(repr((str(e.op), tree, [_literal(x, numbers) for x in leaves])).encode())
             digest.update(_constants(e))
     return digest.hexdigest()[:16]
 
 
 def _batch_sized(graph: Graph) -> set[Var]:
-    """The values whose shapes, or whose constants, may depend on the size of the batch."""
+    """The values whose shapes or constants may depend on the size of the batch."""
     sized = set(graph.batch)
     for e in graph.eqns:
         depends = is_random(e.op) or any(v in sized for v in e.ins)
         if e.provenance is not None:
             depends = e.provenance.role in _BATCH_SIZED
         if depends:
-            sized.update(out for out in e.outs if out is not None)
+            sized.update(e.results)
     return sized
 
 
-def _literals(tree: Any, read: Any) -> Any:
-    """The arguments of an equation, values by number and tensors by shape."""
-    if isinstance(tree, torch.Tensor):
-        return tuple(tree.shape)
-    if isinstance(tree, (list, tuple)):
-        return [_literals(item, read) for item in tree]
-    if isinstance(tree, Mapping):
-        return {key: _literals(item, read) for key, item in tree.items()}
-    return read(tree) if isinstance(tree, Var) else repr(tree)
+def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
+    """A value as its number, a tensor as its shape, a literal as text."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
 
 
 def _show(v: Var, sized: set[Var]) -> str:
@@ -85,6 +80,6 @@ def _outline(e: Eqn) -> str:
 
 
 def _constants(e: Eqn) -> bytes:
-    """The contents of the tensors that the step wrote out, as torch.tensor(...)."""
+    """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
     tensors = [x for x in pytree.tree_leaves((e.args, dict(e.kwargs))) if isinstance(x, torch.Tensor)]
     return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)

@@ -1,7 +1,7 @@
 """formulate: build the scheduling `Problem` of a program for a given cluster.
 
-Durations come from the cluster, and lifetimes from the program. The peak of a schedule is that of the memory analysis
-of the program that it makes (`Problem.peak_of`); the bytes by operation steer the search for one.
+Durations come from the cluster, and lifetimes from the program. The bytes that a schedule has live are counted without
+the program that it makes: no such program needs more.
 """
 
 from __future__ import annotations
@@ -10,15 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from ..ir.collectives import (
-    ALONE,
-    bucket_key,
-    buffer_bytes,
-    received_bytes,
-    sends_as_it_lies,
-    sent_bytes,
-    wire_bytes,
-)
+from ..ir.collectives import ALONE, bucket_key, buffer_bytes, rules
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
@@ -36,9 +28,9 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
 
     Args:
         s: the program without its planned collectives.
-        cluster: gives the seconds of operations and messages.
-        budget: bytes that may be live on a rank.
-        update: when updates run, "eager" or "last"; by default as `overlap_grads` was asked.
+        cluster: the speeds, from which the durations of operations and messages follow.
+        budget: the greatest number of bytes that may be live on a rank.
+        update: when updates run, "eager" or "last"; by default as `overlap_grads` says.
 
     Raises:
         ValueError: the cluster has no link for one of the axes.
@@ -58,13 +50,13 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         reductions=reductions,
         wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
         memory=budget,
-        updates=tuple(group.update(cost) for group in leaving),
+        updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
         others=_others(s, cluster),
     )
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
-    """The problem without seconds and bytes of operations, which is enough to validate a schedule."""
+    """The problem without the seconds and bytes of operations, which suffices to validate a schedule."""
     return _framed(s, update)[0]
 
 
@@ -108,15 +100,15 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         if regather == "always":
             release = max(release, _phase(s, start.region, use))
         latest[identity] = i
-        size = sum(received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
-        wire, name = wire_bytes(start, graph.axes), start.out.name
+        size = sum(rules(start).received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        wire, name = rules(start).wire_bytes(start, graph.axes), start.out.name
         key, small = bucket_key(start), _is_small(start, graph)
         gathers.append(Gather(key, wire, size, use, last, min(release, use), earlier, small, name))
     return tuple(gathers)
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
-    """The place at which the pass of an operation begins, forward or backward."""
+    """The place at which the forward or backward that contains operation `use` begins."""
     while use and s.ops[use - 1].region in (region, "update"):
         use -= 1
     return use
@@ -129,26 +121,26 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     for i, p in enumerate(s.reductions):
         start, held, cap = p.start, s.held[i], p.order.bucket
         key = (*bucket_key(start), p.then is not None)
-        if cap is not None:  # the user's own size of a bucket: fill buckets in order of birth
+        if cap is not None:  # the user has set the size of a bucket: fill buckets in order of birth
             group, filled = open_buckets.get(key, (0, 0))
             if filled and filled + held > cap:
                 group, filled = group + 1, 0
             open_buckets[key] = group, filled + held
             key = (*key, group)
         need = deadline(s, floating, s.born[i], s.need[i])
-        wire, small, name = wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
+        wire, small, name = rules(start).wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
         planned.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
     return tuple(planned)
 
 
 def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
-    """A reduction with the bytes that it holds while it is under way, and after that."""
+    """A reduction with the bytes that it holds while it is under way, and afterwards."""
     start, members = p.start, range(len(p.start.outs))
-    in_place = all(sends_as_it_lies(start, k, graph.axes) for k in members)
+    in_place = all(rules(start).sends_own(start, k, graph.axes) for k in members)
     return reduction._replace(
-        received=sum(received_bytes(start, k, graph.axes) for k in members),
+        received=sum(rules(start).received_bytes(start, k, graph.axes) for k in members),
         freed=0 if in_place else reduction.held,
-        sent=sent_bytes(start, graph.axes),
+        sent=rules(start).sent_bytes(start, graph.axes),
         **vars(value),
     )
 
@@ -160,7 +152,7 @@ def _is_small(start: Eqn, graph: Graph) -> bool:
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
-    """The collectives that no schedule places, with the places at which they are issued and waited for."""
+    """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
     planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
     return tuple(
         message._replace(issue=s.before[message.issue], need=s.before[message.need])
@@ -191,6 +183,6 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
 
 
 def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:
-    """The limit of bytes in flight; one message is always allowed."""
+    """The limit of bytes in flight, which always allows the largest message."""
     limits = [a for a in asked if a is not None]
     return max(min(limits), max(sizes)) if limits else None

@@ -25,8 +25,8 @@ SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the u
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """Make the plan of a program with hints, and the program in the order of that plan.
 
-    The program is verified. If no order fits the budget that `prefetch` was given, or if the order is not valid, the
-    program keeps the order in which it was written, and the plan's notes say why.
+    The program is verified. If no order fits the budget of `prefetch`, or no valid order is found, the program keeps
+    the order in which it was written, and the notes of the plan say why.
 
     Raises:
         ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
@@ -46,7 +46,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         validate(problem, schedule)
         best = check(realise(s, schedule, problem))
     except (ProgramError, ScheduleError) as error:
-        notes.append(f"an order was given up for the last valid one: {error}")
+        notes.append(f"an order was not valid, so the last valid one is used: {error}")
     peak = unscheduled.peak if best is None else memory(best).peak
     if best is not None and graph.budget is not None and peak > budget:
         if budget < unscheduled.peak:

@@ -1,9 +1,9 @@
-"""plan: the decisions that make an order of a program, as a value that can be printed, saved and compared.
+"""plan: the decisions that give a program its order, as a value that can be printed, saved and compared.
 
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
-gathers that are dropped because an earlier value is kept, and when updates run. It depends on shapes and costs alone,
-so every rank makes the same one. Where ranks measured different costs, the plan of rank 0 counts. A plan that was
-loaded, received or passed is validated, and the program in its order is verified.
+gathers that are dropped because an earlier value is kept, and when updates run. It depends on shapes and costs only, so
+every rank makes the same plan; if ranks measured different costs, they use the plan of rank 0. A plan that was loaded
+from a file, received from another rank or passed as an argument is validated, and the program in its order is verified.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .program_order import skeleton
 from .realise import realise
 from .solver.validate import ScheduleError
 
-WRITTEN = "as written"  # of updates: where they were, and so is everything else
+WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
-_MANY = 12  # buckets of one kind, from which on they fold
+_MANY = 12  # the most buckets of one kind that print; more of them fold
 
 
 class OtherProgramError(ValueError):
@@ -40,21 +40,23 @@ class OtherProgramError(ValueError):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Buckets and places by name. Members are named by their futures, and places by the first result of the equation
-    that comes next; "" is the end of the program.
+    """The buckets of a program and their places, by name.
+
+    The name of a member is that of its future. The name of a place is that of the first result of the equation behind
+    it; "" is the end of the program.
 
     Raises:
         ValueError: a field has a wrong type.
     """
 
     program: str  # a hash of the program that the plan is for
-    gathers: Named = ()  # members, and the place at which they start
-    reductions: Named = ()  # members, and the place at which they are waited for
-    dropped: Members = ()  # gathers whose value is kept from an earlier gather
-    update: str = "eager"  # or "last"; "as written" where the program keeps its order
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # what the plan could not reach
-    file: str = dataclasses.field(default="", compare=False, repr=False)  # from which the plan was read
-    # What the program sends by axis and role, once the plan has been applied to one.
+    gathers: Named = ()  # (members, the place at which they start)
+    reductions: Named = ()  # (members, the place at which they are waited for)
+    dropped: Members = ()  # gathers that do not run, because the value of an earlier gather is kept
+    update: str = "eager"  # or "last", or "as written" if the program keeps its order
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # which wishes the plan does not fulfil, why
+    file: str = dataclasses.field(default="", compare=False, repr=False)  # the file that the plan was read from
+    # What the program sends by axis and role, once the plan has been applied to a program.
     traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,12 +66,12 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """What errors call the plan."""
+        """The name of the plan in errors."""
         return f"plan {self.file}" if self.file else "plan"
 
     @property
     def digest(self) -> str:
-        """A hash of the decisions."""
+        """A hash of the decisions of the plan."""
         return hashlib.sha256(json.dumps(self._decisions()).encode()).hexdigest()[:16]
 
     def _decisions(self) -> dict[str, Any]:
@@ -78,8 +80,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.
 
-        A new file in the same folder is written first, and then replaces the old one. A full disk or a kill leaves
-        the old file whole.
+        A new file in the same folder is written first, and then replaces the old one. If the disk is full or the
+        process is killed, the old file stays unchanged.
         """
         target = Path(os.path.realpath(path))
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
@@ -108,7 +110,7 @@ class Plan:
 
     @staticmethod
     def of(decoded: Any) -> Plan:
-        """Make a plan of its decoded JSON.
+        """Make a plan from its decoded JSON.
 
         Raises:
             ValueError: the JSON does not hold a plan.
@@ -127,7 +129,7 @@ class Plan:
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
 
-        Long buckets fold, and many buckets do; with `full` each member has a line.
+        A long bucket folds, and so does a long list of buckets. With `full` each member has a line of its own.
         """
         lines = [f"plan {self.digest} for program {self.program}, update {self.update}", *_summary(self)]
         lines += _buckets("gather", "starts before", self.gathers, full)
@@ -146,7 +148,7 @@ class Plan:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """How many buckets there are, of how many members, and what the program sends by mesh axis and role."""
+    """The numbers of buckets and of their members, and what the program sends by mesh axis and role."""
     counts = [
         f"{sum(len(members) for members, _ in buckets)} {kind} in {len(buckets)} buckets"
         for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions))
@@ -159,7 +161,7 @@ def _summary(plan: Plan) -> list[str]:
 
 
 def _buckets(kind: str, verb: str, buckets: Named, full: bool) -> list[str]:
-    """The buckets of one kind, each with its place; where there are many, the first of them."""
+    """The buckets of one kind, each with its place; of many, the first ones."""
     few = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
     lines = [
         line
@@ -170,7 +172,7 @@ def _buckets(kind: str, verb: str, buckets: Named, full: bool) -> list[str]:
 
 
 def _members(before: str, members: Members, after: str, full: bool) -> list[str]:
-    """Names between two texts: on one line, where need be folded, or in the `full` form a line each."""
+    """The names of members between two texts, on one line, in which long lists fold, or with `full` on a line each."""
     names = [name.removesuffix("'") for name in members]
     line = f"{before}{', '.join(names)}{after}"
     if len(line) <= WIDTH:
@@ -186,14 +188,22 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    buckets = [_wrong_buckets(name, getattr(plan, name)) for name in ("gathers", "reductions")]
-    lists = [
-        f"{name} is {value!r}; it is a list of strings"
-        for name, value in (("dropped", plan.dropped), ("notes", plan.notes))
-        if not _strings(value)
-    ]
-    program = "" if isinstance(plan.program, str) else f"program is {plan.program!r}; it is the hash of a program"
-    return next(filter(None, [*buckets, *lists, program, _wrong_update(plan)]), "")
+    for name, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+        if not isinstance(buckets, tuple):
+            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+        wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
+        if wrong:
+            return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place"
+    for name, value in (("dropped", plan.dropped), ("notes", plan.notes)):
+        if not _strings(value):
+            return f"{name} is {value!r}; it is a list of strings"
+    if not isinstance(plan.program, str):
+        return f"program is {plan.program!r}; it is the hash of a program"
+    if plan.update not in _UPDATES:
+        return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
+    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
+        return f"update is {WRITTEN!r}, and a program as written has no buckets"
+    return ""
 
 
 def _strings(value: object) -> bool:
@@ -206,21 +216,6 @@ def _is_bucket(value: object) -> bool:
         return False
     members, place = value
     return _strings(members) and bool(members) and isinstance(place, str)
-
-
-def _wrong_buckets(name: str, buckets: object) -> str:
-    if not isinstance(buckets, tuple):
-        return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-    wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
-    return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place" if wrong else ""
-
-
-def _wrong_update(plan: Plan) -> str:
-    if plan.update not in _UPDATES:
-        return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
-    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
-        return f"update is {WRITTEN!r}, and a program as written has no buckets"
-    return ""
 
 
 def apply(graph: Graph, plan: Plan) -> Graph:
@@ -240,7 +235,7 @@ def apply(graph: Graph, plan: Plan) -> Graph:
 
 
 def ordered(graph: Graph, plan: Plan) -> Graph:
-    """`apply` without a limit of memory, because ranks agreed on this order for larger batches too."""
+    """As `apply`, without the limit of memory: all ranks must use this order, also one that has a larger batch."""
     if plan.program != fingerprint(graph):
         raise OtherProgramError(
             f"{plan.title}: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another "
@@ -256,7 +251,7 @@ def ordered(graph: Graph, plan: Plan) -> Graph:
 
 
 def _scheduled(graph: Graph, plan: Plan) -> Graph:
-    """The program in the order of a plan's names."""
+    """The program in the order of a plan."""
     s = skeleton(graph)
     problem = frame(s, plan.update)
     schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
@@ -269,10 +264,10 @@ def as_written(graph: Graph) -> Graph:
 
 
 def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
-    """Add notes to a plan whose program has a peak above the budget, or above the memory of the device."""
+    """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
     notes, has = [], f"the peak is {format_bytes(peak)}"
     if budget is not None and peak > budget:
-        notes.append(f"{has}, and prefetch was given {format_bytes(budget)}: ranks have one order")
+        notes.append(f"{has}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order")
     if peak > device.memory:
         notes.append(f"{has}, and the device ({device.name}) has {format_bytes(device.memory)}")
     return dataclasses.replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))

@@ -1,7 +1,7 @@
-"""plan_names: the names in a plan, and the schedule of a program that they stand for.
+"""plan_names: translate between a schedule, which has indices of a program, and the names in a plan.
 
-A plan identifies gathers and reductions by their futures, and a place by the first result of the operation that comes
-next. A name that the program does not have, or that is in a wrong place, is an error that says which.
+A plan identifies a gather or a reduction by its future, and a place by the first result of the operation behind it. If
+the program does not have a name, or the name is at a wrong place, an error says which.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
 
 
 def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members) -> Schedule:
-    """Find the schedule of a program that names stand for.
+    """Translate names to a schedule of a program.
 
     Raises:
         ScheduleError: a name or a place is wrong.
     """
     places = {place_name(s, k): k for k in range(len(s.ops) + 1)}
-    gather, reduction = _index(s.gathers), _index(s.reductions)
+    gather, reduction = index(s.gathers), index(s.reductions)
     _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
     _check_once("reduction", reduction, [m for members, _ in reductions for m in members])
     gather_buckets, reduction_buckets = [], []
@@ -48,12 +48,13 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
     return schedule
 
 
-def _index(planned: Sequence[Planned]) -> dict[str, int]:
+def index(planned: Sequence[Planned]) -> dict[str, int]:
+    """The index of each planned collective by its name."""
     return {p.start.out.name: i for i, p in enumerate(planned)}
 
 
 def _check_once(kind: str, known: Mapping[str, int], names: Iterable[str]) -> None:
-    """Verify that every name is known and occurs once, and that none is missing."""
+    """Verify that every name is known, that none occurs twice, and that none is missing."""
     seen: set[str] = set()
     for each in names:
         if each not in known:

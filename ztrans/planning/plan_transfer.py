@@ -1,31 +1,29 @@
 """plan_transfer: use a plan for another program of the same step whose equations differ a little.
 
-A batch of another size, as one of a single sample, may need another copy or view, so its equations have other names.
-Its collectives and its matrix products are the same, and in the same order. A place is therefore identified by how
-many of them come before it.
+A batch of another size, such as a single sample, may need another copy or view, so equations have other names. The
+collectives and matrix products are the same, in the same order. So a place is identified by how many of them come
+before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import add, ge
 
 from ..ir.collectives import is_start
+from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Graph
 from ..ir.operations import is_matmul
-from ..ir.user_collectives import is_users
 from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan
-from .plan_names import Members
+from .plan_names import Members, index
 from .program_order import Skeleton, place_name, skeleton
-from .solver.problem import Problem
 
-# How many come before a place: matrix products, births of gradients, collectives that no plan places.
+# The numbers of matrix products, of births of gradients, and of collectives that no plan places, before a place.
 Landmark = tuple[int, int, int]
 
 
@@ -47,78 +45,49 @@ def _passed(s: Skeleton) -> list[Landmark]:
 def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     """Make a plan for another program of the same step.
 
-    A gather starts at the first place with as much done before it, but not after its first use.
+    A gather starts at the first place with at least the same landmark, but not after its first use.
 
     Args:
         plan: the plan of the first program.
         marks: the `landmarks` of the first program.
-        graph: the other program.
+        graph: the second program.
 
     Raises:
         ValueError: the programs do not have the same collectives.
     """
     if plan.update == WRITTEN:
         return dataclasses.replace(plan, program=fingerprint(graph))
-    target = _Target.of(graph, plan.update)
-    target.check_collectives(plan)
-    landmark = lambda at: marks[at] if at else None  # "" is the end of the program
+    s = skeleton(graph)
+    problem, passed = frame(s, plan.update), _passed(s)
+    gathers, reductions = index(s.gathers), index(s.reductions)
+    _check_collectives(plan, gathers, reductions)
+
+    def place(at: str, earliest: int, latest: int) -> str:
+        """The first place with at least as much before it as the place `at` of the plan had, within limits."""
+        reached = (k for k, before in enumerate(passed) if at and all(map(ge, before, marks[at])))  # "" is the end
+        return place_name(s, min(max(next(reached, len(s.ops)), earliest), latest))
+
+    def started(members: Members, at: str) -> str:
+        bucket = [problem.gathers[gathers[m]] for m in members]
+        return place(at, max(g.release for g in bucket), min(g.use for g in bucket))
+
+    def waited(members: Members, at: str) -> str:
+        bucket = [problem.reductions[reductions[m]] for m in members]
+        needs = (len(s.ops) if r.need is None else r.need for r in bucket)
+        return place(at, max(r.born + 1 for r in bucket), min(needs))
+
     return dataclasses.replace(
         plan,
         program=fingerprint(graph),
-        gathers=tuple((members, target.started(members, landmark(at))) for members, at in plan.gathers),
-        reductions=tuple((members, target.waited(members, landmark(at))) for members, at in plan.reductions),
+        gathers=tuple((members, started(members, at)) for members, at in plan.gathers),
+        reductions=tuple((members, waited(members, at)) for members, at in plan.reductions),
     )
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The program to which a plan is transferred.
-
-    Attributes:
-        skeleton: the program without its planned collectives.
-        problem: the places between which its collectives may start and be waited for.
-        passed: the landmark of every place.
-        gathers: the indices of the gathers by name.
-        reductions: the indices of the reductions by name.
-    """
-
-    skeleton: Skeleton
-    problem: Problem
-    passed: Sequence[Landmark]
-    gathers: Mapping[str, int]
-    reductions: Mapping[str, int]
-
-    @staticmethod
-    def of(graph: Graph, update: str) -> _Target:
-        s = skeleton(graph)
-        gathers = {p.start.out.name: i for i, p in enumerate(s.gathers)}
-        reductions = {p.start.out.name: i for i, p in enumerate(s.reductions)}
-        return _Target(s, frame(s, update), _passed(s), gathers, reductions)
-
-    def check_collectives(self, plan: Plan) -> None:
-        """Raises: ValueError when the plan is for other collectives."""
-        gathers = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
-        reductions = {m for members, _ in plan.reductions for m in members}
-        names = sorted((gathers ^ set(self.gathers)) | (reductions ^ set(self.reductions)))
-        if names:
-            raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")
-
-    def started(self, members: Members, mark: Landmark | None) -> str:
-        """The place at which a bucket of gathers starts, given the landmark at which it started."""
-        bucket = [self.problem.gathers[self.gathers[m]] for m in members]
-        return self._place(mark, max(g.release for g in bucket), min(g.use for g in bucket))
-
-    def waited(self, members: Members, mark: Landmark | None) -> str:
-        """The place at which a bucket of reductions is waited for, given the landmark at which it was."""
-        bucket = [self.problem.reductions[self.reductions[m]] for m in members]
-        needs = (len(self.skeleton.ops) if r.need is None else r.need for r in bucket)
-        return self._place(mark, max(r.born + 1 for r in bucket), min(needs))
-
-    def _place(self, mark: Landmark | None, earliest: int, latest: int) -> str:
-        """The first place with at least as much before it as a landmark has, within limits.
-
-        Without a landmark it is the end of the program.
-        """
-        end = len(self.skeleton.ops)
-        reached = (k for k, passed in enumerate(self.passed) if mark is not None and all(map(ge, passed, mark)))
-        return place_name(self.skeleton, min(max(next(reached, end), earliest), latest))
+def _check_collectives(plan: Plan, gathers: Mapping[str, int], reductions: Mapping[str, int]) -> None:
+    """Raises: ValueError if the plan is for other collectives than those of a program, which are given by name."""
+    gathered = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
+    reduced = {m for members, _ in plan.reductions for m in members}
+    names = sorted((gathered ^ set(gathers)) | (reduced ^ set(reductions)))
+    if names:
+        raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")

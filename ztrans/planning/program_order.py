@@ -1,32 +1,33 @@
-"""program_order: a program without its planned collectives.
+"""program_order: take the collectives that a plan will place out of a program.
 
-Transforms that schedule only write hints on equations; this solves them all at once, so the order
-in which they were applied cannot matter. `hoist` moves what is marked `birth` to where its inputs
-are made. `skeleton` then takes the planned collectives out: what is left, the operations, keeps its
-order. A gather must come before the place of its first use, a reduction after the operation that
-makes its gradient.
+Transforms that schedule only write hints on equations. Planning follows all hints at once, so the order in which the
+transforms were applied does not matter. `hoist` moves equations marked `birth` up to the last of their inputs.
+`skeleton` then takes the planned collectives out; the remaining equations are the operations, and keep their order. A
+gather must start before the first operation that reads its value, and a reduction after the one that computes its
+gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
-from ..ir.layout import local_shape
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
+from .cost import local_bytes
 
-Key = tuple[int, int, int]  # position of the equation it is placed at; at it (0), after it (1); own position
+# The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
+Key = tuple[int, int, int]
 
 
 def hoist(graph: Graph) -> Graph:
-    """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs is made."""
+    """Move every equation marked `birth`, and every planned reduction, right behind the last of its inputs."""
     moved = {e for e in graph.eqns if e.order is not None and e.order.place in ("birth", "reduce")}
     if not moved:
         return graph
@@ -35,57 +36,49 @@ def hoist(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = _sorted(graph, keys, makers)
+    eqns = _sorted({e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}, keys)
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
 
 
-def _sorted(graph: Graph, keys: Mapping[Eqn, Key], makers: Mapping[Var, Eqn]) -> list[Eqn]:
-    """The least order by key that respects data flow."""
-    used = users(graph)
-    missing = {e: len({makers[v] for v in e.ins if v in makers}) for e in graph.eqns}
-    rank = {e: i for i, e in enumerate(graph.eqns)}
-    ready = [(keys[e], i, e) for e, i in rank.items() if not missing[e]]
-    heapq.heapify(ready)
-    order: list[Eqn] = []
-    while ready:
-        _, _, e = heapq.heappop(ready)
+def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]:
+    """The equations sorted by key, as far as the equations allow that each of them needs before it."""
+    sorter, ready, order = TopologicalSorter(needs), list[tuple[Key, Eqn]](), list[Eqn]()
+    sorter.prepare()
+    while sorter.is_active():
+        for e in sorter.get_ready():
+            heapq.heappush(ready, (keys[e], e))
+        _, e = heapq.heappop(ready)
         order.append(e)
-        for reader in dict.fromkeys(u for out in e.outs if out is not None for u in used.get(out, ())):
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, (keys[reader], rank[reader], reader))
+        sorter.done(e)
     return order
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A collective that a plan places: its start and the wait for it.
-
-    Where a second reduction follows it, over the replicated axis, `then` has the start and the wait of that one.
-    """
+    """A collective that a plan places."""
 
     start: Eqn
     wait: Eqn
     order: Order  # the hint on its start
-    then: tuple[Eqn, Eqn] | None = None
+    then: tuple[Eqn, Eqn] | None = None  # start and wait of a second reduction behind it, over the replicated axis
 
     @property
     def value(self) -> Var:
-        """What it yields."""
+        """The value that it returns."""
         return (self.then[1] if self.then else self.wait).out
 
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
-    """A program without its planned collectives: `ops[k]` is operation k, and comes after place k."""
+    """A program without its planned collectives: `ops[k]` is operation k, right behind place k."""
 
-    graph: Graph  # hoisted, collectives in it
+    graph: Graph  # the program after `hoist`, collectives included
     ops: tuple[Eqn, ...]
     gathers: tuple[Planned, ...]  # in order of first use
     reductions: tuple[Planned, ...]  # in order of birth
-    use: tuple[int, ...]  # by gather: the first operation that reads it
-    born: tuple[int, ...]  # by reduction: the operation that makes the gradient
-    need: tuple[int, ...]  # by reduction: the first operation that reads it
+    use: tuple[int, ...]  # for each gather, the first operation that reads it
+    born: tuple[int, ...]  # for each reduction, the operation that computes the gradient
+    need: tuple[int, ...]  # for each reduction, the first operation that reads it
 
     @functools.cached_property
     def places(self) -> dict[Eqn, int]:
@@ -97,7 +90,7 @@ class Skeleton:
 
     @functools.cached_property
     def before(self) -> tuple[int, ...]:
-        """How many operations come before each equation, and before the end."""
+        """The number of operations before each equation, and before the end."""
         return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
 
     @functools.cached_property
@@ -106,19 +99,18 @@ class Skeleton:
 
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
-        """By reduction: the bytes of its gradient on a rank."""
-        at = dict.fromkeys(self.graph.axes, 0)
-        size = lambda v: math.prod(local_shape(v, self.graph.axes, at)) * v.dtype.itemsize
+        """For each reduction, the bytes of its gradient on a rank."""
+        size = local_bytes(self.graph)
         return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
 
     @functools.cached_property
     def asked_update(self) -> str:
-        """When `overlap_grads` was asked to run updates: "eager" or "last"."""
+        """When updates run according to `overlap_grads`: "eager" or "last"."""
         return self.reductions[0].order.update if self.reductions else "last"
 
     @functools.cached_property
     def in_flight(self) -> int | None:
-        """The bytes of gradients that may be under way at once, if `overlap_grads` was asked; one always may."""
+        """The limit of `overlap_grads` on the bytes of gradients under way; the largest gradient is always allowed."""
         asked = [p.order.in_flight for p in self.reductions if p.order.in_flight is not None]
         return max(min(asked), *self.held) if asked else None
 
@@ -126,28 +118,27 @@ class Skeleton:
     def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
         """The equations that an eager update takes from their places.
 
-        The first part has those that depend on a planned reduction, in order. The second has those that depend on
-        state alone, by the values that they make. Random draws and the step's own collectives stay at their places,
+        The first part has those that depend on a planned reduction, in order. The second has those that depend on the
+        state only, by the values that they compute. Random draws and the step's own collectives stay at their places,
         and so does everything that depends on them.
         """
         state, reduced = set(self.graph.inputs), {p.value for p in self.reductions}
         movable: dict[Eqn, None] = {}
         free: dict[Var, Eqn] = {}
         for e in filter(_may_float, self.ops):
-            outs = [out for out in e.outs if out is not None]
             if any(v in reduced for v in e.ins):
                 movable[e] = None
-                reduced.update(outs)
+                reduced.update(e.results)
             elif all(v in state or v in free for v in e.ins):
-                free.update((out, e) for out in outs)
+                free.update((out, e) for out in e.results)
         return movable, free
 
     @functools.cached_property
     def waits(self) -> dict[Eqn, set[Var]]:
-        """By floating equation, the leaves of the state that others must have read before it runs.
+        """For each floating equation, the leaves of the state that other equations must have read before it runs.
 
-        These are the leaves that it reads, because it may be done in place. An equation that makes a temporary of
-        values that are live anyway also waits for everything that all its readers wait for: if it ran earlier, its
+        These are the leaves that it reads itself, because it may overwrite them. An equation that computes a temporary
+        from values that are live anyway also waits for the leaves that all its readers wait for: if it ran earlier, its
         result would only take memory.
         """
         root, used = self.live.root, users(self.graph)
@@ -156,19 +147,18 @@ class Skeleton:
         waits: dict[Eqn, set[Var]] = {}
         for e in reversed(self.floating[0]):
             waits[e] = {root[v] for v in e.ins} & state
-            outs = [out for out in e.outs if out is not None]
-            readers = [waits.get(reader, set()) for out in outs for reader in used.get(out, ())]
-            if readers and all(out in available and out not in outputs for out in outs):
+            readers = [waits.get(reader, set()) for out in e.results for reader in used.get(out, ())]
+            if readers and all(out in available and out not in outputs for out in e.results):
                 waits[e] |= set.intersection(*readers)
         return waits
 
     def _available(self, outputs: set[Var]) -> set[Var]:
-        """Values that are live anyway while updates run, or are made of such values and scalars alone."""
+        """Values that are live anyway while updates run, or are computed from such values and scalars only."""
         movable, free = self.floating
         available = {*self.graph.inputs, *outputs, *free}
         for e in movable:
             if all(v in available or v.numel == 1 for v in e.ins):
-                available.update(out for out in e.outs if out is not None)
+                available.update(e.results)
         return available
 
 
@@ -178,10 +168,10 @@ def _may_float(e: Eqn) -> bool:
 
 
 def place_name(s: Skeleton, place: int) -> str:
-    """What a plan calls a place: the first result of the operation that comes next; "" is the end."""
+    """The name of a place in a plan: the first result of the operation behind it, or "" for the end."""
     if place == len(s.ops):
         return ""
-    return next((out.name for out in s.ops[place].outs if out is not None), f"#{place}")
+    return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
 def skeleton(graph: Graph) -> Skeleton:
@@ -199,7 +189,7 @@ def skeleton(graph: Graph) -> Skeleton:
     def birth(p: Planned) -> int:
         return max(place.get(makers[v], -1) if v in makers else -1 for v in p.start.ins)
 
-    # Where writes come last, every reduction must have been waited for before the first of them.
+    # If writes come last, every reduction must have been waited for before the first write.
     latest = sum(e not in taken for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
     gathers = sorted((p for p in planned if p.order.place == "gather"), key=first_reader)
     reductions = sorted((p for p in planned if p.order.place == "reduce"), key=birth)

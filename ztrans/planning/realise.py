@@ -1,7 +1,8 @@
 """realise: write a program in the order that a schedule gives it.
 
-The planned collectives come back as buckets. With eager updates, the update of a gradient may follow its reduction
-at once. The order is the same on every rank, because it depends on the program and the schedule alone.
+The planned collectives return to the program as buckets. With eager updates, the update of a parameter may follow the
+reduction of its gradient at once. The order depends on the program and the schedule only, so it is the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 
 from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, rename
+from ..ir.relations import grouped
 from .eager_updates import groups
 from .program_order import Planned, Skeleton
 from .solver.problem import Bucket, Problem, Schedule
@@ -28,12 +30,13 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
             for; where it has none, all equations of the update stay at their places.
 
     Returns:
-        The program. It holds no hints, and is not verified.
+        The program, which has no hints and is not verified.
     """
     emit = _Emission(s, problem)
     gather_starts, uses = _by_place(schedule.gathers, "start"), _waits_by_use(s, schedule)
     reduction_starts, reduction_waits = (_by_place(schedule.reductions, which) for which in ("start", "wait"))
-    # Eager updates run beside the gathers that start at their place. With a limit on gathers under way they run first.
+    # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
+    # after the updates.
     limited = any(p.order.in_flight is not None for p in s.gathers)
     for k in range(len(s.ops) + 1):
         waits = deque(reduction_waits.get(k, ()))
@@ -57,23 +60,16 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
 
 def _by_place(buckets: Iterable[Bucket], which: Literal["start", "wait"]) -> dict[int, list[Bucket]]:
     """Buckets by the place at which they start, or are waited for."""
-    places: dict[int, list[Bucket]] = {}
-    for bucket in buckets:
-        places.setdefault(getattr(bucket, which), []).append(bucket)
-    return places
+    return grouped((getattr(bucket, which), bucket) for bucket in buckets)
 
 
 def _waits_by_use(s: Skeleton, schedule: Schedule) -> dict[int, list[Eqn]]:
-    """By place: the waits for the gathers whose value the next operation is the first to read."""
-    waits: dict[int, list[Eqn]] = {}
-    for bucket in schedule.gathers:
-        for i in bucket.members:
-            waits.setdefault(s.use[i], []).append(s.gathers[i].wait)
-    return waits
+    """For each place, the waits for the gathers whose value the next operation is the first to read."""
+    return grouped((s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members)
 
 
 class _Emission:
-    """The equations that have been written so far, and the reductions that are under way after them."""
+    """The equations that have been written so far, and the reductions that are under way behind them."""
 
     def __init__(self, s: Skeleton, problem: Problem) -> None:
         self.s = s
@@ -81,11 +77,11 @@ class _Emission:
         self.written: set[Eqn] = set()
         self.groups = groups(s) if problem.updates else ()
         self.updates = Updates(problem)
-        self.under_way = 0  # bytes of gradients
-        self.second_buckets: list[Bucket] = []  # those whose second reduction is under way
+        self.under_way = 0  # the bytes of gradients whose reduction is under way
+        self.second_buckets: list[Bucket] = []  # the buckets whose second reduction is under way
 
     def __call__(self, e: Eqn) -> None:
-        """Write an equation, unless it has been written."""
+        """Write an equation, unless it has been written already."""
         if e not in self.written:
             self.written.add(e)
             self.eqns.append(e)
@@ -100,7 +96,7 @@ class _Emission:
         return [self.s.reductions[i] for i in bucket.members]
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket of gradients may start while others are under way."""
+        """Whether a bucket of gradients may start while those under way still are."""
         most, more = self.s.in_flight, sum(self.s.held[i] for i in bucket.members)
         return most is None or self.under_way + more <= most
 
@@ -110,7 +106,7 @@ class _Emission:
         self.under_way += sum(self.s.held[i] for i in bucket.members)
 
     def wait(self, bucket: Bucket, place: int) -> None:
-        """Wait for a bucket of reductions, start its second reduction if it has one, and run the updates that can."""
+        """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
         members = self.planned(bucket)
         self.all(p.wait for p in members)
         self.under_way -= sum(self.s.held[i] for i in bucket.members)
@@ -124,7 +120,7 @@ class _Emission:
         self.update(place)
 
     def second(self, place: int) -> None:
-        """Wait for the second reductions that an operation needs from this place on."""
+        """Wait for the second reductions that are needed at this place."""
         needed = self.s.needed
         while self.second_buckets and place >= min(needed[p] for p in self.planned(self.second_buckets[0])):
             self._wait_second()

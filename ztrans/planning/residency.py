@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..ir.collectives import received_bytes, sent_bytes
+from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Var, variables
 from .cost import Held, held, local_bytes
@@ -151,8 +151,9 @@ def _value(s: Skeleton, p: Planned) -> Value:
     if p.then is None:
         return Value(made(p.wait), 0)
     start, wait = p.then
-    first = made(p.wait) or received_bytes(p.start, 0, graph.axes)
-    return Value(made(p.wait), first + sent_bytes(start, graph.axes) + received_bytes(start, 0, graph.axes) + made(wait))
+    first = made(p.wait) or rules(p.start).received_bytes(p.start, 0, graph.axes)
+    sent, received = rules(start).sent_bytes(start, graph.axes), rules(start).received_bytes(start, 0, graph.axes)
+    return Value(made(p.wait), first + sent + received + made(wait))
 
 
 def _follow(s: Skeleton, uses: _Uses, groups: Sequence[Group], values: Sequence[Value]) -> None:
@@ -192,7 +193,7 @@ def _allocated(s: Skeleton, p: Planned) -> int:
     """The bytes of the storage of a reduced value, which may lie in the buffer in which it was received."""
     start = (p.then or (p.start,))[0]
     lies = s.live.root[p.value] is not p.value
-    return received_bytes(start, 0, s.graph.axes) if lies else local_bytes(s.graph)(p.value)
+    return rules(start).received_bytes(start, 0, s.graph.axes) if lies else local_bytes(s.graph)(p.value)
 
 
 def _most(uses: _Uses, group: Group, size: Callable[[Var], int]) -> int:

@@ -1,8 +1,8 @@
-"""simulate: how long the program of one rank takes on a cluster, and which communication compute waits for.
+"""simulate: predict how long the program of one rank takes on a cluster, and which communication compute waits for.
 
-Every equation is an operation of the compute queue. Its duration is measured, or that of the roofline. Every started
-collective is a message of its lane. An axis has one lane for gathers and one for reductions, and the step's own
-collectives have another. `event_simulator` plays them.
+Every equation is an operation of the compute queue. Its duration was measured, or follows from the roofline. Every
+started collective is a message of a lane. Each axis has a lane for gathers, one for reductions, and one for the step's
+own collectives. `event_simulator` then computes when everything happens.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    is_alone,
-    lane,
-    pair,
-    rules,
-    sends_as_it_lies,
-    wire_bytes,
-)
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_alone, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
-from .cluster import Cluster
+from .cluster import Cluster, Device
 from .cost import flops, local_bytes, memory
 from .event_simulator import Message, play
+from .launches import launches
 from .timeline import COMPUTE, Event, Timeline
 
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
-    measured, waits = dict(cluster.measured), pair(graph).waits
+    measured, waits, launched = dict(cluster.measured), pair(graph).waits, launches(graph)
 
     def timed(e: Eqn, part: str, estimate: Callable[[Eqn, Graph, Cluster], float]) -> float:
         known = measured.get(signature(e, graph) + part) if measured else None
@@ -44,17 +35,20 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     def duration(e: Eqn) -> float:
         waited = waits.get(e)
         if waited is not None:
-            # the wait for the first member unpacks the bucket
+            # The wait for the first member unpacks the whole bucket.
             return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
+        return timed(e, "", _packing if rules(e).packs else computing)
+
+    def computing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
         if rules(e).shares(e):
-            return 0.0
-        return timed(e, "", _packing if rules(e).packs else _roofline)
+            return cluster.device.call * launched[e].calls
+        return cluster.device.launch * launched[e].kernels + _roofline(e, graph, cluster.device)
 
     return list(map(duration, graph.eqns))
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
-    """A text of everything that the duration of an operation depends on: its name, local types and literals."""
+    """Everything that the duration of an operation depends on, as text: its name, local types and literals."""
     at = dict.fromkeys(graph.axes, 0)
 
     def show(x: Any) -> str:
@@ -70,15 +64,16 @@ def signature(eqn: Eqn, graph: Graph) -> str:
     return f"{op_name(eqn.op)}({', '.join(parts)})"
 
 
-def _roofline(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    device, size = cluster.device, local_bytes(graph)
-    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.outs if o is not None)
-    return device.launch + max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
+def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
+    """The seconds that a kernel runs: as long as its operations take, or its bytes."""
+    size = local_bytes(graph)
+    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
+    return max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
 
 
 def _rated(e: Eqn) -> str:
-    """The name of an operation's rate: the dtype of its result, or "tf32" where PyTorch runs fp32 products in TF32."""
-    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.outs if o is not None), "f32")
+    """The name of an operation's rate: the dtype of its result, or "tf32" if PyTorch runs this product in TF32."""
+    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
     if "convolution" in op_name(e.op):
@@ -90,47 +85,45 @@ def _rated(e: Eqn) -> str:
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute to start a collective: to copy into its send buffer, and to send."""
+    """The seconds of compute that it takes to copy into the send buffer of a collective, and to send."""
     link = cluster.link(e.kwargs["axis"])
-    host = link.call + link.host * wire_bytes(e, graph.axes)
+    host = link.call + link.host * rules(e).wire_bytes(e, graph.axes)
     size = local_bytes(graph)
-    in_place = [sends_as_it_lies(e, k, graph.axes) for k in range(len(e.outs))]
+    in_place = [rules(e).sends_own(e, k, graph.axes) for k in range(len(e.outs))]
     copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
     return cluster.device.launch + copied / cluster.device.bandwidth + host
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute to make values of received bytes, as measured for their kind, else those of copies.
+    """The seconds of compute that it takes to turn received bytes into values.
 
-    The members of a packed gather are copied out of its buffer; the terms of a reduce_scatter are added up.
+    They were measured for this kind of collective, or follow from the bytes that are copied: the members of a packed
+    gather are copied out of its buffer, and the terms of a reduce_scatter are added up.
     """
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
-        return cluster.device.launch + known * wire_bytes(e, graph.axes)
+        return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
     copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 
 
 def _packed_members(e: Eqn, graph: Graph) -> int:
-    """A gather copies the members that cross together out of the buffer in which they were received."""
+    """The bytes that a gather reads and writes to copy packed members out of their receive buffer."""
     packed = [out for k, out in enumerate(e.results) if not is_alone(e, k, graph.axes)]
     return 2 * sum(map(local_bytes(graph), packed))
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
-    """A reduce_scatter reads the terms of every rank and writes their sum."""
+    """The bytes that a reduce_scatter reads, the terms of every rank, and writes, their sum."""
     size = local_bytes(graph)
     return sum(map(size, e.ins)) + sum(map(size, e.results))
 
 
 class Copies(NamedTuple):
-    """The bytes that are copied to make the values of a collective once its messages have arrived.
+    """The bytes that are copied to turn the received bytes of a collective into values."""
 
-    `exact` counts them; `times` is how often the planner takes each received byte to be copied.
-    """
-
-    exact: Callable[[Eqn, Graph], int]
-    times: int
+    exact: Callable[[Eqn, Graph], int]  # counts them
+    times: int  # the planner's estimate of how often a received byte is copied
 
 
 NO_COPIES = Copies(lambda e, graph: 0, 0)
@@ -142,12 +135,12 @@ COPIES: Mapping[Any, Copies] = {
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
-    """Every started collective as a message, with the bytes that it moves; equation i is operation i."""
+    """Every started collective as a message, with the bytes that it moves. Its operations are all equations."""
     sent = []
     for e, started in pair(graph, own=True).starts.items():
         axis = rules(e).axis(e)
         if axis not in graph.axes:
-            continue  # a group that is none of the mesh's axes: nothing is known of it
+            continue  # over a group that is no axis of the mesh, so its link is unknown
         link, ranks = cluster.link(axis), graph.axes[axis]
         kind, moved = _moved(e, graph, ranks)
         latency, moving = link.seconds(kind, moved, ranks)
@@ -157,9 +150,9 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
 
 
 def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
-    """The kind of a collective, which may be one of the step's own, and the bytes that a rank receives."""
+    """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
-        return e.op.name, wire_bytes(e, graph.axes)
+        return e.op.name, rules(e).wire_bytes(e, graph.axes)
     size, name = local_bytes(graph), op_name(e.op)
     whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
     kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
@@ -174,9 +167,7 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     """
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])
-    events = [
-        Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0
-    ]  # fmt: skip
+    events = [Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0]
     for k, (e, m, moved) in enumerate(sent):
         begin, end = played.begin[k], played.end[k]
         events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))

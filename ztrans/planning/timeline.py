@@ -1,6 +1,6 @@
-"""timeline: what ran when on one rank, simulated or measured.
+"""timeline: when everything ran on one rank, simulated or measured.
 
-One lane shows compute, and one each communicator. Communication is exposed while compute stands still for it. A curve
+One lane shows compute, and each communicator has a lane. Communication is exposed while compute waits for it. A curve
 below the lanes shows the live memory.
 """
 
@@ -19,7 +19,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Event:
-    """One bar: an equation on a lane, from `start` for `seconds`. Compute stood still for it for `stall` seconds."""
+    """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds."""
 
     lane: str
     start: float
@@ -47,7 +47,7 @@ class _Shown:
             ValueError: the path has another ending.
             ImportError: matplotlib, which pictures need, is not installed.
         """
-        from ..report import figure, page  # doors upwards: the pictures of a timeline
+        from ..report import figure, page  # imported here, because `report` imports this module
 
         draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(Path(path).suffix)
         if draw is None:
@@ -56,25 +56,25 @@ class _Shown:
 
     def to_perfetto(self, path: str | PathLike) -> None:
         """Save a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
-        from ..report.perfetto import save  # a door upwards
+        from ..report.perfetto import save  # imported here, because `report` imports this module
 
         save(self._timelines, path)
 
     def _repr_html_(self) -> str:
-        from ..report.page import frame  # a door upwards: the page in a cell of a notebook
+        from ..report.page import frame  # imported here, because `report` imports this module
 
         return frame(self._timelines)
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline(_Shown):
-    """A step as bars on lanes."""
+    """One step as bars on lanes."""
 
     name: str
     seconds: float
     events: tuple[Event, ...]
     memory: tuple[tuple[float, int], ...]  # (time, live bytes)
-    bound: tuple[float, str] | None = None  # the lower bound in seconds and what binds it, where they are known
+    bound: tuple[float, str] | None = None  # the lower bound in seconds, and what causes it, if they are known
 
     @property
     def lanes(self) -> list[str]:
@@ -82,17 +82,17 @@ class Timeline(_Shown):
         return list(dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))]))
 
     def busy(self, lane: str) -> float:
-        """Seconds in which a lane is busy."""
+        """The seconds in which a lane is busy."""
         return sum(e.seconds for e in self.events if e.lane == lane)
 
     @property
     def compute(self) -> float:
-        """Seconds in which compute is busy."""
+        """The seconds in which compute is busy."""
         return self.busy(COMPUTE)
 
     @property
     def stalled(self) -> float:
-        """Seconds in which compute stands still for communication."""
+        """The seconds in which compute waits for communication."""
         return sum(e.stall for e in self.events)
 
     @property
@@ -101,7 +101,7 @@ class Timeline(_Shown):
 
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Seconds that compute stands still, by (axis, role)."""
+        """The seconds in which compute waits for communication, by (axis, role)."""
         stalls: defaultdict[tuple[str, str], float] = defaultdict(float)
         for e in self.events:
             if e.lane != COMPUTE and e.eqn.provenance is not None:
@@ -110,16 +110,16 @@ class Timeline(_Shown):
                 stalls[e.lane, "user"] += e.stall
         return dict(sorted(stalls.items()))
 
-    def beside(self, other: Timeline) -> Beside:
-        """This timeline and another of the same program, one simulated and one measured."""
-        return Beside(self, other)
+    def beside(self, second: Timeline) -> Beside:
+        """Compare this timeline with another one of the same program, as one simulated and one measured."""
+        return Beside(self, second)
 
     @property
     def _timelines(self) -> tuple[Timeline, ...]:
         return (self,)
 
     def __str__(self) -> str:
-        from ..report.table import table  # a door upwards: a timeline as text
+        from ..report.table import table  # imported here, because `report` imports this module
 
         return table(self)
 
@@ -129,7 +129,7 @@ class Timeline(_Shown):
 
 @dataclass(frozen=True, repr=False)
 class Beside(_Shown):
-    """Two timelines of one program: printed row by row with ratios, drawn one beneath the other."""
+    """Two timelines of one program, which print row by row with ratios, and are drawn one beneath the other."""
 
     first: Timeline
     second: Timeline
@@ -139,7 +139,7 @@ class Beside(_Shown):
         return (self.first, self.second)
 
     def __str__(self) -> str:
-        from ..report.table import compared  # a door upwards
+        from ..report.table import compared  # imported here, because `report` imports this module
 
         return compared(self.first, self.second)
 

@@ -1,1 +1,1 @@
-"""Measuring a real step, and fitting the costs that planning uses to the measurements."""
+"""Measure a step as it runs, and fit the costs that planning uses to the measurements."""

@@ -1,4 +1,4 @@
-"""calibrate: measure this machine as a `Cluster`, in a few seconds, through the mesh's own groups."""
+"""calibrate: measure this machine as a `Cluster`, in a few seconds, with the process groups of a mesh."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ..runtime.process_groups import Channel
 from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives: 4 KiB to 256 MiB
-_LARGEST = 2**24  # between CPUs
+_SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives in a message: 4 KiB to 256 MiB
+_LARGEST = 2**24  # bytes of the largest message between CPUs
 _SERIES = 2**28  # bytes of a back-to-back series of messages on a GPU
-_ENOUGH = 0.1  # seconds: after a message that takes as long, no larger one is timed
+_ENOUGH = 0.1  # seconds; after a message that takes this long, no larger one is timed
 _BURST = 0.25  # seconds for which one size is timed, and for which matmuls run during a gather
 
 StartMessage = Callable[[], Future]
@@ -39,11 +39,11 @@ StartMessage = Callable[[], Future]
 def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Cluster:
     """Measure this machine: matmul rates, memory bandwidth, launch overhead, and the link of every mesh axis.
 
-    All ranks must call it, and all get the same `Cluster`: medians over ranks. No measurement shows which axes share
-    a wire. So axes whose groups reach over hosts get one link named "network", the others one named "local", and
-    `links` gives single axes another name.
+    All ranks must call it. All get the same `Cluster`, which has medians over the ranks. No measurement shows which
+    axes share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
+    "local". `links` gives the link of an axis another name.
 
-    Raises: ValueError for a mesh on which nothing runs, or an axis in `links` that it does not have.
+    Raises: ValueError if the mesh is abstract, or `links` names an axis that the mesh does not have.
 
     >>> from ztrans.runtime.mesh import make_mesh
     >>> cluster = calibrate(make_mesh("cpu", dp=-1))  # a mesh of one: the device alone
@@ -67,17 +67,17 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
 
 
 class _Wire(NamedTuple):
-    """What one rank measured of an axis: messages, and the processor's seconds a byte and a message."""
+    """The measurements of one rank for one axis."""
 
     axis: str
     ranks: tuple[int, ...]
     samples: list[Sample]
-    host: float
-    call: float
+    host: float  # seconds of the processor for each byte
+    call: float  # seconds of the processor for each message
 
 
 class _Measured(NamedTuple):
-    """What one rank measured: its processor, the name of its host, and its mesh axes."""
+    """All measurements of one rank: its processor, the name of its host, and its mesh axes."""
 
     device: Device
     host: str
@@ -85,7 +85,7 @@ class _Measured(NamedTuple):
 
 
 def _agreed(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> Cluster:
-    """One cluster from what all ranks measured."""
+    """One cluster from the measurements of all ranks."""
     host_of = {rank: measured.host for rank, measured in by_rank.items()}
     links = []
     for same_axis in zip(*(measured.wires for measured in by_rank.values())):
@@ -102,7 +102,7 @@ def _agreed(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> Clust
 
 
 def _agreed_device(every: list[_Measured]) -> Device:
-    """The median of the ranks' processors. Ranks of one host share the memory of its CPUs."""
+    """The median over the processors of all ranks. CPU ranks of one host share its memory."""
     devices, hosts = [measured.device for measured in every], [measured.host for measured in every]
     rates = [(dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops]
     bandwidth, launch = median(d.bandwidth for d in devices), median(d.launch for d in devices)
@@ -111,13 +111,13 @@ def _agreed_device(every: list[_Measured]) -> Device:
 
 
 def _host_name() -> str:
-    """The name of a host, which is a machine or a network namespace of one."""
+    """The name of this host; each network namespace of a machine counts as a host."""
     namespace = "/proc/self/ns/net"
     return socket.gethostname() + (os.readlink(namespace) if os.path.exists(namespace) else "")
 
 
 def _device(on: torch.device) -> Device:
-    """This rank's processor, measured while the other ranks measure theirs."""
+    """Measure this rank's processor, while the other ranks measure theirs."""
     flops = []
     for dtype in (torch.float32, torch.bfloat16):
         n, took = 256, 0.0
@@ -143,10 +143,10 @@ def _matmul(n: int, dtype: torch.dtype, on: torch.device) -> Callable[[], object
     return lambda: torch.mm(a, b, out=out)
 
 
-def _median_seconds(run: Callable[[], object], on: torch.device, most: int = 7) -> float:
-    """The median time of a call, after one to warm up, in at most `most` calls and about the time of a burst."""
+def _median_seconds(run: Callable[[], object], on: torch.device) -> float:
+    """The median duration of a call, after a warm-up, over at most seven calls in about `_BURST` seconds."""
     taken = [_seconds(run, on) for _ in range(2)]
-    while len(taken) <= most and sum(taken) < _BURST:
+    while len(taken) <= 7 and sum(taken) < _BURST:
         taken.append(_seconds(run, on))
     return median(taken[1:])
 
@@ -163,14 +163,14 @@ def _measure_axis(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
     gathers = channel(mesh, axis, gathers=True)
     samples: list[Sample] = []
-    largest: dict[str, tuple[int, float]] = {}  # by kind, the bytes and seconds of the largest message that was timed
+    largest: dict[str, tuple[int, float]] = {}  # for each kind, bytes and seconds of the largest message that was timed
     for kind in _KINDS:
         for size in (s for s in _SIZES if on.type != "cpu" or s <= _LARGEST):
             start_message, received = _collective(kind, size, gathers, on)
             time_message = functools.partial(_message_seconds, start_message, size, on)
             time_message()
-            slowest = max(everywhere(time_message(), mesh))  # of all ranks, so that all decide alike
-            # Each collective waits for all ranks, so nothing else must keep them in step.
+            slowest = max(everywhere(time_message(), mesh))  # over all ranks, so that all take the same decisions
+            # Each collective waits for all ranks, so they need no other synchronisation.
             taken = [time_message() for _ in range(max(3, min(15, int(_BURST / slowest))))]
             samples.append(Sample(kind, received, median(taken)))
             largest[kind] = (size, slowest)
@@ -178,7 +178,7 @@ def _measure_axis(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
                 break
     ranks = tuple(dist.get_process_group_ranks(gathers.group))
     if on.type != "cpu":
-        return _Wire(axis, ranks, samples, 0.0, 0.0)  # a GPU's transfers take no time of its processor
+        return _Wire(axis, ranks, samples, 0.0, 0.0)  # transfers of a GPU take no time of its processor
     size, slowest = largest["all_gather"]
     start_message, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), gathers, on)
     host = median(_compute_lost(start_message, mesh, on) for _ in range(3)) / received
@@ -186,8 +186,10 @@ def _measure_axis(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
 
 
 def _message_seconds(start_message: StartMessage, size: int, on: torch.device) -> float:
-    """Seconds of one message. On a GPU it is one of a back-to-back series: a step launches a message before the one
-    ahead of it is done."""
+    """The seconds of one message.
+
+    On a GPU it is one of a back-to-back series, because a step also launches a message before the last one is done.
+    """
     if on.type == "cpu":
         return _seconds(lambda: _wait(start_message()), on)
     count = max(2, min(16, _SERIES // size))
@@ -212,17 +214,17 @@ def _collective(kind: str, size: int, messages: Channel, on: torch.device) -> tu
         eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
     module: Any = start(eqn, ranks, {"axis": messages.group.rank()}, messages, side_streams(on.type))
     member = torch.zeros(rows // (n if kind == "all_gather" else 1), device=on)
-    return lambda: module(member)[0].future, collectives.wire_bytes(eqn, ranks)
+    return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, ranks)
 
 
 def _wait(future: Future) -> None:
-    """Wait for the bytes of a message. `future` holds the buffer that receives them until then."""
+    """Wait for the bytes of a message. Until then `future` keeps the receive buffer alive."""
     if future.work is not None:
         future.work.wait()
 
 
 def _start_seconds(gathers: Channel, on: torch.device) -> float:
-    """The seconds that starting the smallest message takes."""
+    """The seconds that it takes to start the smallest message."""
     start_message, _ = _collective("all_gather", _SIZES[0], gathers, on)
     began = time.perf_counter()
     future = start_message()
@@ -232,10 +234,10 @@ def _start_seconds(gathers: Channel, on: torch.device) -> float:
 
 
 def _compute_lost(start_message: StartMessage, mesh: DeviceMesh, on: torch.device) -> float:
-    """The seconds of matmuls that a collective in progress costs.
+    """The seconds of compute that a collective takes from matmuls which run at the same time.
 
-    The wall clock also counts what other processes take of the processor, and the clock of this process does not. So
-    the smaller of the two losses counts.
+    The loss is measured by the wall clock, which also counts the time of other processes, and by the clock of this
+    process. The smaller of the two counts.
     """
     run = _matmul(256, torch.float32, on)
     clocks = (time.perf_counter, time.process_time)

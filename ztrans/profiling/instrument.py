@@ -1,17 +1,18 @@
-"""Instrument: the generated code of a program, with readings of the clock added.
+"""Instrument: add readings of the clock to the generated code of a program.
 
 The clock is read after every equation, when a collective is started, when it is done, and when the first wait for it
-returns. Values live exactly as long as in the code without readings.
+returns. The lifetimes of values are the same as in the code without readings.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,18 +26,18 @@ from ..runtime.cuda.streams import Done
 class Times(NamedTuple):
     """The readings of one run, in seconds from its first equation."""
 
-    marks: tuple[float, ...]  # before the first equation and after each
-    started: tuple[float, ...]  # by collective, in order of their start
-    done: tuple[float, ...]
-    arrived: tuple[float, ...]  # by collective, in order of their first wait: when that no longer blocked
+    marks: tuple[float, ...]  # before the first equation, and after each equation
+    started: tuple[float, ...]  # when each collective was started, in order of the starts
+    done: tuple[float, ...]  # when each collective was done, in the same order
+    arrived: tuple[float, ...]  # when the first wait for each collective returned, in order of these waits
     end: float
 
 
 class Record:
     """The readings of one run.
 
-    On a CPU they are times. On a GPU they are events, which are compared after the run: on the current stream, except
-    for the end of a collective, which is an event on its lane.
+    On a CPU they are times. On a GPU they are events, which are compared after the run. They are on the current stream,
+    except for the end of a collective, which is an event on the stream of its lane.
     """
 
     def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
@@ -54,9 +55,9 @@ class Record:
         return event
 
     def times(self) -> Times:
-        """The readings in seconds. Called at the end of the run, which it takes as now."""
+        """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
         end = self.read()
-        while len(self.done) < len(self.started):  # the watchers may still be about to note the last ones
+        while len(self.done) < len(self.started):  # the watchers may not have noted the last collectives yet
             time.sleep(1e-5)
         if self.device != "cpu":
             torch.accelerator.synchronize()
@@ -74,7 +75,7 @@ class Record:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
-    """A thread for each lane, which waits for its collectives one after the other."""
+    """Keep a thread for each lane, which waits for the collectives of that lane one after the other."""
     watchers: defaultdict[str, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1, "ztrans-watcher"))
     try:
         yield watchers
@@ -83,51 +84,45 @@ def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
             watcher.shutdown()
 
 
-def mark(record: Record, equations: int = 1) -> None:
-    """Note that an equation has ended, or several that ran as one: these share their time equally."""
+def mark(record: Record, weights: tuple[int, ...] = (1,)) -> None:
+    """Note that equations have ended, which ran as a single call and share its time by their weights."""
     now = record.read()
-    before = record.marks[-1] if record.marks else now
-    shares = range(1, equations) if record.device == "cpu" else ()
-    record.marks += [before + (now - before) * k / equations for k in shares] or [now] * (equations - 1)
+    before, total = record.marks[-1] if record.marks else now, sum(weights)
+    for passed in itertools.accumulate(weights[:-1]):
+        if record.device == "cpu":
+            record.marks.append(before + (now - before) * passed / total)
+        else:  # events cannot be interpolated
+            record.marks.append(now if passed else before)
     record.marks.append(now)
 
 
 def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
-    """Note that a collective has been started, and have its end noted too."""
+    """Note that a collective has been started, and arrange for its end to be noted."""
     future, k = members[0].future, len(record.started)
     record.started.append(record.read())
     if isinstance(future.work, Done):
         record.done[k] = record.read(future.work.lane)
     elif future.work is not None:
-        future.work = _Watched(record.watchers[lane].submit(_wait, record, future.work, k))
+        # Work can be waited for only once: the watcher does, and the program waits for the watcher.
+        future.work = SimpleNamespace(wait=record.watchers[lane].submit(_wait, record, future.work, k).result)
 
 
 def _wait(record: Record, work: Work, k: int) -> None:
-    """Wait for a collective in a thread, because sends and receives have no callbacks."""
+    """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
     work.wait()
     record.done[k] = record.read()
 
 
-class _Watched:
-    """Work that a watcher waits for; the program waits for the watcher, because work can be waited for only once."""
-
-    def __init__(self, watching: concurrent.futures.Future) -> None:
-        self.watching = watching
-
-    def wait(self) -> None:
-        self.watching.result()
-
-
 def block(record: Record, member: Member) -> None:
-    """Wait until a collective is done, and note it, before the program makes values of the received bytes."""
+    """Wait until a collective is done, and note that, before the program turns the received bytes into values."""
     work = member.future.work
-    if work is not None:  # else another member of its bucket has been waited for
+    if work is not None:  # it is None once another member of the bucket has been waited for
         work.wait()
         record.arrived.append(record.read())
 
 
 def recorded(program: fx.GraphModule) -> fx.GraphModule:
-    """The same program with readings. They go to its attribute `record`, which must be set before each run."""
+    """The same program with readings of the clock, which go to its attribute `record`. Set that before each run."""
     out = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     record: fx.Node | None = None
@@ -143,6 +138,6 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
         if eqn is not None and is_start(eqn) and node.op == "call_module":
             out.call_function(watch, (record, env[node], lane(eqn)))
         if eqn is not None and after.meta.get("eqn") is not eqn:
-            out.call_function(mark, (record, len(node.meta["eqns"])))
+            out.call_function(mark, (record, node.meta["weights"]))
     attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
     return fx.GraphModule(attributes, out, "Recorded")

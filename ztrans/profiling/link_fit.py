@@ -1,8 +1,8 @@
-"""Link fit: the figures of a link, from the durations of messages and from the time that they took of compute.
+"""Link fit: fit the figures of a link to the measured durations of messages.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all kinds. The fit
-minimises the error in the logarithm of the duration, so small and large messages count alike. Small errors, which
-are noise, count squared; large ones count linearly, so that the few messages that were delayed have little weight.
+minimises the error of the logarithm of the duration, so small and large messages have the same weight. Small errors are
+noise, and count squared. Large errors count linearly, so a few messages that were delayed have little weight.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import ArrayLike
 
 from ..planning.cluster import Link
 
-_PRIOR = 0.02  # how many messages each of the initial figures counts for
-_NOISE = 0.25  # errors below this are squared
-_STEPS = 60
-_HALVINGS = 8  # of a step that does not reduce the loss
-_ALIKE = 0.05  # kinds whose bandwidths differ by less than this share one
+_PRIOR = 0.02  # the weight of each initial figure, in messages
+_NOISE = 0.25  # errors below this count squared
+_STEPS = 60  # the most Newton steps
+_HALVINGS = 8  # how often a step that does not reduce the loss is halved
+_ALIKE = 0.05  # kinds whose bandwidths differ by a smaller share than this get the same bandwidth
 
 
 class Sample(NamedTuple):
-    """One message: its kind of collective, the bytes that a rank received, the seconds from start to end."""
+    """One message: its kind of collective, the bytes that a rank received, and its duration in seconds."""
 
     kind: str
     received: float
@@ -34,8 +34,8 @@ class Sample(NamedTuple):
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
-    Figures that the samples say nothing about stay as they were: the bandwidth, if all are small; always `hop`,
-    `host`, `call` and `unpack`.
+    Figures that the samples do not determine stay as they were: the bandwidth if all samples are small, and always
+    `hop`, `host`, `call` and `unpack`.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
     >>> fitted = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
@@ -55,9 +55,9 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
 
 
 def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
-    """`link` with the `call` and `host` that explain the seconds of compute that sending took.
+    """`link` with the `call` and `host` that explain best how much compute it took to send messages.
 
-    Each message is a pair of its bytes and those seconds.
+    Each message is a pair of its bytes and the seconds of compute that it took.
 
     >>> fitted = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
     >>> f"{fitted.call:.0e} s, {fitted.host:.0e} s/B"
@@ -73,9 +73,9 @@ def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
 
 
 def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
-    """`link` with the `unpack` of each kind: seconds a byte of making values of what was received.
+    """`link` with the `unpack` of each kind: the seconds that it takes to turn a received byte into values.
 
-    Each message is its kind, its bytes, and those seconds.
+    Each message has its kind, its bytes, and the seconds that it took to turn them into values.
 
     >>> unpacking(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
     (('all_gather', 2e-09),)
@@ -88,23 +88,23 @@ def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
 
 
 class Figures:
-    """The figures of links that messages say something about, as one vector.
+    """The figures of links that messages determine, as one vector.
 
-    For each link with messages these are its latency, its bandwidth, and the efficiency of each kind but one. `seen`
-    holds the index of the link and the kind of each message.
+    For each link with messages these are its latency, its bandwidth, and the efficiencies of all kinds but the first.
+    `seen` has, for each message, the index of its link and its kind.
     """
 
     def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
         self.links, self.seen = links, seen
         self.kinds: list[list[str]] = []
         for i in range(len(links)):
-            # The bandwidth is that of gathers, or of the first kind that was seen if there are none.
+            # The bandwidth is that of gathers; without gathers, that of the first kind.
             kinds = sorted({kind for k, kind in seen if k == i}, key=lambda kind: (kind != "all_gather", kind))
             self.kinds.append(kinds)
 
     @property
     def start(self) -> list[float]:
-        """The figures as the links have them."""
+        """The figures that the links have."""
         values: list[float] = []
         for link, kinds in zip(self.links, self.kinds):
             efficiency = dict(link.efficiency)
@@ -113,7 +113,7 @@ class Figures:
         return values
 
     def put(self, values: Sequence[float]) -> list[Link]:
-        """The links with other figures."""
+        """The links with the figures `values`."""
         left, changed = iter(map(float, values)), []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
@@ -131,10 +131,15 @@ def solve(
     prior: float = _PRIOR,
     second_start: Sequence[float] = (),
 ) -> list[float]:
-    """The positive figures whose predictions are nearest to `took`: damped Newton steps in their logarithms.
+    """Find the positive figures whose predictions are closest to `took`, by damped Newton steps in their logarithms.
 
-    Each figure of `start` counts as much as `prior` messages. `start` may be so far off that no message says in
-    which direction to go; for that case the steps are also taken from `second_start`, and the better result counts.
+    Args:
+        predict: the durations of the messages, given the figures.
+        took: the measured durations.
+        start: the initial figures.
+        prior: the weight of each initial figure, in messages.
+        second_start: other initial figures. If `start` is so far off that no message shows a direction, the steps from
+            here may succeed; the better result is returned.
 
     >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
     [3.0, 2.0]

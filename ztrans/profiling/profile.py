@@ -1,9 +1,9 @@
-"""Profile: a measured step, as a timeline, and what it says about the cluster that it ran on."""
+"""Profile: a measured step as a timeline, and the speeds of the cluster that follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
 from ..ir.printer import format_seconds, op_name
+from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
 from ..planning.event_simulator import Message
 from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
-from ..runtime.codegen import bind
+from ..runtime.executable import bind
 from ..runtime.meeting import everywhere
 from .instrument import Record, Times, mark, recorded, watching
 from .link_fit import sending, unpacking
@@ -29,11 +30,14 @@ from .trace_fit import Observed, explain
 
 @dataclass(frozen=True, repr=False)
 class Profile:
-    """A measured step of this rank; `overhead` is the seconds that recording took.
+    """A measured step of this rank.
 
-    `seconds_by_signature` are durations by the signatures that the simulation asks for (see `simulate.signature`).
-    For a collective this is the time to pack and start it, and under " wait" the time to make values of the received
-    bytes. `messages` are those of each recorded step.
+    Attributes:
+        timeline: when every operation and message ran.
+        seconds_by_signature: the duration of each kind of operation, by its `simulate.signature`. That of a collective
+            is the time to pack and start it; with " wait" behind it, the time to turn the received bytes into values.
+        messages: the messages of each recorded step.
+        overhead: the seconds of a step that the recording took.
     """
 
     timeline: Timeline
@@ -48,9 +52,9 @@ class Profile:
         return f"Profile({self.timeline!r})"
 
     def cluster(self, base: Cluster) -> Cluster:
-        """`base` with the measured operations, by type, and with links fitted to the measured messages."""
+        """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        usual = [_median_message(same) for same in zip(*self.messages) if same[0].axis in axes]
+        usual = [_combined(same, median) for same in zip(*self.messages) if same[0].axis in axes]
         links = []
         for axis, link in explain(base.links, usual):
             over = [m for m in usual if m.axis == axis]
@@ -59,10 +63,11 @@ class Profile:
         return dataclasses.replace(base, links=tuple(links)).with_measured(self.seconds_by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
-        """This profile with figures that are the same on every rank, for planning; the timeline stays this rank's.
+        """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
 
-        Operations are those of the rank that computes longest, for which the others wait. A message is issued when
-        the last rank has issued it, and done when it is done on all. All ranks must call it.
+        The durations of operations are those of the rank that computes longest, because the others wait for it. A
+        message is issued when the last rank has issued it, and done when it is done on all ranks. All ranks must call
+        this.
         """
         if mesh.size() == 1:
             return self
@@ -76,25 +81,17 @@ class Profile:
 def _over_ranks(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     """The messages of one step, from those that each rank observed.
 
-    The last rank to start a message may receive its bytes at once, and the ranks before it wait for it. So no single
-    rank sees how long a message takes.
+    The last rank to start a message may receive its bytes at once, while the other ranks have waited for it. So no
+    single rank can tell how long a message takes.
     """
-    return tuple(
-        same[0]._replace(
-            issued=max(m.issued for m in same),
-            done=max(m.done for m in same),
-            spent=median(m.spent for m in same),
-            unpacked=median(m.unpacked for m in same),
-        )
-        for same in zip(*ranks)
-    )
+    return tuple(_combined(same, max) for same in zip(*ranks))
 
 
-def _median_message(same: Sequence[Observed]) -> Observed:
-    """One message, from its times in several steps."""
+def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
+    """One message from several observations of it: medians, and with `moment` when it was issued and when done."""
     return same[0]._replace(
-        issued=median(m.issued for m in same),
-        done=median(m.done for m in same),
+        issued=moment(m.issued for m in same),
+        done=moment(m.done for m in same),
         spent=median(m.spent for m in same),
         unpacked=median(m.unpacked for m in same),
     )
@@ -107,13 +104,17 @@ def profile(
     steps: int = 3,
     together: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Run `steps` steps and record them. The state among `inputs` is donated, and advances by as many steps.
+    """Run and record some steps. All ranks must call it. Times are medians over the steps.
 
-    `program` is the FX module of the lowered `graph` on this rank, `inputs` its flat local inputs. All ranks must
-    call it. `together` waits for all of them before each step: seconds from its start are then comparable between
-    ranks. Times are medians over the steps.
+    Args:
+        graph: the lowered program.
+        program: its FX module on this rank.
+        inputs: its flat local inputs. The state among them is donated, and advances by `steps` steps.
+        steps: the number of steps.
+        together: waits for all ranks. It is called before each step, so that times since its start are comparable
+            between ranks.
 
-    Raises: ValueError for no steps.
+    Raises: ValueError if `steps` is below 1.
 
     >>> from ztrans.runtime.codegen import to_fx
     >>> from ztrans.ir.graph import Eqn, Var
@@ -142,20 +143,20 @@ def profile(
 
 
 def _medians(runs: Sequence[Times]) -> Times:
-    """Reading by reading: medians keep the order of readings, so the bars of a lane never overlap."""
+    """The median of each reading. Medians keep the order of readings, so the bars of a lane never overlap."""
     marks, started, done, arrived = (tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in runs)))
     return Times(marks, started, done, arrived, end=median(t.end for t in runs))
 
 
 class _Sent(NamedTuple):
-    """A message of a program: what sends it, its place among the equations, its bytes, and its readings in one run.
+    """A message of a program, and its readings in one run.
 
-    The readings are None for the step's own collectives: only their wait shows when they were done.
+    The readings of the step's own collectives are None: only their wait shows when they were done.
     """
 
-    eqn: Eqn
+    eqn: Eqn  # the equation that sends it
     message: Message
-    received: int
+    received: int  # bytes
     started: float | None
     done: float | None
     arrived: float | None
@@ -163,7 +164,7 @@ class _Sent(NamedTuple):
 
 def _messages(graph: Graph, t: Times) -> list[_Sent]:
     """The messages of a program with their readings."""
-    # The cluster says how long messages take, which is not used here: any will do.
+    # The durations that the cluster gives to messages are not used here, so it may be any cluster.
     sent, starts = messages(graph, assumed("cpu", graph.axes)), pair(graph).starts
     ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
     started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
@@ -190,12 +191,12 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
         raise ValueError(f"profile: {len(t.marks)} readings of the clock for {n} equations; it is read after each.")
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
     bars: list[Event] = []
-    free: dict[str, float] = {}  # by lane, when its last message was done
+    free: dict[str, float] = {}  # for each lane, when its last message was done
     for e, m, received, started, done, arrived in _messages(graph, t):
         wait, stall = m.need if m.need < n else None, 0.0
         if started is not None and done is not None:
             issue, finish = started, done
-            end[m.issue - 1] = issue  # the rest of that equation is recording
+            end[m.issue - 1] = issue  # the rest of that equation's time is spent on recording
             if wait is not None and arrived is not None and done > begin[wait]:
                 stall = max(arrived - begin[wait], 0.0)
         else:  # the step's own collective
@@ -213,15 +214,17 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
 
 
 class _Interval(NamedTuple):
-    """What one equation took in each recorded step, under the signature that the simulation asks for."""
+    """The signature of an equation, and its duration in each recorded step."""
 
     signature: str
     seconds: tuple[float, ...]
 
 
 def _intervals(graph: Graph, runs: Sequence[Times]) -> Iterator[_Interval]:
-    """The intervals of a program: a start's until the collective is issued, a bucket's first wait's from when its
-    bytes have arrived, and those of all other equations but further waits."""
+    """The interval of each equation, except for waits that are not the first of their bucket.
+
+    That of a start ends when the collective is issued. That of a wait begins when the bytes have arrived.
+    """
     pairs = pair(graph)
     started, arrived = zip(*(t.started for t in runs)), zip(*(t.arrived for t in runs))
     for i, e in enumerate(graph.eqns):
@@ -231,28 +234,26 @@ def _intervals(graph: Graph, runs: Sequence[Times]) -> Iterator[_Interval]:
             end = list(next(started))
         elif waited is not None:
             if waited.started.first_wait != i:
-                continue  # the first wait of a bucket unpacks it
+                continue  # the first wait has unpacked the bucket
             key, begin = f"{signature(waited.start, graph)} wait", list(next(arrived))
         yield _Interval(key, tuple(b - a for a, b in zip(begin, end)))
 
 
 def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
-    """The seconds of the equations of each signature: the mean of their medians over the steps, scaled.
+    """The duration for each signature: the mean over its equations of their medians over the steps, scaled.
 
-    A delay, for instance by messages that arrive, hits different equations in each step. Medians of single equations
-    leave it out, but those of whole steps do not. So all means are scaled to add up to the median step.
+    A delay, for instance by messages that arrive, hits different equations in each step. The medians of single
+    equations omit it, but the median of whole steps includes it. So all means are scaled to add up to the median step.
     """
     intervals = list(_intervals(graph, runs))
-    medians: dict[str, list[float]] = {}
-    for interval in intervals:
-        medians.setdefault(interval.signature, []).append(median(interval.seconds))
+    medians = grouped((interval.signature, median(interval.seconds)) for interval in intervals)
     total = sum(map(sum, medians.values()))
     step = median(map(sum, zip(*(interval.seconds for interval in intervals)))) if total else 0.0
     return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}
 
 
 def _overhead(graph: Graph, runs: Sequence[Times], device: str) -> float:
-    """The seconds that a step spent on reading clocks: after each equation, and on each collective."""
+    """The seconds that a step spent on readings of the clock, after equations and for collectives."""
     record = Record(device, {})
     for _ in range(1000):
         mark(record)

@@ -1,8 +1,8 @@
-"""Trace fit: the links that explain when the messages of a step were done.
+"""Trace fit: fit the figures of links to the times at which the messages of a step were done.
 
-Messages queue behind each other and share wires, so the duration of one of them says little about its link. So all
-messages are simulated from the times at which they were issued, and the figures of the links are changed until the
-simulated messages end when the measured ones did.
+Messages queue behind each other and share wires, so the duration of a single message says little about its link. The
+fit therefore simulates all messages from the times at which they were issued, and changes the figures of the links
+until the simulated messages end when the measured ones did.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from ..planning.cluster import Link
 from ..planning.event_simulator import Message, play
 from .link_fit import Figures, solve
 
-_MOST = 300  # messages that are simulated: the first of a step tell enough
-_PRIOR = 0.3  # messages that each earlier figure counts for: messages of equal size do not tell latency from bandwidth
-_NOISE = 50e-6  # seconds in which a message is issued, and noticed to be done
+_MOST = 300  # the most messages that are simulated; the first ones of a step suffice
+_PRIOR = 0.3  # the weight of each earlier figure, in messages; equal sizes cannot separate latency from bandwidth
+_NOISE = 50e-6  # the seconds that it takes to issue a message, and to notice that it is done
 
 
 class Observed(NamedTuple):
-    """One measured message: its mesh axis and the ranks of that, its kind of collective, the bytes that a rank
-    received, its communicator, and seconds: when it was issued, when it was done, how long issuing it took and how
-    long making values of its bytes took."""
+    """One measured message. All times are in seconds."""
 
     axis: str
-    ranks: int
-    kind: str
-    received: int
-    lane: str
-    issued: float
-    done: float
-    spent: float = 0.0
-    unpacked: float = 0.0
+    ranks: int  # of the axis
+    kind: str  # of the collective
+    received: int  # bytes that a rank received
+    lane: str  # the queue of its communicator
+    issued: float  # when it was issued
+    done: float  # when it was done
+    spent: float = 0.0  # how long it took to issue it
+    unpacked: float = 0.0  # how long it took to turn its bytes into values
 
 
 def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
-    """`links` with the latency, bandwidth and efficiencies with which `observed` end when they did.
+    """`links` with the latency, bandwidth and efficiencies that explain best when the messages `observed` ended.
 
-    Figures that the messages say nothing about stay as they were, and so do `hop`, `host`, `call` and `unpack`.
+    Figures that the messages do not determine stay as they were, and so do `hop`, `host`, `call` and `unpack`.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
     >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
@@ -58,14 +56,14 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
 
 
 def _slow(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
-    """`link` with the bandwidth that the largest message would have had if no other used the wire."""
+    """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
     sizes = [(m.received, m.done - m.issued) for m in observed if m.axis == axis and m.done > m.issued]
     received, seconds = max(sizes, default=(0, 0.0))
     return dataclasses.replace(link, bandwidth=received / seconds) if received else link
 
 
 def _durations(links: Mapping[str, Link], observed: Sequence[Observed]) -> list[float]:
-    """The seconds from issue to end of every message, simulated."""
+    """The simulated duration of every message, from its issue to its end."""
     sent = []
     for k, m in enumerate(observed):
         link = links[m.axis]

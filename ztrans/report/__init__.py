@@ -1,1 +1,1 @@
-"""Timelines for people: as text, as a picture, as a page, as a trace."""
+"""Show timelines: as text, as a picture, as a page of HTML, as a trace for Perfetto."""

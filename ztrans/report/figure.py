@@ -1,7 +1,7 @@
-"""figure: timelines as a picture, drawn by matplotlib.
+"""figure: draw timelines as a picture, with matplotlib.
 
-It shows what the page shows (see `page`): the lanes with compute on top, the stalls of compute hatched, and the curve
-of live memory under the lanes. Two timelines are drawn one under the other, on the same scale of time.
+The picture shows the same as the page (see `page`): the lanes with compute on top, the stalls of compute hatched, and
+the curve of live memory under the lanes. Two timelines are drawn one under the other, on the same scale of time.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ir.printer import format_bytes, format_seconds
+from ..ir.relations import grouped
 from ..planning.timeline import COMPUTE, Timeline
 from .palette import COLOURS, stands_for
 
 ENDINGS = (".png", ".svg", ".pdf")
-_MANY = 150  # bars of a lane, from which on gaps between them would hide too much
+_MANY = 150  # with this many bars in a lane or more, gaps between them would hide too much
 _INK, _FAINT, _STALL, _GROUND = "#33363b", "#8b8f96", "#b5b8bd", "#fcfbf9"
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
     """Draw timelines into a file whose name ends in one of `ENDINGS`.
 
-    Raises: ImportError without matplotlib.
+    Raises: ImportError if matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context
@@ -44,17 +45,15 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 
 def _scale(seconds: float) -> tuple[float, str]:
-    """The unit of the axis of time, and how many of it a second has."""
+    """The number of units of the time axis in a second, and the name of the unit."""
     return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 10 else (1.0, "s")
 
 
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
-    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for e in timeline.events:
-        bars.setdefault((e.lane, stands_for(e)), []).append((e.start * scale, e.seconds * scale))
-    for (lane, kind), spans in bars.items():
+    bars = (((e.lane, stands_for(e)), (e.start * scale, e.seconds * scale)) for e in timeline.events)
+    for (lane, kind), spans in grouped(bars).items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
         ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[kind][0], edgecolor=_GROUND, linewidth=gap)
     stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
@@ -89,7 +88,7 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
 
 
 def _plain(ax: Any) -> None:
-    """Axes without frame and ticks, on a pale grid."""
+    """Remove frame and ticks from axes, and add a pale grid."""
     ax.set_facecolor(_GROUND)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelbottom=False, labelcolor=_INK)

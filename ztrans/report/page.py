@@ -1,7 +1,7 @@
-"""page: timelines as one page of HTML that loads nothing.
+"""page: show timelines on one page of HTML, which loads nothing.
 
-`page.html` is the page with the script that draws it. `page` puts the timelines into that script as JSON: each text
-once, and a bar as a row of numbers.
+`page.html` is the page, with a script that draws it. `page` puts the timelines into that script as JSON, in which each
+text occurs once, and a bar is a row of numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..planning.timeline import COMPUTE, Event, Timeline
 from .palette import COLOURS, stands_for
 from .table import compared, label, source_line, table, title
 
-_LONGEST = 600  # characters of an equation; that of a large bucket has pages of them
+_LONGEST = 600  # the most characters of an equation that are shown; that of a large bucket fills pages
 _DATA = '"data goes here"'
 _HEIGHT = 620  # pixels of the page in a notebook
 
@@ -29,19 +29,19 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 def page(timelines: Sequence[Timeline]) -> str:
     """The page as text."""
-    # Within a script, `<!--` and `<script` begin what `</script>` alone does not end: no name may hold a `<`.
+    # Within a script, `<!--` and `<script` begin sections that `</script>` does not end, so every `<` is escaped.
     data = json.dumps(_data(timelines), separators=(",", ":")).replace("<", "\\u003c")
     return Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace(_DATA, data)
 
 
 def frame(timelines: Sequence[Timeline]) -> str:
-    """The page as a frame for a cell of a notebook; its script runs in the frame alone."""
+    """The page as a frame for a cell of a notebook. Its script is confined to the frame."""
     style = f"width: 100%; height: {_HEIGHT}px; border: 0"
     return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(page(timelines))}"></iframe>'
 
 
 def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """What the script of the page draws."""
+    """The data that the script of the page draws."""
     texts: dict[str, int] = {}
     kinds = list(COLOURS)
     used = {stands_for(e) for t in timelines for e in t.events}

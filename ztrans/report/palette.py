@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..planning.timeline import COMPUTE, Event
 
-COLOURS = {  # by kind: the colour on a light ground, and that on a dark ground
+COLOURS = {  # for each kind, its colours on a light and on a dark background
     "forward": ("#86afd9", "#8db4de"),
     "backward": ("#3f6ba6", "#4d7bb8"),
     "update": ("#4ea399", "#52a89e"),

@@ -1,4 +1,4 @@
-"""perfetto: timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
+"""perfetto: save timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
 
 The trace has a process for each timeline, a thread for each lane, and a counter of live bytes. An arrow goes from the
 operation that starts a collective to its message.
@@ -16,7 +16,7 @@ from .table import source_line, title
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as a tree for JSON: first the names, then the events in order of time, in microseconds."""
+    """The trace as an object for JSON: first the names, then the events in order of time, in microseconds."""
     events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
     return {"displayTimeUnit": "ms", "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0))}
 
@@ -28,7 +28,7 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The events of one timeline, which is the process of this number."""
+    """The events of one timeline, whose number in the trace is `process`."""
     thread = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
     for lane, k in thread.items():

@@ -1,7 +1,7 @@
-"""table: a timeline as text, and two timelines side by side.
+"""table: print a timeline as text, or two timelines side by side.
 
-The rows are: the time of the step, how busy each lane is, what communication is exposed and where, the lower bound,
-and the peak of memory.
+The rows are: the time of the step, how long each lane is busy, the exposed communication by axis and role, the lower
+bound, and the peak of memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ..ir.graph import Eqn
 from ..ir.printer import format_bytes, format_seconds, op_name
 from ..planning.timeline import COMPUTE, Timeline
 
-_STALLS = 5  # of the worst stalls, how many are listed
+_STALLS = 5  # the number of the longest stalls that are listed
 
 
 def table(timeline: Timeline) -> str:
@@ -25,8 +25,8 @@ def table(timeline: Timeline) -> str:
     for (axis, role), seconds in timeline.exposed.items():
         rows.append([f"  {axis} {role}", format_seconds(seconds), _share(seconds, step), ""])
     if timeline.bound is not None:
-        least, what = timeline.bound
-        rows.append(["bound", format_seconds(least), _share(least, step), f"{what} binds: {step / least:.2f}x"])
+        least, cause = timeline.bound
+        rows.append(["bound", format_seconds(least), _share(least, step), f"{cause} binds: {step / least:.2f}x"])
     peak_time = next((at for at, live in timeline.memory if live == timeline.peak), 0.0)
     rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"])
     text = f"{timeline.name}: {format_seconds(step)}\n" + _columns(rows)
@@ -37,42 +37,34 @@ def table(timeline: Timeline) -> str:
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
-    rows = [["", *map(label, (first, second)), "ratio"]]
-    for name, (a, b) in figures_of(first, second).items():
+    rows, figures = [["", *map(label, (first, second)), "ratio"]], [_figures(first), _figures(second)]
+    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
+    for name in sorted({**figures[0], **figures[1]}, key=lambda name: order.get(name, 4 if name[0] == " " else 2)):
         show = format_bytes if name == "peak memory" else format_seconds
+        a, b = (each.get(name) for each in figures)  # None where a timeline has no such row
         rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
     return _columns(rows, left=(0,))
 
 
-def figures_of(first: Timeline, second: Timeline) -> dict[str, tuple[float | None, float | None]]:
-    """The figures of two timelines by the name of their row, in seconds, and in bytes for `peak memory`.
-
-    A figure is None where a timeline has no such row.
-    """
-    a, b = _figures(first), _figures(second)
-    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
-    names = sorted({**a, **b}, key=lambda name: order.get(name, 4 if name.startswith(" ") else 2))
-    return {name: (a.get(name), b.get(name)) for name in names}
-
-
 def label(timeline: Timeline) -> str:
-    """What tells a timeline from another of the same step: `simulated` or `measured`."""
+    """The kind of a timeline, `simulated` or `measured`, which distinguishes it from another of the same step."""
     return timeline.name.rpartition(", ")[2]
 
 
 def title(eqn: Eqn) -> str:
-    """An equation in a few words: its first result, how many more there are, and its operation."""
-    names = [out.name.removesuffix("'") for out in eqn.outs if out is not None]
+    """An equation in a few words: its first result, the number of further results, and its operation."""
+    names = [out.name.removesuffix("'") for out in eqn.results]
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
 
 
 def source_line(eqn: Eqn) -> str:
-    """The user's line of an equation; empty where it is not known."""
+    """The user's line of an equation, or an empty text if it is unknown."""
     return str(eqn.source) if eqn.source else ""
 
 
 def _figures(timeline: Timeline) -> dict[str, float]:
+    """The figures of a timeline by the name of their row, in seconds, and in bytes for `peak memory`."""
     lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
     exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
     return {"step": timeline.seconds, **lanes, "exposed": timeline.stalled, **exposed, "peak memory": timeline.peak}
@@ -83,7 +75,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
-    """Rows as columns; those of `left` hold words and are aligned to the left, those of figures to the right."""
+    """Rows in columns. The columns in `left` hold words and are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     cells = lambda row: (c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths)))
     return "\n".join("  ".join(cells(row)).rstrip() for row in rows)

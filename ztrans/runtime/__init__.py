@@ -1,1 +1,1 @@
-"""Running a program: generated code for one rank, its collectives, and what the ranks must agree on."""
+"""Run a program: the generated code of one rank, its collectives, and what the ranks must agree on."""

@@ -1,45 +1,40 @@
-"""Code generation: the program of one rank as Python code that runs.
+"""Code generation: turn the program of one rank into Python code.
 
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
-`donate`, elementwise equations write over values that nothing reads any more, above all over the state; so a step
-holds one copy of its state and few temporaries. `fused` compiles a function with Inductor.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+`donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
+copy of its state, and few temporaries.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..ir.ambient import without_autocast
+from ..ir.collectives.user_collectives import by_group
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
-from ..ir.layout import localize
-from ..ir.user_collectives import by_group
+from ..ir.layout import local_shape, localize
+from ..ir.update_groups import Group, is_fused_update, list_call
+from ..ir.views import Calls, simpler_calls
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams
-from .emission import EMITTERS, Emission, Emitter, operation, updates
-from .inductor.fusion import Group
+from .emission import EMITTERS, Emission, Emitter, operation, over_lists, updates
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A module that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
+    """A function that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
 
-    call: torch.nn.Module
+    call: Callable
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
     writes: bool = False  # whether it writes over the state
@@ -56,32 +51,48 @@ def to_fx(
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
 ) -> fx.GraphModule:
-    """The program of one rank (rank 0 without a mesh) as an FX module of flat inputs and outputs.
+    """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
-    Collectives are submodules that start them and calls of `wait`. Equations of a group stand side by
-    side and are one call, of its kernel or of an optimizer; `calls` says what is called instead of an
-    equation's operation. Collectives run on `streams`, by default those of the mesh's devices. Node metadata
-    carries the region and the user's line, and the equations of a group. The program calls `on_write` before the
-    first equation that writes over the state. `emitters` has what emits the calls for each primitive.
+    A collective becomes a submodule, which starts it, and calls of `wait`. The metadata of a node has the equations
+    that it runs, their region, and the user's line.
+
+    Args:
+        graph: the program.
+        mesh: the mesh whose process groups carry the collectives. Without it the module can be printed, not run.
+        donate: write over values that nothing reads any more.
+        groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
+            operation over lists.
+        kernels: the kernels of groups.
+        calls: functions that are called instead of the operations of equations.
+        streams: the streams of the collectives; by default those of the mesh's devices.
+        on_write: a function that the program calls before the first equation that writes over the state.
+        emitters: for each primitive, the function that emits its calls.
     """
-    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
+    at = coordinates(graph, mesh)
     if mesh is not None:
         graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)
     out = fx.Graph()
     nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
-    donated = donation(graph, {e for group in kernels for e in group.eqns}) if donate else Donation({}, {}, {}, {})
-    state = set(graph.inputs[: graph.num_state])
-    for unit in _units(graph, groups, kernels, donated.twins):
-        if on_write is not None and _writes(unit, kernels, donated, state):
+    donated = donation(graph, {e for group in kernels for e in group}) if donate else Donation({}, {}, {}, {})
+    units = list(_units(graph, groups, kernels, donated))
+    forms = _Forms.of(graph, at, units, kernels, donated, calls, emitters)
+    first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
+    ends = []  # by unit, how many nodes there are after it
+    for unit in units:
+        if on_write is not None and unit is first_write:
             out.call_function(on_write)
-            on_write = None
-        before = len(out.nodes)
-        results = _emit(unit, emission, kernels, donated.twins, calls, emitters)
-        nodes.update((v, node) for v, node in results if v is not None)
-        _describe(out, before, unit)
+        nodes.update((v, node) for v, node in _emit(unit, emission, forms) if v is not None)
+        ends.append(len(out.nodes))
+    emitted = list(out.nodes)
     out.output([substitute(o, nodes.__getitem__) for o in graph.outputs])
+    _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])])
     return fx.GraphModule(emission.module, out, graph.name)
+
+
+def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
+    """The index of this rank along each axis of a program; 0 without a mesh."""
+    return {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
 
 
 def _identifier(name: str) -> str:
@@ -89,169 +100,137 @@ def _identifier(name: str) -> str:
 
 
 class _Unit(NamedTuple):
-    """Equations that run as one call: those of a group, or a single one."""
+    """Equations that run as one call, or a single one, and where the first of them stands."""
 
     place: int
-    eqns: tuple[Eqn, ...]
-    group: Group | None
+    eqns: Group
 
 
 def _units(
-    graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], twins: Mapping[Eqn, Any]
+    graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
-    """The units of a program, in order. Updates are one call where each of them has an in-place operation."""
-    together = {g.eqns[0]: g for g in groups if g in kernels or (g.updates and all(e in twins for e in g.eqns))}
-    inside = {e for g in together.values() for e in g.eqns[1:]}
+    """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
+    together = {group[0]: group for group in groups if group in kernels or _is_one_call(group, donated)}
+    inside = {e for group in together.values() for e in group[1:]}
     for place, eqn in enumerate(graph.eqns):
         if eqn not in inside:
-            group = together.get(eqn)
-            yield _Unit(place, group.eqns if group is not None else (eqn,), group)
+            yield _Unit(place, together.get(eqn, (eqn,)))
 
 
-def _emit(
-    unit: _Unit,
-    emission: Emission,
-    kernels: Mapping[Group, Kernel],
-    twins: Mapping[Eqn, Any],
-    calls: Mapping[Eqn, Callable],
-    emitters: Mapping[Primitive, Emitter],
-) -> Iterable[tuple[Var | None, Any]]:
+def _is_one_call(group: Group, donated: Donation) -> bool:
+    """Whether a fused optimizer, or an operation over lists, can compute equal equations at once.
+
+    All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
+    them in any order.
+    """
+    in_place = [e in donated.twins for e in group]
+    if is_fused_update(group[0]):
+        return all(in_place)
+    if not any(in_place):
+        return list_call(group, in_place=False) is not None
+    if not all(in_place) or not all(isinstance(donated.twins[e], torch._ops.OpOverload) for e in group):
+        return False
+    written = {donated.owner[e.ins[0]] for e in group}
+    read = {donated.owner[v] for e in group for v in e.ins[1:]}
+    return len(written) == len(group) and not written & read and list_call(group, in_place=True) is not None
+
+
+class _Forms(NamedTuple):
+    """What is called for the units of a program.
+
+    Attributes:
+        kernels: by group, the kernel that computes it.
+        twins: by equation, the operation that writes in place, where there is one.
+        functions: by equation, what is called in place of its operation.
+        emitters: by primitive, what emits its calls.
+        local: by equation of an operation, the same with the sizes of this rank.
+        calls: what is called for those that are called as they are or as views allow.
+    """
+
+    kernels: Mapping[Group, Kernel]
+    twins: Mapping[Eqn, Any]
+    functions: Mapping[Eqn, Callable]
+    emitters: Mapping[Primitive, Emitter]
+    local: Mapping[Eqn, Eqn]
+    calls: Calls
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        at: Mapping[str, int],
+        units: Sequence[_Unit],
+        kernels: Mapping[Group, Kernel],
+        donated: Donation,
+        functions: Mapping[Eqn, Callable],
+        emitters: Mapping[Primitive, Emitter],
+    ) -> _Forms:
+        """The forms of a program on the rank at these coordinates."""
+        local = {e: localize(e, graph.axes, at) for e in graph.eqns}
+        together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
+        apart = {local[e] for e in (*donated.twins, *functions, *together)}
+        shape = functools.partial(local_shape, sizes=graph.axes, at=at)
+        on_this_rank = graph.replace(eqns=tuple(local.values()))
+        return _Forms(kernels, donated.twins, functions, emitters, local, simpler_calls(on_this_rank, shape, apart))
+
+
+def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
     """Emit the calls of a unit. Returns its results with their nodes."""
     out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
-    if unit.group is not None and unit.group in kernels:
-        kernel = kernels[unit.group]
-        call = emission.call(f"kernel_{unit.place}", kernel.call, *kernel.ins)
+    if unit.eqns in forms.kernels:
+        kernel = forms.kernels[unit.eqns]
+        call = out.call_function(kernel.call, tuple(nodes[v] for v in kernel.ins))
         return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
-    if unit.group is not None:
-        results = updates(out, unit.eqns, twins[eqn], nodes)
+    if len(unit.eqns) > 1:
+        update = updates if is_fused_update(eqn) else over_lists
+        results = update(out, unit.eqns, forms.twins.get(eqn), nodes)
         return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
     if isinstance(eqn.op, Primitive):
-        return list(zip(eqn.outs, emitters[eqn.op](emission, eqn, unit.place)))
-    local = localize(eqn, emission.sizes, emission.at)
-    return list(zip(eqn.outs, operation(out, local, calls.get(eqn) or twins.get(eqn), nodes, emission.module)))
+        return list(zip(eqn.outs, forms.emitters[eqn.op](emission, eqn, unit.place)))
+    return _emit_operation(eqn, emission, forms)
 
 
-def _describe(out: fx.Graph, before: int, unit: _Unit) -> None:
-    """Write into the metadata of a unit's nodes which equations they run, in which region, and the user's line.
+def _emit_operation(eqn: Eqn, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
+    """Emit the calls of an operation. Returns its results with their nodes."""
+    local = forms.local[eqn]
+    if eqn in forms.functions or eqn in forms.twins:
+        return list(zip(eqn.outs, operation(emission, local, forms.functions.get(eqn) or forms.twins.get(eqn))))
+    for part in forms.calls.eqns.get(local, (local,)):
+        emission.nodes.update((v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None)
+    return [(v, emission.nodes[forms.calls.equal[v]]) for v in eqn.results if v in forms.calls.equal]
 
-    They are the nodes that follow the first `before`.
+
+def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
+    """Write into the metadata of nodes which equations they run, in which region, and the user's line.
+
+    `emitted` are the nodes of each unit. Equations without a node take no time. They are said to run with the next
+    unit that has one; its `weights` say which equations share its time.
     """
-    eqn = unit.eqns[0]
-    for node in list(out.nodes)[before:] if len(out.nodes) > before else ():
-        node.meta.update(eqn=eqn, region=eqn.region, source=str(eqn.source) if eqn.source else "", eqns=unit.eqns)
+    silent: list[Eqn] = []
+    last: list[fx.Node] = []
+    for unit, nodes in zip(units, emitted):
+        if not nodes:
+            silent += unit.eqns
+            continue
+        first, eqns, weights = unit.eqns[0], (*silent, *unit.eqns), (*[0] * len(silent), *[1] * len(unit.eqns))
+        source = str(first.source) if first.source else ""
+        for node in nodes:
+            node.meta.update(eqn=first, region=first.region, source=source, eqns=eqns, weights=weights)
+        silent, last = [], nodes
+    for node in last:
+        node.meta["eqns"] += tuple(silent)
+        node.meta["weights"] += (0,) * len(silent)
 
 
-def _writes(unit: _Unit, kernels: Mapping[Group, Kernel], donated: Donation, state: Collection[Var]) -> bool:
-    """Whether a unit writes over the state."""
-    if unit.group is not None and unit.group in kernels:
-        return kernels[unit.group].writes
-    written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
-    return any(donated.owner.get(v) in state for v in written if v is not None)
+def _first_write(
+    units: Sequence[_Unit], kernels: Mapping[Group, Kernel], donated: Donation, state: Sequence[Var]
+) -> _Unit | None:
+    """The first unit that writes over the state."""
+    of_state = set(state)
 
+    def writes(unit: _Unit) -> bool:
+        if unit.eqns in kernels:
+            return kernels[unit.eqns].writes
+        written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
+        return any(donated.owner.get(v) in of_state for v in written if v is not None)
 
-@dataclass(frozen=True, eq=False)
-class Executable:
-    """A program of one rank as a function from flat inputs to flat outputs.
-
-    It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
-    write. `program` is the FX module that runs.
-    """
-
-    program: fx.GraphModule
-    num_state: int
-    on_write: Callable[[], None] | None
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with torch.no_grad(), without_autocast():
-            outputs = self.program(*inputs)
-            if self.on_write is not None:
-                self.on_write()
-            _write_back(inputs[: self.num_state], outputs)
-        return outputs
-
-
-def executable(graph: Graph, mesh: DeviceMesh | None, on_write: Callable[[], None] | None = None) -> Executable:
-    """The program of this rank of `mesh`, ready to run eagerly, equation by equation."""
-    return bind(graph, to_fx(graph, mesh, donate=True, on_write=on_write), on_write)
-
-
-def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
-    """An FX module that `to_fx` made of `graph`, ready to run."""
-    return Executable(program, graph.num_state, on_write)
-
-
-def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
-    """Put each new state into the storage of the old one, where the program did not do so already."""
-    storages = {s.untyped_storage().data_ptr() for s in state if s.numel()}
-
-    def unshared(x: Any) -> Any:
-        """`x`, cloned if it shares the state's storage: it must not change when that is written, now or later."""
-        is_shared = isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages
-        return x.clone() if is_shared else x
-
-    outputs[len(state) :] = map(unshared, outputs[len(state) :])
-    in_place = [new.data_ptr() == old.data_ptr() and new.stride() == old.stride() for old, new in zip(state, outputs)]
-    copies = [None if done else unshared(x) for done, x in zip(in_place, outputs)]
-    for i, (old, new) in enumerate(zip(state, copies)):
-        if new is not None:
-            old.copy_(new)
-        outputs[i] = old
-
-
-@contextlib.contextmanager
-def fake() -> Iterator[FakeTensorMode]:
-    """Tensors created inside have types and strides, and no elements."""
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
-        yield mode
-
-
-def fused(
-    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), deterministic: bool = False
-) -> Callable[[list], Sequence]:
-    """Compile `function` with Inductor, as one kernel if possible.
-
-    The kernel takes a list of tensors with the dtypes, shapes and strides of those that `like` creates. It may write
-    over the arguments whose positions are in `donated`. With `deterministic` no timing decides how it computes, so
-    that all ranks have the same kernel.
-    """
-    from torch._inductor import config  # imported here, because that takes a second
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-
-    with fake() as mode:
-        fakes = like()
-        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        # Constant folding would replace x * 1 by x, whose storage the result must not share.
-        with config.patch(joint_graph_constant_folding=False):
-            module = joint_graph_passes(module)
-    (output,) = module.graph.find_nodes(op="output")
-    result_strides = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(
-        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
-    )
-    for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
-        node.target = f"donated_{k}" if k in donated else f"given_{k}"
-    module.recompile()
-    # Inductor donates buffers to the backward pass of a compiled model only, so this is compiled as one. Of the
-    # metadata of such a pass it reads these two fields.
-    context = TracingContext(mode)
-    metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
-    context.fw_metadata = metadata
-    with torch.no_grad(), tracing(context), config.patch(deterministic=deterministic):
-        return compile_fx_inner(module, fakes, is_backward=True)
-
-
-def check_compiler() -> None:
-    """Raises: ValueError when Inductor finds no C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise ValueError(
-            "compile: backend 'inductor' needs a C++ compiler, and there is none.\n"
-            "Install g++ or clang, or name one in the environment variable CXX; or compile(backend='eager')."
-        ) from None
+    return next(filter(writes, units), None)

@@ -1,9 +1,9 @@
-"""The collectives of one rank, asynchronous, over torch.distributed.
+"""The asynchronous collectives of one rank, over torch.distributed.
 
-`Start` starts a collective and returns a `Future` of its values; `wait` returns one of them. Gathers and
-scatters move bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order. On gloo that
-sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce and a slice, and the result has the
-same bits for any order of the program.
+`Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
+bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
+for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
+and a slice.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, without
-from ..ir.graph import Eqn, Split, Var
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, wire_dtype, without
+from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, part
 from ..ir.reshard import on_axis
 from ..ops.cast_pack import reference as pack
@@ -31,13 +31,13 @@ from .process_groups import Channel, process_groups
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
-    """Gather one buffer of each rank. Torch 2.13 renamed the function; this calls it under either name."""
+    """Gather one buffer of each rank. Torch 2.13 renamed the function, so this calls it by the name that exists."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, send, **options)
 
 
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
-    """The channel of a mesh axis for gathers, or for reductions: two, so that neither queues behind the other."""
+    """The channel of a mesh axis for gathers or for reductions: there are two, so neither queues behind the other."""
     return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
 
 
@@ -50,9 +50,9 @@ class Work(Protocol):
 
 @dataclass(eq=False)
 class Future:
-    """The values of a collective in progress. `finish` makes the values once `work` is done.
+    """The values of a collective in progress. `finish` computes them from the received bytes when `work` is done.
 
-    `work` and `finish` are None once the values exist, and once the channel has been closed.
+    `work` and `finish` are None once the values exist or the channel has been closed.
     """
 
     work: Work | None
@@ -60,7 +60,7 @@ class Future:
     values: dict[int, torch.Tensor] | None = None
 
     def value(self, member: int) -> torch.Tensor:
-        """Wait, then give away the value of one member of the bucket. Only the program refers to it from then on."""
+        """Wait, then return the value of one member of the bucket, to which only the program then refers."""
         if self.values is None:
             if self.work is None or self.finish is None:
                 raise RuntimeError("ztrans: this collective was given up, because the step that started it failed.")
@@ -87,7 +87,7 @@ class Works:
                 work.wait()
 
 
-# The operations in progress of one message, and the function that makes its values once they are done.
+# The operations in progress of one message, and the function that computes its values when they are done.
 Started = tuple[Sequence[Work], Callable[[], list[torch.Tensor]]]
 
 
@@ -107,42 +107,41 @@ def wait(member: Member) -> torch.Tensor:
 def _let_gloo_free_its_buffers() -> None:
     """Delay the end of the process until gloo's threads have released the tensors that they sent.
 
-    A tensor that such a thread releases after the interpreter is gone aborts the process (pytorch#190489).
+    If such a thread releases a tensor after the interpreter has ended, the process aborts (pytorch#190489).
     """
     atexit.register(time.sleep, 0.1)
 
 
 class Start(torch.nn.Module):
-    """Starts one collective equation. A call takes the equation's members and returns a `Member` for each.
+    """Starts one collective equation. A call takes the members of the equation, and returns a `Member` for each.
 
-    The members cross the wire in groups, one message a group. A large member has a group of its own; the small
-    members are packed into one (see `collectives.is_alone`). Without a channel it can be printed, but not called.
+    A group of members is sent as one message. A large member is a group of its own; all small members are packed into
+    one group (see `collectives.is_alone`). Without a channel it can be printed, but not called.
     """
 
     def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None) -> None:
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind, self.op = str(eqn.op), str(eqn.kwargs.get("op", ""))
+        self.kind, self.op = cast(Primitive, eqn.op), str(eqn.kwargs.get("op", ""))
         self.size, self.rank = sizes[axis], at[axis]
         self._channel = channel
         self.direct = channel is not None and channel.is_direct
-        self.outs: Sequence[Var] = [out for out in eqn.outs if out is not None]
+        self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
-        self.wire: torch.dtype = eqn.kwargs.get("dtype") or eqn.ins[0].dtype
-        # Shapes, whole over this axis, with the split dim first; and the padded elements of one rank's part.
+        self.wire = wire_dtype(eqn, eqn.ins[0])
+        # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
         self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
         self.groups = _message_groups(eqn, sizes)
-        starts = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}
-        self.start = {str(primitive): start for primitive, start in starts.items()}[self.kind]
+        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[self.kind]
 
     @property
     def channel(self) -> Channel:
         """The channel that carries the messages.
 
-        Raises: RuntimeError when the program was made without a mesh.
+        Raises: RuntimeError if the program was generated without a mesh.
         """
         if self._channel is None:
             raise RuntimeError(
@@ -187,13 +186,13 @@ class Start(torch.nn.Module):
 
         def finish() -> list[torch.Tensor]:
             whole = ops.unpack(received, sizes, [self.shapes[k] for k in ks], self.size)
-            # A value cut along another dim arrives with that dim first; its strides must be those of the trace.
+            # A value that is split along another dim arrives with that dim first. Its strides must be as in the trace.
             return [w if dim == 0 else w.movedim(0, dim).contiguous() for w in whole]
 
         return works, finish
 
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
-        dim, n = self.dim, self.size
+        dim = self.dim
         rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
@@ -202,7 +201,7 @@ class Start(torch.nn.Module):
         def finish() -> list[torch.Tensor]:
             values, offset = [], 0
             for k in ks:
-                mine = (part(self.shapes[k][0], n, self.rank)[1], *self.shapes[k][1:])
+                mine = self.part_shape(k)
                 here = slice(offset, offset + math.prod(mine))
                 result = None if over is None else over[here]
                 value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result).view(mine)
@@ -213,22 +212,29 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
-        """Send row r of `send` to rank r. Returns what this rank receives, in rank order, and the work."""
+        """Send row r of `send` to rank r. Returns the rows that this rank receives, in rank order, and the work."""
         if not self.direct:
             received = torch.empty_like(send)
             with self.channel.errors():
                 work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
-            return list(received), [_Holding(work, send)]
+            return list(received), [work]  # which holds what is sent, until it is done
         pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
         return pieces, self.channel.exchange(list(send), pieces)
 
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The received piece that the sum may be written over. None where all pieces share one buffer: the sum
-        would keep the whole buffer alive."""
+        """The received piece that the sum may overwrite, or None if all pieces share one buffer.
+
+        Over a piece of such a buffer, the sum would keep the whole buffer alive.
+        """
         return pieces[0 if self.rank else 1] if self.direct and self.size > 1 else None
 
+    def part_shape(self, k: int) -> tuple[int, ...]:
+        """The shape of this rank's part of a member, with the split dim first."""
+        rows, *others = self.shapes[k]
+        return part(rows, self.size, self.rank)[1], *others
+
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
-        """A whole term as one row per rank, zero-padded."""
+        """A whole term as one row for each rank, padded with zeros."""
         term = term.to(self.wire).contiguous()
         if term.numel() == self.size * size:
             return term.view(self.size, size)
@@ -244,14 +250,14 @@ class Start(torch.nn.Module):
         dtype = self.outs[ks[0]].dtype
         works: Sequence[Work]
         if self.direct and few:
-            # Every rank receives all terms and adds them in rank order: no more bytes than a ring between two.
+            # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
             reduced = lambda: ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
         else:
             sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
             kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
-            total = send.clone() if len(flat) == 1 else send  # the all_reduce writes over it
+            total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
             with self.channel.errors():
                 works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
             reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
@@ -264,26 +270,15 @@ class Start(torch.nn.Module):
         return works, finish
 
 
-@dataclass(eq=False)
-class _Holding:
-    """Work, together with the buffer that it sends, which must live until the work is done."""
-
-    work: Work
-    send: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
 def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
-    """The members that share a message: first each one that crosses alone, then those that are packed together."""
+    """The members of each message: first those with a message of their own, then those that are packed together."""
     alone = [is_alone(eqn, k, sizes) for k in range(len(eqn.outs))]
     packed = [k for k, is_large in enumerate(alone) if not is_large]
     return [[k] for k, is_large in enumerate(alone) if is_large] + ([packed] if packed else [])
 
 
 def _split_dim(eqn: Eqn, axis: str) -> int:
-    """The dim along which the members, or the results, are cut over the axis; 0 where none is."""
+    """The dim along which the members, or the results, are split over the axis; 0 if none is split."""
     splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs) if v is not None)
     return next((s.dim for s in splits if isinstance(s, Split)), 0)
 
@@ -294,5 +289,5 @@ def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """A flat view of a buffer; of half precision as bytes, which every backend can move."""
+    """A flat view of a buffer. A buffer of half precision is viewed as bytes, which every backend can move."""
     return buffer.view(-1).view(torch.uint8) if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.view(-1)

@@ -1,4 +1,4 @@
-"""Consensus: the ranks of a mesh agree on the program and the plan before they run, and on how long a step took."""
+"""Consensus: the ranks of a mesh agree on a program and a plan before they run, and on the duration of a step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import buffer_bytes, is_start, wire_dtype
+from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import DTYPES, Graph, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_users, is_wait
 from .meeting import Call, everywhere, first_difference, meet
 
 
 def messages(graph: Graph) -> list[str]:
-    """The messages that a program sends, in order, one a line. They must be the same on every rank."""
+    """The messages that a program sends, in order, a line for each. They must be the same on every rank."""
     lines = []
     for e in graph.eqns:
         if is_start(e):
-            outs = [out for out in e.outs if out is not None]
-            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(outs))]
-            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(outs, sizes)]
+            sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
+            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.results, sizes)]
             kind = " ".join(filter(None, (op_name(e.op), e.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")
         elif is_users(e) and not is_wait(e):
-            # Along another axis ranks may have batches, and so messages, of other sizes.
+            # No sizes: along another axis, ranks may have batches of other sizes, and so messages of other sizes.
             shown = ", ".join(f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(e.args))
             lines.append(f"{op_name(e.op)} over {e.args[-1] if e.args else ''} of {shown}")
     return lines
@@ -41,18 +40,18 @@ def messages_hash(graph: Graph) -> int:
 
 
 class Proposal(NamedTuple):
-    """What a rank proposes to run: hashes of its program and of its update, the messages, and a plan."""
+    """A rank's proposal of what to run."""
 
-    program: str
-    update: str
+    program: str  # a hash of its program
+    update: str  # a hash of its update
     messages: list[str]
     plan: Any
 
 
 def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
-    """The proposals of all ranks of a mesh. They must be for one step, but the sizes of its batches may differ.
+    """The proposals of all ranks of a mesh. They must be for the same step; the sizes of its batches may differ.
 
-    Raises: RuntimeError on every rank, naming the ranks that differ and the first message in which they do.
+    Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
     """
     meet(mesh, Call(f"a step of {name}, with a program that is new here"))
     everyone = everywhere(mine, mesh)
@@ -74,9 +73,11 @@ def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
 
 
 def check_adopted(name: str, mesh: DeviceMesh, everyone: Sequence[Proposal], problem: str) -> None:
-    """Raises: RuntimeError on every rank where the plan of the first does not fit the program of one of them.
+    """Check that the plan of the first rank fits the programs of all ranks.
 
-    `problem` says why the plan does not fit the program of this rank; it is empty where the plan fits.
+    `problem` says why it does not fit the program of this rank, and is empty if it does.
+
+    Raises: RuntimeError on every rank if the plan does not fit the program of one of them.
     """
     mine = f"rank {dist.get_rank()}: {problem}" if problem else ""
     problems = everywhere(mine, mesh) if len({p.program for p in everyone}) > 1 else [mine]
@@ -88,6 +89,6 @@ def check_adopted(name: str, mesh: DeviceMesh, everyone: Sequence[Proposal], pro
 
 
 def slowest(seconds: Sequence[float], mesh: DeviceMesh | AbstractMesh | None) -> list[float]:
-    """Each of these durations as it was on the rank where it was longest."""
+    """For each of these durations, the longest over all ranks."""
     by_rank = everywhere(seconds, mesh) if isinstance(mesh, DeviceMesh) else [seconds]
     return list(map(max, zip(*by_rank)))

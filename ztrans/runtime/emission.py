@@ -1,6 +1,6 @@
-"""Emission: the calls that an FX program makes for each equation: of a primitive, an operation, or updates.
+"""Emission: emit the calls of an equation into an FX program.
 
-A new collective has a row in `EMITTERS`, or in a table of its own that is passed to `codegen.to_fx`.
+To add a collective, add its emitter to `EMITTERS`, or pass a table with it to `codegen.to_fx`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
-from ..ir.graph import Eqn, Primitive, Split, Var, substitute
-from ..ir.layout import cut
-from ..ir.operations import called
+from ..ir.donation import is_constant
+from ..ir.graph import Eqn, Primitive, Var, substitute
+from ..ir.layout import local_shape, part
+from ..ir.update_groups import list_call
+from .call_forms import call_form
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import start
@@ -25,38 +27,34 @@ from .cuda.symmetric_start import start
 
 @dataclass(frozen=True)
 class Emission:
-    """The FX program of one rank as it is written down: its code, its submodules, and the node of each value."""
+    """The FX program of one rank while it is written: its code, its submodules, and the node of each value."""
 
     out: fx.Graph
     module: torch.nn.Module
-    nodes: Mapping[Var, Any]
+    nodes: dict[Var, Any]
     sizes: Mapping[str, int]  # of the mesh axes
     at: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
     streams: Streams | None
 
     def call(self, name: str, module: torch.nn.Module, *members: Var) -> fx.Node:
-        """A call of `module`, which becomes the submodule `name`, with the values of `members`."""
+        """Add `module` as the submodule `name`, and emit a call of it with the values of `members`."""
         self.module.add_module(name, module)
         return self.out.call_module(name, tuple(self.nodes[v] for v in members))
 
+    def constant(self, x: torch.Tensor) -> fx.Node:
+        """A constant of the program, as an attribute of its module."""
+        name = f"constant_{len(list(self.module.buffers()))}"
+        self.module.register_buffer(name, x)
+        return self.out.get_attr(name)
 
-Emitter = Callable[[Emission, Eqn, int], list[Any]]  # the nodes of an equation's results; the int is its place
 
-
-class _Cut(torch.nn.Module):
-    """This rank's part of a whole value."""
-
-    def __init__(self, split: Split, size: int, rank: int) -> None:
-        super().__init__()
-        self.split, self.size, self.rank = split, size, rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cut(x, self.split, self.size, self.rank)
+# A function of the program, an equation and its index; it emits calls and returns the nodes of the results.
+Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 
 def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A submodule that starts the collective, and a future of each member."""
+    """Emit a submodule that starts the collective, and a future for each member."""
     axis = eqn.kwargs["axis"]
     messages = channel(emission.mesh, axis, rules(eqn).lane == "gather") if emission.mesh is not None else None
     module = start(eqn, emission.sizes, emission.at, messages, emission.streams)
@@ -65,19 +63,20 @@ def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
 
 
 def waited(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A call of `collectives.wait`, which gives the value of a future."""
+    """Emit a call of `collectives.wait`, which returns the value of a future."""
     return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
 
 def sharded(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
-    """A submodule that shows this rank's part of a whole value."""
-    axis = eqn.kwargs["axis"]
-    part = _Cut(Split(axis, eqn.args[1]), emission.sizes[axis], emission.at[axis])
-    return [emission.call(f"shard_{place}", part, eqn.args[0])]
+    """Emit a call that returns this rank's part of a whole value, as a view."""
+    (value, dim), axis = eqn.args, eqn.kwargs["axis"]
+    rows = local_shape(value, emission.sizes, emission.at)[dim]
+    mine = part(rows, emission.sizes[axis], emission.at[axis])
+    return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, *mine))]
 
 
 def unchanged(emission: Emission, eqn: Eqn, place: int) -> list[Any]:
-    """No call: a mark that no transform has used is its first argument."""
+    """Emit no call: a mark that no transform has replaced is its first argument."""
     return [emission.nodes[eqn.args[0]]]
 
 
@@ -93,22 +92,28 @@ EMITTERS: Mapping[Primitive, Emitter] = {
 }
 
 
-def operation(out: fx.Graph, eqn: Eqn, twin: Any, env: Mapping[Var, Any], module: torch.nn.Module) -> list:
-    """Emit the call of an operation, or of its `twin`. Returns the node of each result, None for those not bound."""
+def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
+    """Emit the call of an operation, or of a `function` in its place.
+
+    Returns the node of each result, None for those not bound. A small constant is made once, and is an attribute.
+    """
+    out, env = emission.out, emission.nodes
+    op: Any = function or eqn.op
+    if is_constant(eqn):
+        return [emission.constant(op(*eqn.args, **eqn.kwargs))]
 
     def read(x: Any) -> Any:
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
-            name = f"constant_{len(list(module.buffers()))}"
-            module.register_buffer(name, x)
-            return out.get_attr(name)
+            return emission.constant(x)
         if isinstance(x, (list, tuple)):
             return [read(item) for item in x]
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    call = out.call_function(twin or called(eqn.op), args, kwargs)
-    if isinstance(twin, torch._ops.OpOverload) and not twin._schema.returns:  # an update over lists
-        return [env[a[0]] for a, s in zip(eqn.args, twin._schema.arguments) if s.alias_info is not None and a]
+    is_operation = isinstance(op, torch._ops.OpOverload)
+    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
+    if is_operation and not op._schema.returns:  # an update over lists
+        return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
     return _results(out, eqn, call)
 
 
@@ -118,7 +123,7 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
     schema = op._schema
     item = lambda node, k: out.call_function(operator.getitem, (node, k))
     is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
-    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, which may be empty, as momenta are
+    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, or none: an SGD may have no momenta
         given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
         filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
         lists = [item(call, k) for k in filled]
@@ -130,7 +135,24 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
 
 def updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
     """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    args = tuple([env[v] for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args)))
-    out.call_function(twin, args, substitute(dict(eqns[0].kwargs), env.__getitem__))
+    args, kwargs = [[v for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args))], dict(eqns[0].kwargs)
+    read = env.__getitem__
+    out.call_function(call_form(twin, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
     written = [s.alias_info is not None for s in twin._schema.arguments]
     return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
+
+
+def over_lists(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+    """Emit one call of an operation over lists for equal equations, in place of those that have a `twin`.
+
+    Returns the results of each equation.
+    """
+    call = list_call(eqns, in_place=twin is not None)
+    if call is None:
+        raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
+    op, args, kwargs = call
+    read = env.__getitem__
+    node = out.call_function(call_form(op, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
+    if twin is not None:
+        return [[env[e.args[0]]] for e in eqns]
+    return [[out.call_function(operator.getitem, (node, k))] for k in range(len(eqns))]

@@ -1,8 +1,8 @@
-"""What happens to a state when its step fails.
+"""Failure: what happens to a state when its step fails.
 
-A step writes its state in place, and writes part of it while backward still runs. If the step fails in between,
-some leaves are new and some are old, and the values do not show which. So the leaves of such a state are marked,
-and the next use of them raises. A step that fails before its first write leaves the state as it was, unmarked.
+A step updates its state in place, part of it while backward still runs. If the step fails in between, some leaves are
+new and some are old, and the values do not show which. So the leaves of such a state are marked, and the next use of
+them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .meeting import leave, lost
 from .process_groups import LostRank
 
-_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> what happened to the state
-_steps = WeakIdKeyDictionary()  # the first leaf of a state -> how many steps the state has taken
+_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
+_steps = WeakIdKeyDictionary()  # the first leaf of a state -> the number of steps that the state has taken
 
 
 class Writes:
@@ -30,18 +30,18 @@ class Writes:
         self.begun = False
 
     def begin(self) -> None:
-        """The program calls this before its first write."""
+        """Note that the first write follows; the program calls this."""
         self.begun = True
 
 
 def steps_of(leaves: Sequence[Any]) -> int:
-    """How many steps a state has taken since it was sharded, or since this process first saw it."""
+    """The number of steps that a state has taken since it was sharded, or since this process first saw it."""
     first = _first_tensor(leaves)
     return 0 if first is None else _steps.get(first, 0)
 
 
 def check_whole(leaves: Sequence[Any], name: str) -> None:
-    """Raises: RuntimeError when a step that failed has left this state half updated."""
+    """Raises: RuntimeError if a failed step has left this state half updated."""
     if not _causes:
         return
     for leaf in leaves:
@@ -61,7 +61,7 @@ def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: W
     If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
     because this rank has sent only some of the messages that they wait for.
 
-    Raises: LostRank in place of the step's own error, when another rank failed first; else that error, with a note.
+    Raises: The error of the step, with a note; but LostRank if another rank failed first.
     """
     writes.begun = False
     first, grad_enabled = _first_tensor(leaves), torch.is_grad_enabled()
@@ -91,9 +91,10 @@ def _mark(leaves: Sequence[Any], cause: str) -> None:
 def alone(runner: dict[str, int], name: str) -> Iterator[None]:
     """Let one thread run at a time. `runner` holds the identifier of the thread that runs.
 
-    A thread that finds its own identifier was interrupted on its way in, and may go on. A lock would stay locked.
+    If a thread finds its own identifier there, an interrupt kept it from being removed, and the thread may run. A lock
+    would stay locked.
 
-    Raises: RuntimeError when another thread runs.
+    Raises: RuntimeError if another thread runs.
     """
     if runner.setdefault("thread", threading.get_ident()) != threading.get_ident():
         raise RuntimeError(

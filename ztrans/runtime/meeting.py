@@ -1,8 +1,8 @@
-"""Meeting: the ranks of a mesh compare what they are about to do, before any of them sends a message of it.
+"""Meeting: the ranks of a mesh compare their next calls, before any of them sends a message for its call.
 
-The messages of a step carry no names. If ranks called different things, one would take another's bytes for its own,
-or wait for ever. So each call that communicates begins with a meeting: every rank sends a short record of its call
-to every other. If the records differ, all ranks raise the same error, and nothing else has been sent.
+The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
+or wait forever. So each call that communicates begins with a meeting: every rank sends a short record of its call to
+every other rank. If the records differ, all ranks raise the same error, and nothing else has been sent.
 
 A rank that fails or ends leaves a note in the store of the process group. The others read the note when they lose
 their connection to that rank, and can say why.
@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.relations import grouped
 from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 
 T = TypeVar("T")
@@ -32,17 +33,17 @@ _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 
 
 class Call(NamedTuple):
-    """What a rank is about to do: a name, a hash of the messages that it will send, the steps of its state so far."""
+    """The record of a call."""
 
     name: str
-    messages: int = 0
-    steps: int = 0
+    messages: int = 0  # a hash of the messages that it will send
+    steps: int = 0  # the number of steps that its state has taken
 
 
 def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = tuple) -> None:
-    """Wait for all ranks of a mesh, and compare their calls. `messages` describes those of `call`, one a line.
+    """Wait for all ranks of a mesh, and compare their calls. `messages` returns a line for each message of `call`.
 
-    Raises: RuntimeError on every rank when the calls differ; LostRank when a rank has ended or does not come.
+    Raises: RuntimeError on every rank if the calls differ; LostRank if a rank has ended or does not answer.
     """
     groups = process_groups(mesh)
     if groups.is_alone:
@@ -51,7 +52,8 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
         groups.open()
         channel = _ranks_channel(groups)
         record = _RECORD.pack(call.messages, call.steps, call.name.encode()[:112])
-        calls = [Call(_text(name), *numbers) for *numbers, name in map(_RECORD.unpack, _gather(channel, record))]
+        records = map(_RECORD.unpack, _gather(channel, record))
+        calls = [Call(name.rstrip(b"\0").decode(errors="replace"), *numbers) for *numbers, name in records]
     except LostRank as error:
         raise lost(mesh, call.name, error) from error
     groups.calls += 1
@@ -64,7 +66,7 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
     """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All of its ranks must call it together.
 
-    Raises: LostRank when a rank has ended or does not come.
+    Raises: LostRank if a rank has ended or does not answer.
     """
     groups = process_groups(mesh)
     values = [value] * len(groups.ranks)
@@ -81,9 +83,9 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
 
 def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
-    """The error of a rank that has lost its connection to others, with what their notes say.
+    """The error of a rank that has lost its connection to others, with the text of their notes.
 
-    It closes this rank's channels too, so that nobody waits for it.
+    This also closes the channels of this rank, so that no other rank waits for it.
     """
     groups = process_groups(mesh)
     leave(mesh, f"lost other ranks in {name}", is_cause=False)
@@ -102,7 +104,8 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
             "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
         )
     head = f"{name}: rank {groups.ranks[groups.rank]} has lost other ranks of the mesh.\n"
-    return LostRank(f"{head}{''.join(lines)}The backend says: {_first_line(error)}")
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return LostRank(f"{head}{''.join(lines)}The backend says: {said}")
 
 
 def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
@@ -118,7 +121,7 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
 
 
 def _ranks_channel(groups: ProcessGroups) -> Channel:
-    """The channel in which ranks tell each other what they call. When its group ends, this rank leaves a note."""
+    """The channel of the meetings. When its group ends, this rank leaves a note."""
     channel = groups.channel(None, "ranks")
     farewell = groups.farewell.peek() if groups.farewell is not None else None
     if farewell is None or farewell[0] is not channel.group:
@@ -128,7 +131,7 @@ def _ranks_channel(groups: ProcessGroups) -> Channel:
 
 
 def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], process: int) -> None:
-    """Leave a note, at the end of the process group or of the process, that no more calls will follow, and why."""
+    """Leave a note that no more calls will follow, and why. It runs at the end of the process group or the process."""
     groups = known()
     if process != os.getpid():
         return  # a forked child
@@ -143,7 +146,7 @@ def _write(store: dist.Store, rank: int, is_cause: bool, why: str) -> None:
 
 
 def _gather(channel: Channel, record: bytes) -> list[bytes]:
-    """The records of all ranks of a channel, which are of one length."""
+    """The records of all ranks of a channel, all of the same length."""
     mine, n = torch.frombuffer(bytearray(record), dtype=torch.uint8), channel.group.size()
     records = torch.empty(n, len(record), dtype=torch.uint8)
     records[channel.group.rank()] = mine
@@ -156,23 +159,13 @@ def _gather(channel: Channel, record: bytes) -> list[bytes]:
     return [bytes(row.tolist()) for row in records]
 
 
-def _text(name: bytes) -> str:
-    return name.rstrip(b"\0").decode(errors="replace")
-
-
 def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
-    """The text of the error when calls differ. `messages` are those of every rank, if nothing but these differs."""
-
-    def ranks_by(key: Callable[[Call], Hashable]) -> dict[Hashable, list[int]]:
-        by_key: dict[Hashable, list[int]] = {}
-        for rank, call in zip(groups.ranks, calls):
-            by_key.setdefault(key(call), []).append(rank)
-        return by_key
-
+    """The text of the error when calls differ. `messages` are those of every rank, if only they differ."""
     names = list(dict.fromkeys(call.name for call in calls))
     head = f"{' and '.join(names)}: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
     if len(names) > 1:
-        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in ranks_by(lambda c: c.name).items()]
+        by_name = grouped((call.name, rank) for call, rank in zip(calls, groups.ranks))
+        lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in by_name.items()]
         return (
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
             f"has ended, stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
@@ -183,7 +176,8 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
             f"Batches may differ in size from rank to rank, but every rank must take the same branches, "
             f"with the same transforms. Compare print(step.lower(state, batch)) of two ranks."
         )
-    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in ranks_by(lambda c: c.steps).items()]
+    by_steps = grouped((call.steps, rank) for call, rank in zip(calls, groups.ranks))
+    lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in by_steps.items()]
     return (
         f"{head}  The states have taken different numbers of steps since they were sharded:\n{''.join(lines)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
@@ -191,7 +185,7 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
 
 
 def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) -> str:
-    """The first message in which a rank differs from the first rank, as lines of an error."""
+    """The lines of an error that show the first message in which a rank differs from the first rank."""
     first = [*messages[0], "no more messages"]
     k, second = next((k, sent) for k, sent in enumerate(messages) if list(sent) != list(messages[0]))
     pairs = zip(first, [*second, "no more messages"])
@@ -203,12 +197,8 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
-    """The notes of the other ranks: whether a note says the cause, and its text."""
+    """The notes of the other ranks: whether each says a cause, and its text."""
     notes: dict[int, tuple[bool, str]] = {}
     peers = [rank for rank in groups.ranks if rank != groups.ranks[groups.rank]]
 
@@ -226,7 +216,7 @@ def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
 
 
 def _in_time(talk: Callable[[], object]) -> None:
-    """Use the store, but only for as long as it may answer: the host of the store may be the one that failed."""
+    """Use the store, but give up after a time-out, because the host of the store may be the one that failed."""
 
     def quietly() -> None:
         try:

@@ -15,13 +15,13 @@ from ..ir.layout import AbstractMesh
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
-    """Make a DeviceMesh with the given axes, in order. One size may be -1: it takes the ranks that the others leave.
+    """Make a DeviceMesh with the given axes, in order. One size may be -1, which stands for all remaining ranks.
 
-    Under torchrun this starts torch.distributed, if nothing has started it, and ends it with the process; each rank
-    takes the GPU of its local rank. Without torchrun it makes a mesh of one rank. A mesh of PyTorch's own
-    `init_device_mesh` serves as well.
+    Under torchrun this starts torch.distributed, unless it runs already, and ends it with the process; each rank uses
+    the GPU of its local rank. Without torchrun it makes a mesh of one rank. A mesh from PyTorch's `init_device_mesh`
+    works as well.
 
-    Raises: RuntimeError when the axes do not fit the number of ranks, or the device is missing.
+    Raises: RuntimeError if the axes do not fit the number of ranks, or the device is missing.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -45,7 +45,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
 
 
 def _begin(backend: str) -> None:
-    """Start torch.distributed, with a world of one where torchrun has not started this process."""
+    """Start torch.distributed, with a world of one rank unless torchrun has started this process."""
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -57,8 +57,8 @@ def _end(process: int) -> None:
     """End torch.distributed, at the exit of the process that started it."""
     if process != os.getpid():  # a forked child has the groups of its parent, but none of their threads
         return
-    # Destroying a NCCL communicator waits for all of its ranks. If the program failed here, the other ranks may
-    # still be inside a collective, so the wait would not end; they must see this process die instead.
+    # Destroying a NCCL communicator waits for all of its ranks. If the program failed on this rank, the others may
+    # still be inside a collective, so the wait would not end. They must see this process end instead.
     failed = hasattr(sys, "last_type")
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
@@ -67,7 +67,7 @@ def _end(process: int) -> None:
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
     """Refuse a mesh on which no program can run.
 
-    Raises: ValueError for an abstract mesh; RuntimeError for one whose process group has been destroyed.
+    Raises: ValueError if the mesh is abstract; RuntimeError if its process group has been destroyed.
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError(

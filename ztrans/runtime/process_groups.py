@@ -1,9 +1,9 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions have a group each, so that neither queues behind the other. One more group carries what the
-ranks tell each other. All have the time-out of the user's group. Only torch's registry of groups owns them, so
-`destroy_process_group` ends them together with the mesh's own. When a step fails on one rank, that rank closes them:
-its peers lose their connections to it, and stop waiting at once.
+Gathers and reductions have a group each, so neither queues behind the other. One more group is for meetings (see
+`meeting`). All have the time-out of the user's group. Only torch's registry owns the groups, so
+`destroy_process_group` ends them together with those of the mesh. When a step fails on one rank, that rank closes its
+groups: the other ranks lose their connections to it, and stop waiting at once.
 
 Private torch APIs live here; checked on torch 2.13.
 """
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from .collectives import Future
 
-_DIRECT = 8  # ranks: in larger groups a collective of the backend needs fewer messages than one to every rank
+_DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a collective of the backend needs
 
 Axis = str | None  # a mesh axis; None is the whole mesh
 
@@ -36,23 +36,20 @@ class LostRank(RuntimeError):
 
 @dataclass(eq=False)
 class Channel:
-    """A queue of messages between the ranks of one process group.
-
-    `tags` number the exchanges, which all ranks start in one order. `futures` are the collectives started on it.
-    """
+    """A queue of messages between the ranks of one process group."""
 
     axis: Axis
     purpose: str
     owned: bool = True  # whether ztrans made the group
-    tags: Iterator[int] = field(default_factory=itertools.count)
-    futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
+    tags: Iterator[int] = field(default_factory=itertools.count)  # numbers for the exchanges, equal on all ranks
+    futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)  # the collectives that were started on it
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group.
 
-        Raises: RuntimeError when it has been destroyed.
+        Raises: RuntimeError if it has been destroyed.
         """
         group = self._group() if self._group is not None else None
         if group is None:
@@ -65,11 +62,11 @@ class Channel:
 
     @property
     def is_direct(self) -> bool:
-        """Whether each rank sends to every other directly: over gloo, in groups of a few ranks."""
+        """Whether each rank sends to every other rank directly, as over gloo in groups of a few ranks."""
         return dist.get_backend(self.group) == "gloo" and self.group.size() <= _DIRECT
 
     def exchange(self, pieces: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Send `pieces[r]` to rank r of the group, and receive `into[r]` from it, for every r but this rank.
+        """Send `pieces[r]` to every other rank r of the group, and receive `into[r]` from it.
 
         The tensors are contiguous and on the CPU. They are sent and received in place, without copies.
         """
@@ -82,7 +79,7 @@ class Channel:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise errors of the backend, which are plain RuntimeErrors, as `LostRank`."""
+        """Turn errors of the backend, which are plain RuntimeErrors, into `LostRank`."""
         try:
             yield
         except RuntimeError as error:
@@ -103,35 +100,31 @@ class Channel:
 
 
 class ProcessGroups:
-    """The channels of one mesh, in the order in which they were first asked for, which is the same on all ranks.
+    """The channels of one mesh, in the order in which they were first opened, which is the same on all ranks.
 
-    `runner` is the thread that runs a step (see `failure.alone`). `epoch` counts how often closed channels were
-    reopened, and `calls` the calls that all ranks of the mesh have made together.
+    `runner` has the thread that runs a step (see `failure.alone`). `epoch` is how often closed channels were reopened,
+    and `calls` the number of calls that all ranks of the mesh have made together. `is_alone` says that no other rank
+    exists: a mesh of one, or one whose other ranks are fake.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.runner: dict[str, int] = {}
         self.epoch = self.calls = 0
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
-        # The mesh keeps its groups alive, so nothing here may keep the mesh or its groups.
+        # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
-        self._is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self._rows: dict[Axis, list[list[int]]] = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
         self._channels: dict[tuple[Axis, str], Channel] = {}
-        self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this one ends
+        self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this rank ends
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh."""
+        """The index of this rank in the mesh."""
         return self.ranks.index(dist.get_rank())
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank exists: a mesh of one, or one whose other ranks are fake."""
-        return self._is_alone
-
     def channel(self, axis: Axis, purpose: str) -> Channel:
-        """The channel along a mesh axis for one purpose. All ranks of the mesh must ask for it together."""
+        """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
         key = axis, purpose
         if key not in self._channels:
             self._channels[key] = self._open(Channel(axis, purpose))
@@ -140,7 +133,7 @@ class ProcessGroups:
     def open(self) -> None:
         """Reopen the channels that a failure has closed. All ranks must call it, within the time-out.
 
-        Raises: RuntimeError when the process group of the mesh has been destroyed.
+        Raises: RuntimeError if the process group of the mesh has been destroyed.
         """
         closed = [channel for channel in self._channels.values() if channel.is_closed]
         for channel in self._channels.values():
@@ -170,14 +163,14 @@ class ProcessGroups:
     def _open(self, channel: Channel) -> Channel:
         base = self._base(next(iter(self._bases)) if channel.axis is None else channel.axis)
         if channel.axis is not None and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
-            channel.owned = False  # a communicator of NCCL takes memory of the GPU
+            channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
             channel.open(base)
             return channel
         backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
         timeout, rows = _timeout(base), self._rows[channel.axis]
-        # Torch names a group that its members alone make by how many groups they have, and ranks may have made
-        # different numbers of them (pytorch#189073). So all ranks make the groups of all rows, unless the world has
-        # ranks of other meshes, which are not here to take part.
+        # If only its members make a group, torch names it by the number of groups that they have made, which may differ
+        # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
+        # that are not in this mesh, because these do not take part.
         is_world = sum(map(len, rows)) == dist.get_world_size()
         mine = next(row for row in rows if dist.get_rank() in row)
         for row in rows if is_world else [mine]:
@@ -195,7 +188,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]
 def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     """The process groups of a mesh, which live as long as the mesh's own group does.
 
-    Raises: RuntimeError when that has been destroyed.
+    Raises: RuntimeError if the mesh's own group has been destroyed.
     """
     try:
         base = mesh.get_group(0)
@@ -224,7 +217,7 @@ def _rows(mesh: DeviceMesh, axis: Axis) -> list[list[int]]:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The shorter of the time-outs of a group and of the world; None where the backend has none."""
+    """The shorter of the time-outs of a group and of the world, or None if the backend has none."""
     timeouts = []
     for each in filter(None, (group, dist.group.WORLD)):
         for device in each._device_types:

@@ -1,7 +1,7 @@
 """Replicas: check that all ranks of a mesh start from the same values.
 
-A state that is cut from full tensors must be cut from the same tensors on every rank. Ranks that initialised their
-model from different random numbers would train different replicas, or a mixture of several models, and nothing
+A state that is sharded from full tensors must be sharded from the same tensors on every rank. Ranks that initialised
+their model from different random numbers would train different replicas, or a mixture of several models, and nothing
 would show it. So the ranks compare a digest of every leaf once, when the state is sharded.
 """
 
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from .meeting import Call, everywhere, meet
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 4096  # elements that a digest tells apart by their position
+_ROW = 4096  # the positions that a digest distinguishes
 
 
 class Leaf(NamedTuple):
-    """A description of one leaf on one rank. `values` is its digest, None where the values do not count."""
+    """A description of one leaf on one rank. `values` is its digest, or None if the values are not compared."""
 
     kind: str
     values: tuple[int, ...] | None
@@ -31,10 +31,10 @@ class Leaf(NamedTuple):
 def check_same(
     mesh: DeviceMesh, axes: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], source: int | None
 ) -> None:
-    """Compare the leaves of a state over the ranks that differ along `axes` alone.
+    """Compare the leaves of a state between the ranks that differ along `axes` only.
 
     Along the other axes of the mesh, such as that of tensor parallelism, ranks may hold different leaves. With a
-    `source` only the values of that rank count.
+    `source`, only the values of that rank are used, so values are not compared.
 
     Raises: ValueError on every rank, naming the first leaf that differs.
     """

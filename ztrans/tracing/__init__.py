@@ -1,1 +1,1 @@
-"""A function becomes a program: the step runs once on tensors without values, and is recorded."""
+"""Tracing turns a function into a program: the step runs once, on tensors without values, and is recorded."""

@@ -1,10 +1,11 @@
-"""The arguments of a step: how they are passed, what this rank holds of them, and which of them it may write to."""
+"""The arguments of a step: how the caller passed them, which part a rank holds, which the step may overwrite."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -15,15 +16,16 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
+from .captured import Key
 from .trace import Abstract, Program
 
 
 class Arguments(NamedTuple):
     """The arguments of one call of a step, in the order of its parameters, however the caller passed them.
 
-    The last `len(names)` values of `batch` are passed by name: those of keyword-only parameters, and of parameters
-    that follow one whose default was kept. A default that is kept is not an argument: the step reads it as it reads
-    a global.
+    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
+    parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
+    reads its default as it reads a global.
     """
 
     state: Any
@@ -32,9 +34,9 @@ class Arguments(NamedTuple):
 
     @staticmethod
     def of(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of `fn(*args, **kwargs)`: equal calls give equal arguments.
+        """The arguments of `fn(*args, **kwargs)`. Equal calls give equal arguments.
 
-        Raises: TypeError as Python does, where `fn` does not take such arguments.
+        Raises: TypeError, as Python does, if `fn` does not take such arguments.
 
         >>> def step(state, x, scale=1.0): ...
         >>> Arguments.of(step, ("s",), {"x": 2})
@@ -55,43 +57,71 @@ class Arguments(NamedTuple):
         return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
-        """All leaves, those of the state first, and the tree that they come from."""
+        """All leaves, those of the state first, and the tree that they flatten from."""
         return pytree.tree_flatten((self.state, *self.batch))
 
-    def batch_leaves(self) -> list:
-        return pytree.tree_leaves(self.batch)
+    def state_key(self) -> StateKey:
+        """The properties of the state that a program is specialised on."""
+        leaves, tree = pytree.tree_flatten(self.state)
+        return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    def key(self) -> tuple:
-        """The properties of these arguments that a program is specialised on."""
-        leaves, tree = self.leaves()
-        num_state = len(pytree.tree_leaves(self.state))
-        # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
-        described = tuple(
-            (
-                Abstract.of(x, i < num_state),
-                x.placements if isinstance(x, DTensor) else None,
-                i < num_state or isinstance(x, torch.Tensor),
-                isinstance(x, torch.Tensor) and x.requires_grad,
+    def batch_key(self) -> BatchKey:
+        """The properties of the batch that a program is specialised on."""
+        leaves, tree = pytree.tree_flatten(self.batch)
+        return BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+
+
+def _described(x: Any, is_state: bool) -> tuple:
+    # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
+    is_tensor = isinstance(x, torch.Tensor)
+    placements = x.placements if isinstance(x, DTensor) else None
+    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
+
+
+class StateKey(tuple):
+    """The properties of a state, hashed once. The state that a step returns has the same one in every call."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class BatchKey(NamedTuple):
+    """The properties of a batch: its tree, the arguments that were passed by name, and its leaves."""
+
+    tree: pytree.TreeSpec
+    names: tuple[str, ...]
+    leaves: tuple[tuple, ...]
+
+    def any_size(self) -> BatchKey:
+        """This key without the sizes of the batch."""
+        return self._replace(
+            leaves=tuple(
+                (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) else (x, *more)
+                for x, *more in self.leaves
             )
-            for i, x in enumerate(leaves)
         )
-        return tree, self.names, num_state, described
 
 
-def any_size(key: tuple) -> tuple:
-    """A key that starts with that of `Arguments`, without the sizes of the batch."""
-    tree, names, num_state, described, *rest = key
-    sizeless = tuple(
-        (len(x.shape), x.dtype, x.device, *more) if isinstance(x, Abstract) and i >= num_state else (x, *more)
-        for i, (x, *more) in enumerate(described)
-    )
-    return tree, names, num_state, sizeless, *rest
+class StepKey(NamedTuple):
+    """What a program of a step is made for: a state, a batch, and what the step reads besides its arguments."""
+
+    state: StateKey
+    batch: BatchKey
+    captured: Key
+
+    def any_size(self) -> StepKey:
+        """This key without the sizes of the batch."""
+        return self._replace(batch=self.batch.any_size())
 
 
 def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     """The leaves of a call that are inputs of the program.
 
-    Raises: TypeError where the others are not what the program was traced for.
+    Raises: TypeError if the other leaves, or the tree, differ from those that the program was traced for.
     """
     leaves, tree = arguments.leaves()
     if (tree, arguments.names) != (program.in_tree, program.names):
@@ -109,7 +139,10 @@ def _listed(tree: pytree.TreeSpec, names: tuple[str, ...]) -> str:
 
 
 def check_captured(program: Program, name: str) -> None:
-    """Raises: TypeError where what the step reads besides its arguments is not what it was traced for."""
+    """Check that the values that the step reads besides its arguments have not changed since it was traced.
+
+    Raises: TypeError that names the values that have changed.
+    """
     now = program.captured.key()
     if now != program.made_for:
         changes = program.captured.changes(program.made_for, now)
@@ -123,17 +156,15 @@ def check_captured(program: Program, name: str) -> None:
 def flat(
     program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
 ) -> tuple[list, list[torch.Tensor]]:
-    """The leaves of a call that are inputs of the program, and the tensors that this rank holds of them.
+    """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
-    Raises: TypeError where they are not what the program was compiled for.
+    Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
     """
     leaves = traced_leaves(program, graph.name, arguments)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
-    local = [local_part(x) for x in leaves]
-    # A program reads memory, and a lazily conjugated or negated tensor is not what its memory holds.
-    local[graph.num_state :] = [x.resolve_conj().resolve_neg() for x in local[graph.num_state :]]
+    local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
@@ -141,22 +172,36 @@ def flat(
     return leaves, local
 
 
+def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
+    """The tensors that this rank holds of a batch whose key is that of a batch which `flat` has accepted."""
+    leaves, static = pytree.tree_leaves(arguments.batch), {i - num_state for i, _ in program.static}
+    return [_read(x) for i, x in enumerate(leaves) if i not in static]
+
+
+def _read(x: Any) -> torch.Tensor:
+    """This rank's part of an argument in memory. A lazily conjugated or negated tensor is not what its memory holds."""
+    return local_part(x).resolve_conj().resolve_neg()
+
+
 def check_laid_out(
     name: str,
-    mesh: DeviceMesh | AbstractMesh | None,
+    mesh: DeviceMesh,
     paths: Sequence[str],
     leaves: Sequence[Any],
     layouts: Sequence[Layout],
     lowered: bool = False,
 ) -> None:
-    """Check that each leaf of the state is on this mesh and cut as its layout says.
+    """Check that each leaf of the state is on this mesh and sharded as its layout says.
 
-    Leaves beyond the last of `layouts` are not state. Layouts of a lowered program say nothing about axes of size 1.
+    Args:
+        name: the name of the step, for the error.
+        mesh: the mesh of the step; without devices there is nothing to check.
+        paths, leaves: the leaves of the arguments and their paths, those of the state first.
+        layouts: the layouts of the leaves of the state.
+        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
 
-    Raises: TypeError that names the first leaves for which this is not so.
+    Raises: TypeError that names the first leaves that are not laid out so.
     """
-    if not isinstance(mesh, DeviceMesh):
-        return
     wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
     wrong = []
     for path, leaf, layout in zip(paths, leaves, layouts):
@@ -165,7 +210,7 @@ def check_laid_out(
             if not isinstance(leaf, DTensor):
                 wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
             elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: lies on another mesh, {leaf.device_mesh}")
+                wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
             elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
                 wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
     if wrong:
@@ -178,7 +223,7 @@ def check_laid_out(
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of an argument: the local tensor of a DTensor; a number as a tensor."""
+    """This rank's part of an argument: the local tensor of a DTensor, a number as a tensor, any other tensor itself."""
     if isinstance(x, DTensor):
         x = x.to_local()
     elif not isinstance(x, torch.Tensor):
@@ -187,26 +232,33 @@ def local_part(x: Any) -> torch.Tensor:
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that a step may write its state in place: each leaf is contiguous and shares memory with no other input.
+    """Check that a step may overwrite its state: each leaf of it is contiguous and shares memory with no other input.
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
-    spans = []
-    for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
-        size = x.numel()
-        if i < graph.num_state and (x.is_conj() or x.is_neg()):
+    for v, x in zip(graph.inputs[: graph.num_state], inputs):
+        if x.is_conj() or x.is_neg():
             raise TypeError(_donated(graph, f"{v.name} is conjugated or negated only when it is read"))
         if not x.is_contiguous():
-            if i < graph.num_state:
-                raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
-            size = size and 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
+    for i, j in overlapping(inputs):
+        if min(i, j) < graph.num_state:
+            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """The positions of tensors that lie in the same memory, pair by pair."""
+    spans = []
+    for i, x in enumerate(tensors):
+        size = x.numel()
+        if size and not x.is_contiguous():
+            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
         if size:
-            start = x.data_ptr()
-            spans.append((start, start + size * x.itemsize, i))
+            spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
     spans.sort()
     for (_, end, i), (start, _, j) in itertools.pairwise(spans):
-        if start < end and min(i, j) < graph.num_state:
-            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+        if start < end:
+            yield i, j
 
 
 def _donated(graph: Graph, reason: str) -> str:

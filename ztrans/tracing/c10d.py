@@ -5,8 +5,8 @@ namespace c10d, whose schema does not declare that it writes `x`. This module re
 
     dist.all_reduce(x)   -->   x.copy_(wait_tensor(all_reduce(x, "sum", group)))
 
-In the trace a call with `async_op=True` is complete at once, and so is the work that it returns. A collective in which
-ranks take different parts has no functional form, and is an error.
+In the trace a call with `async_op=True` completes at once, and so does the `Work` that it returns. A collective in
+which ranks do different things, such as a scatter from one rank, has no functional form, and is an error.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 functional = torch.ops._c10d_functional
-# By their names in torch.distributed; a sum of scaled terms has none here.
+# The reductions of torch.distributed, and their names in functional collectives. PREMUL_SUM has none.
 _REDUCTIONS = {
     "SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max",
     "BAND": "band", "BOR": "bor", "BXOR": "bxor",
@@ -29,12 +29,12 @@ _REDUCTIONS = {
 
 
 class NoForm(Exception):
-    """A collective has no functional form, for the reason given."""
+    """A collective has no functional form; the message says why."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call by name, and its process group."""
+    """The arguments of one call of a collective, by name."""
 
     given: dict[str, Any]
 
@@ -58,29 +58,30 @@ class Call:
         raise NoForm("a sum of scaled terms is no reduction of a program; scale the tensor first")
 
     def run(self, op: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """The value of a functional collective of `x`, waited for."""
+        """Run a functional collective on `x`, wait for it, and return its result."""
         return functional.wait_tensor.default(op(x, *args, self.group.group_name))
 
 
 def is_in_place(op: Any) -> bool:
-    """Whether an operation is torch.distributed's own, which a program does not hold."""
+    """Whether an operation is one of the in-place collectives of torch.distributed, which no program contains."""
     return op.namespace == "c10d"
 
 
 def is_point_to_point(op: Any) -> bool:
-    """Whether an operation sends to one rank what only that rank receives."""
+    """Whether an operation sends to, or receives from, a single rank."""
     name = op._schema.name.removeprefix("c10d::").removeprefix("_c10d_functional::")
     return name in ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
 
 
 def functionalized(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of `op(*args, **kwargs)`, whose changes of its arguments are recorded as functional operations.
+    """Run `op(*args, **kwargs)` by functional operations, which the trace records, and return its result.
 
-    Raises: NoForm for a collective that has none.
+    Raises: NoForm for a collective that has no functional form.
     """
     name = op._schema.name.removeprefix("c10d::")
     if name not in _FORMS:
-        raise NoForm(_REASONS.get(name, "ranks take different parts in it"))
+        moves_nothing = "it moves no values, and a program runs as soon as its values are there"
+        raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
     declared = op._schema.arguments
     given = {a.name: a.default_value for a in declared} | dict(zip((a.name for a in declared), args)) | kwargs
     written = _FORMS[name](Call(given))
@@ -123,7 +124,7 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor, to: list[int], sent: list[int]) -> None:
-    """Receive `to` rows from each rank and send `sent` rows to each; without numbers every rank gets the same share."""
+    """Receive `to[r]` rows from rank r and send it `sent[r]` rows. An empty list stands for equal numbers of rows."""
     to, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in ((to, output), (sent, x)))
     output.copy_(call.run(functional.all_to_all_single.default, x, to, sent))
 
@@ -139,7 +140,10 @@ def _all_to_all_lists(call: Call) -> list[torch.Tensor]:
 
 
 def _over(form: Callable, outputs: str, inputs: str) -> Callable:
-    """`form` for one output and its input, or for lists of both, as their arguments are called."""
+    """Apply `form` to one output and its input, or to each pair of two lists.
+
+    `outputs` and `inputs` are the names of the two arguments of the collective.
+    """
 
     def whole(call: Call) -> Any:
         pairs = zip(call[outputs], call[inputs]) if isinstance(call[outputs], list) else [(call[outputs], call[inputs])]
@@ -169,7 +173,4 @@ _FORMS: dict[str, Callable[[Call], Any]] = {
     ),
     "alltoall_": _all_to_all_lists,
 }
-_REASONS = {
-    "barrier": "it moves no values, and a program runs as soon as its values are there",
-    "monitored_barrier_": "it moves no values, and a program runs as soon as its values are there",
-}
+_BARRIERS = ("barrier", "monitored_barrier_")

@@ -1,20 +1,22 @@
 """Captured: the values that a program is specialised on besides the arguments of its step.
 
-A trace makes constants of the numbers, strings and truth values that a step reads from its closure, from globals, from
-defaults, and from attributes of modules and objects. It also depends on PyTorch's own state (see `ambient`). The
-places of these values are determined once (see `reached`). At every call the values are read and compared.
+In a program, the numbers, strings and truth values that a step reads from its closure, from globals, from defaults,
+and from attributes of modules and objects are constants. A program also depends on PyTorch's global state (see
+`ambient`). The places of these values are determined once (see `reached`). At every call the values are read and
+compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import numbers
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -25,18 +27,27 @@ from .reached import LONGEST, Reach, is_own, reach
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
-_LEVEL = 10  # entries that a container counts as, which bounds how deeply nested ones are read
+_LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
 _LONGEST_TEXT = 80  # characters of a container in a message
 _CONTAINERS = (list, tuple, dict, set, frozenset)
+_CHANGING = (*_CONTAINERS, numpy.ndarray)
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True)
+class Key:
     """The values that a program is specialised on besides its arguments: calls with equal keys share one program."""
 
     reach: int  # the number of the list of places that was read
-    values: tuple  # at these places
-    ambient: tuple
-    settings: Any
+    values: tuple  # the values at these places
+    ambient: tuple  # PyTorch's global state
+    settings: Any  # the settings of a lifted loop
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.reach, self.values, self.ambient, self.settings))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -44,41 +55,43 @@ class Captured:
     """The values that the step `fn` reads besides its arguments.
 
     A lifted loop adds `settings` of its module and its optimizers. When a function or an object is replaced by
-    another, the new one leads to other places, so there may be several lists of places.
+    another one, the places that can be reached change. So there may be several lists of places.
     """
 
     fn: Callable
-    _reaches: list[tuple[Reach, list]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    _readings: list[_Readings] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    _last: list[Key] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def key(self) -> Key:
-        """The present values."""
+        """The present values. While they stay the same, so does the key."""
         settings = getattr(self.fn, "settings", None)
-        return Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
+        key = Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
+        if not self._last or key != self._last[0]:
+            self._last[:] = [key]
+        return self._last[0]
 
     def reach(self) -> Reach:
         """The places that the step reads at present."""
-        return self._reaches[self._read()[0]][0]
+        return self._readings[self._read()[0]].reach
 
     def _read(self) -> tuple[int, tuple]:
         """The number of the list of places that applies at present, and the values at these places."""
-        for number, (known, objects) in reversed(list(enumerate(self._reaches))):
-            values, now = _values(known)
-            if len(now) == len(objects) and all(map(operator.is_, now, objects)):
+        for number, readings in reversed(list(enumerate(self._readings))):
+            values = readings.read()
+            if values is not None:
                 return number, values
-        reached = reach(self.fn)
-        values, objects = _values(reached)
-        self._reaches.append((reached, objects))
-        return len(self._reaches) - 1, values
+        self._readings.append(_Readings(reach(self.fn)))
+        return len(self._readings) - 1, self._readings[-1].values
 
     def changes(self, before: Key, now: Key) -> list[str]:
         """The differences between two keys, each in words."""
         ambients = zip(before.ambient, now.ambient)
         changes = [f"{name} was {old} and is {new}" for (name, old), (_, new) in ambients if old != new]
         if before.settings != now.settings:
-            changes.append("a setting of the module or of an optimizer is another")
-        known, objects = self._reaches[before.reach]
-        kept = {id(x) for x in objects}
-        for place, old in zip(known.places, before.values):
+            changes.append("a setting of the module or of an optimizer has changed")
+        readings = self._readings[before.reach]
+        kept = {id(x) for x in readings.objects}
+        for place, old in zip(readings.reach.places, before.values):
             (new, held), line = constants(place.read()), f" ({place.source})" if place.source else ""
             if old != new:
                 changes.append(f"{place.name} was {_shown(old)} and is {_shown(new)}{line}")
@@ -87,18 +100,65 @@ class Captured:
         return changes
 
 
-def _values(reached: Reach) -> tuple[tuple, list]:
-    """The values at all places, and the functions and objects among them."""
-    values, objects = [], []
-    for place in reached.places:
-        value, more = constants(place.read())
-        values.append(value)
-        objects += more
-    return tuple(values), objects
+class _Readings:
+    """The places of one list, with what was read there last.
+
+    A value is examined again only if it is another object, or a container whose entries are other objects.
+    """
+
+    def __init__(self, reached: Reach) -> None:
+        self.reach = reached
+        self._reads = [place.read for place in reached.places]
+        self._raw: list[Any] = [read() for read in self._reads]
+        self._containers = _containers(self._raw)
+        examined = list(map(constants, self._raw))
+        self.values = tuple(value for value, _ in examined)
+        self._objects = [objects for _, objects in examined]
+
+    @property
+    def objects(self) -> list:
+        """The functions and objects at all places."""
+        return [x for objects in self._objects for x in objects]
+
+    def read(self) -> tuple | None:
+        """The present values; None where a function or an object is another one, so that other places apply."""
+        raw = [read() for read in self._reads]
+        suspects = {k for k, entries in self._containers.items() if not _same(_entries(raw[k]), entries)}
+        if not _same(raw, self._raw):
+            suspects.update(k for k, (new, old) in enumerate(zip(raw, self._raw)) if new is not old)
+        if not suspects:
+            return self.values
+        examined = {k: constants(raw[k]) for k in suspects}
+        if not all(_same(objects, self._objects[k]) for k, (_, objects) in examined.items()):
+            return None
+        self.values = tuple(examined[k][0] if k in examined else value for k, value in enumerate(self.values))
+        self._raw, self._containers = raw, _containers(raw)
+        return self.values
+
+
+def _containers(values: Sequence[Any]) -> dict[int, list | None]:
+    """By position, the entries of the values that can change; None for those in which that is not seen by identity."""
+    changing = {k: _entries(value) for k, value in enumerate(values) if isinstance(value, _CHANGING)}
+    return {
+        k: None if entries is None or any(isinstance(x, _CHANGING) for x in entries) else entries
+        for k, entries in changing.items()
+    }
+
+
+def _entries(value: Any) -> list | None:
+    """The keys and entries of a container; None for other values."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [*value] if isinstance(value, _CONTAINERS) else None
+
+
+def _same(a: list | None, b: list | None) -> bool:
+    """Whether two lists hold the same objects."""
+    return a is not None and b is not None and len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def constants(value: Any) -> tuple[Any, list]:
-    """The constants in a value, each with its type, and the functions and objects in it."""
+    """The constants in a value, each with its type, and the functions and objects in the value."""
     reading = _Reading([])
     return _value(value, reading), reading.objects
 

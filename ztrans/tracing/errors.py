@@ -11,7 +11,7 @@ from ..ir.source import Source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
-    """Raises: ValueError for a tensor that existed before the step and is none of its arguments."""
+    """Raises: ValueError for a tensor that existed before the step and is not one of its arguments."""
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
         return  # torch.tensor(...) written inside the step: a literal
     raise ValueError(
@@ -79,7 +79,7 @@ def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str
 
 
 def changes_python(name: str, source: Source | None, step: str) -> ValueError:
-    """The step changes a Python value that it also reads, or that grows with every step."""
+    """The step changes a Python value that it also reads, or a container that grows with every step."""
     return ValueError(
         f"trace: {step} changes {name} while it is traced, and its program will not do so again.\n"
         f"  at {where(source)}\n"
@@ -89,16 +89,17 @@ def changes_python(name: str, source: Source | None, step: str) -> ValueError:
 
 
 def leaks_tensor(holder: str, source: Source | None, step: str) -> str:
-    """A warning: something outside of the step holds a tensor of the trace, which has no values."""
+    """A warning: an object outside of the step holds a tensor of the trace, which has no values."""
     return (
-        f"trace: {step} leaves a tensor in {holder} while it is traced. After a step there is what was there before.\n"
+        f"trace: {step} leaves a tensor in {holder} while it is traced. Its program does not do so: after a step, "
+        f"{holder} is what it was before.\n"
         f"  at {where(source)}\n"
         f"Return it as output to read it after the step."
     )
 
 
 def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> ValueError:
-    """The step reads a tensor that another trace left, as in an attribute or a cache."""
+    """The step reads a tensor that an earlier trace left in an attribute or a cache."""
     return ValueError(
         f"trace: {step} reads a tensor {list(arg.shape)} that an earlier trace left, and that has no values.\n"
         f"  at {where(source)}\n"

@@ -1,8 +1,8 @@
-"""Functionalize: in-place changes of tensors and their views as equations that make new values.
+"""Functionalize: replace in-place changes of tensors and their views by equations that compute new values.
 
-A storage holds the current value of its base tensor. A tensor is an alias: a storage, and the views that lead from
-the base to it. Reading a tensor whose storage has changed takes its views anew. Writing a tensor applies the inverses
-of its views, which gives the new value of the base.
+A `Storage` holds the current value of its base tensor. Each tensor of the step is an `Alias`: a storage, and the views
+that lead from the base to the tensor. Reading a tensor whose storage has changed since applies its views to the new
+base. Writing a tensor applies the inverses of its views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 """
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import Eqn, Names, Var, substitute
+from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
 from ..ir.source import Source, where
 
 aten = torch.ops.aten
-_SHAPES = ("view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze")
-_INVERSES = {  # of the views that show every element of the base
+_SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
+_INVERSES = {  # the inverses of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
@@ -32,7 +32,7 @@ _INVERSES = {  # of the views that show every element of the base
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-_SCATTERS = {  # the inverses of the views that show some of its elements
+_SCATTERS = {  # the inverses of the views that show some elements of the base
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
@@ -42,7 +42,7 @@ _SCATTERS = {  # the inverses of the views that show some of its elements
 
 @dataclass(frozen=True)
 class View:
-    """A view of a base: result `number` of `op(base, *args, **kwargs)`."""
+    """A view of a base tensor: result `number` of `op(base, *args, **kwargs)`."""
 
     op: Any
     args: tuple
@@ -60,7 +60,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced program; `value` is its value in version `seen` of its storage."""
+    """A tensor of the traced step. `value` is its value as of version `seen` of its storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()
@@ -77,14 +77,14 @@ class Alias:
 
 @dataclass
 class Builder:
-    """The equations of a program so far. `node` is the recorded operation that is being imported; `strides` are those
-    of the tensors in the trace, which the recorded views rely on."""
+    """The equations that have been imported so far."""
 
     names: Names
-    strides: dict[Var, tuple[int, ...]]
+    strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
-    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)
-    node: fx.Node = field(init=False)
+    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
+    scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
+    node: fx.Node = field(init=False)  # the recorded operation that is being imported
 
     @property
     def source(self) -> Source | None:
@@ -92,12 +92,19 @@ class Builder:
         return self.node.meta.get("custom", {}).get("source")
 
     def meta(self, var: Var) -> torch.Tensor:
-        """A meta tensor with the type and the strides of a value."""
+        """A meta tensor with the shape, dtype and strides of a value."""
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
 
     def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
-        """Add an equation whose results are typed like the tensors of `like`, or as `op` types them."""
+        """Add the equation of `op`, and return its results.
+
+        The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
+        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once.
+        """
         kwargs = kwargs or {}
+        key = (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
+        if key in self.scalars:
+            return self.scalars[key]
         if like is None:
             like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         many = isinstance(like, (tuple, list))
@@ -112,10 +119,12 @@ class Builder:
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
         self.nodes[eqn] = self.node
+        if key is not None:
+            self.scalars[key] = outs[0]
         return tuple(outs) if many else outs[0]
 
     def read(self, x: Any) -> Any:
-        """The current value of a traced tensor, its views taken again if the storage has changed."""
+        """The current value of a traced tensor; its views are applied anew if the storage has changed."""
         if isinstance(x, (list, tuple)):
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):
@@ -125,18 +134,18 @@ class Builder:
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
-        """Give `x` a new value, and with it the base of its storage."""
+        """Give `x` a new value, and give the base of its storage the value that follows."""
         old, new = self.read(x), value
         bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
-        if self.strides[value] == self.strides[old]:  # else a later read takes its views of the new base
+        if self.strides[value] == self.strides[old]:  # otherwise the next read applies the views to the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`, so that every view of `old` is also possible of it."""
+        """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
         if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
             return value
         if self.meta(old).is_contiguous():
@@ -180,8 +189,19 @@ class Builder:
         )
 
 
+def _is_arithmetic(op: Any, args: Sequence) -> bool:
+    """Whether an operation computes a number from numbers: scalar tensors and literals."""
+    is_pointwise = isinstance(op, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in op.tags or op is aten._to_copy.default
+    )
+    if not is_pointwise or is_random(op):
+        return False
+    is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
+    return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
+
+
 def _start(sizes: int | Sequence[int], index: int) -> int:
-    """The first row of part `index` of a split into parts of these sizes, or of one size."""
+    """The first row of part `index` of a split into parts of these sizes; one number is the size of every part."""
     return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
 
 

@@ -9,31 +9,29 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
 from .watch import Watch
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """The recorded run of a function."""
 
-    graph: fx.Graph  # its operations
-    out_tree: pytree.TreeSpec  # of its result
-    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the trace, with the line that made it
+    graph: Any  # the operations of the run, as FX records them, or imported as a `Graph`
+    out_tree: pytree.TreeSpec  # the tree of the result
+    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
 
 def record(
@@ -42,9 +40,10 @@ def record(
     wants_grad: Sequence[bool],
     step: str,
 ) -> Recorded:
-    """Record `call(make_inputs())` on fake tensors. Inputs with `wants_grad` require gradients.
+    """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
 
-    Raises: ValueError when the function seeds PyTorch's generator, or does what no program can hold (see `watch`).
+    Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
+        (see `watch`).
     """
     with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         inputs = make_inputs()
@@ -73,8 +72,11 @@ def record(
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Trace without oneDNN, whose recurrent layers save values for backward only under autograd, and programs run
-    without autograd. When a program runs, PyTorch may still choose oneDNN."""
+    """Trace without oneDNN.
+
+    Its recurrent layers save values for backward only under autograd, and a program runs without autograd. When the
+    program runs, PyTorch may still choose oneDNN.
+    """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -83,31 +85,31 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-@contextlib.contextmanager
-def _with_caches_that_change() -> Iterator[None]:
-    """Let selective checkpoints cache results that are later changed in place, as a dropout mask is.
+def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
+    """Let selective checkpoints cache results that are later changed in place, such as a dropout mask.
 
-    PyTorch refuses to read such a cached result. In a trace only the policies of the checkpoint matter.
+    PyTorch refuses to read such a cached result. In a trace its value does not matter, only the policy of the
+    checkpoint does.
     """
-    cached: Any = torch.utils.checkpoint._VersionWrapper
-    get_val = cached.get_val
-    cached.get_val = lambda self, allow_cache_entry_mutation: self.val
-    try:
-        yield
-    finally:
-        cached.get_val = get_val
+    get_val = lambda self, allow_cache_entry_mutation: self.val
+    return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
 
 
 @functools.cache
 def _declared() -> dict:
-    """Decompositions of cuDNN's batch norm, which does not declare that it writes statistics; the parts declare it."""
+    """Decompositions of cuDNN's batch norm.
+
+    Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
+    """
     aten = torch.ops.aten
     return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
 
 
 class _Fakes(FakeTensorMode):
-    """Fake tensors, also for fused optimizers that overwrite their arguments: PyTorch would run those on real tensors,
-    as large as the model, to learn the types of their results."""
+    """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
+
+    PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
@@ -117,11 +119,10 @@ class _Fakes(FakeTensorMode):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """One deterministic order of autograd nodes; optimizers as under compilation, with steps as tensors."""
-    before = torch.compiler._is_compiling_flag
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        torch.compiler._is_compiling_flag = True  # its context manager is younger than torch 2.11
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
+    """Run autograd in one thread, so that its order is deterministic, and optimizers as under `torch.compile`.
+
+    There an optimizer keeps its step count as a tensor, which the trace can follow.
+    """
+    compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+        yield

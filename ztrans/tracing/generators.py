@@ -1,4 +1,4 @@
-"""Generators: detect draws from the random generators of Python and NumPy, which a program would not repeat."""
+"""Generators: detect that a step draws from a random generator of Python or NumPy, which its program would not do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ir.source import Source, is_users
 
 
 class Generators:
-    """The generators of `random` and `numpy.random`, and those among `values`, with their present states."""
+    """The generators of `random` and `numpy.random`, and those among `values`, with their states at this moment."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self._pairs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
@@ -33,16 +33,16 @@ class Generators:
         self._seen = self._bytes()
 
     def have_moved(self) -> bool:
-        """Whether any generator has drawn since."""
+        """Whether the state of any generator has changed since this object was created."""
         return self._bytes() != self._seen
 
     def restore(self) -> None:
-        """Put every generator back into its state."""
+        """Put every generator back into the state in which this object found it."""
         for (_, write), state in zip(self._pairs, self._states):
             write(state)
 
     def line_of_draw(self, run: Callable[[], object]) -> Source | None:
-        """The user's line that draws first in `run()`, found by running it line by line; None where none draws."""
+        """The user's first line that draws while `run()` runs line by line, or None if no line draws."""
         lines: list[Source] = []
         last: dict[FrameType | None, Source] = {}
 
@@ -65,5 +65,5 @@ class Generators:
         return lines[0] if lines else None
 
     def _bytes(self) -> list[bytes]:
-        """The states in a form that can be compared, for NumPy's hold arrays."""
+        """The states as bytes, which can be compared; NumPy's states contain arrays, which cannot."""
         return [pickle.dumps(read()) for read, _ in self._pairs]

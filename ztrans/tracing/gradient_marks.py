@@ -1,8 +1,8 @@
-"""Gradient marks: while a step is traced, each gradient is marked with the value that it is for.
+"""Gradient marks: while a step is traced, each gradient is marked with the value that it is the gradient of.
 
 A torch-function mode intercepts `torch.autograd.grad`, which `torch.func.grad` calls too, and marks the gradients that
-it returns (see `ops.gradient`). The mode expresses `.backward()` by `torch.autograd.grad`, and computes operations
-whose scalar is a tensor (`add(x, y, alpha=tensor)`) by arithmetic.
+it returns (see `ops.gradient`). The mode also expresses `.backward()` by `torch.autograd.grad`, and an operation whose
+scalar is a tensor (`add(x, y, alpha=tensor)`) by arithmetic on tensors.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 
 from .. import ops
+from ..ir.relations import reachable
 from ..ir.source import user_source
 from .errors import refuse_closure
 from .lifting.scalars import with_tensor_scalar
@@ -45,7 +46,7 @@ class Marks(TorchFunctionMode):
 
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
-    """Record `x.data = value`, which no dispatch mode sees: from here on the trace takes `x` for `value`."""
+    """Record `x.data = value`, which no dispatch mode sees: from here on the trace treats `x` as `value`."""
     mode = get_proxy_mode()
     if mode is None:  # no trace is under way
         return set_data(x, value)
@@ -58,7 +59,7 @@ def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False) -> None:
-    """`loss.backward(gradient)` and `torch.autograd.backward(losses, grad_tensors)`: gradients added to `.grad`."""
+    """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`."""
     losses, seeds = _listed(loss), gradient if grad_tensors is None else grad_tensors
     leaves = _leaves(losses) if inputs is None else _listed(inputs)
     grads = torch.autograd.grad(
@@ -71,8 +72,8 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
     )
     for leaf, g in zip(leaves, grads):
         if g is not None:
-            # Fused optimizers read a leaf and its gradient element by element in memory order. State is contiguous,
-            # so the gradient has to be; PyTorch's `.backward()` sees to that too.
+            # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
+            # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
             g = ops.gradient(g.contiguous() if g.layout is torch.strided else g, leaf.detach())
             if leaf.grad is None or create_graph:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
@@ -84,18 +85,18 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`F.one_hot` without the check of its values, which PyTorch makes inside of torch.func's transforms."""
+    """`F.one_hot` without the check of its values: inside of torch.func's transforms, PyTorch's own reads them."""
     if num_classes < 0 or tensor.dtype != torch.int64:
         return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
-# Lookups, each with the position of the argument that asks for a sparse gradient.
+# Lookups, each with the position of its argument that asks for a sparse gradient.
 _SPARSE = {F.embedding: 6, torch.embedding: 4, F.embedding_bag: 7, torch.embedding_bag: 5, torch.gather: 3}
 
 
 def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a lookup, with a dense gradient: the shape of a sparse one depends on values."""
+    """The arguments of a lookup, changed to ask for a dense gradient: the shape of a sparse one depends on values."""
     args = tuple(False if k == _SPARSE[func] else x for k, x in enumerate(args))
     return args, {k: False if k in ("sparse", "sparse_grad") else x for k, x in kwargs.items()}
 
@@ -107,15 +108,6 @@ def _listed(x) -> list:
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
-    leaves: dict[int, torch.Tensor] = {}
-    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return list(leaves.values())
+    last = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    nodes = reachable(last, lambda node: [before for before, _ in node.next_functions if before is not None])
+    return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())

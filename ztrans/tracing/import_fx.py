@@ -1,8 +1,8 @@
-"""import_fx(graph, inputs): a recorded FX graph as functional equations.
+"""import_fx(graph, inputs): turn a recorded FX graph into functional equations.
 
 An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
 changes (see `functionalize`). An operation over lists (`_foreach_add_`, `_fused_adamw_`) becomes one equation for each
-member, so that each parameter can be updated as soon as its gradient is there.
+member, so that each parameter can be updated as soon as its gradient is known.
 
     y = x[0]; y.add_(1)   -->   y = select(x, 0); y1 = add(y, 1); x1 = select_scatter(x, y1, 0)
 """
@@ -27,8 +27,8 @@ from .regions import Fact
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
-# PyTorch computes a lazy view when an operation reads it. A collective or a copy of its memory does not, so a program
-# computes the values where the step takes the view.
+# PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
+# so a program computes them where the step takes the view.
 _COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
@@ -38,7 +38,7 @@ _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new va
 
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded graph, its outputs, and the facts that the tracer recorded for each equation."""
+    """The equations of a recorded graph, its outputs, and what the tracer recorded about each equation."""
     fakes = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
     builder = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
     env: dict[fx.Node, Any] = {}
@@ -73,7 +73,7 @@ def _fact(node: fx.Node) -> Fact:
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """Import one recorded operation: a mark, an operation over lists, a view, an in-place one, or a plain one."""
+    """Import one recorded operation: a mark, an operation over lists, a view, an in-place operation, or any other."""
     if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and others change the view, not the storage
         op = functional(op)
     name = op._schema.name
@@ -89,25 +89,30 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         return _per_member(builder, op, args, kwargs)
     if shows_argument(op) and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
-    if name in _BATCH_NORMS and isinstance(args[3], Alias):  # they write in training only, which neither declares
+    # A batch norm writes its statistics in training only. Only one of its two operations declares a write.
+    if name in _BATCH_NORMS and isinstance(args[3], Alias):
         op = (aten._native_batch_norm_legit if args[5] else aten.native_batch_norm).default
     if any(map(is_written, op._schema.arguments)):
         return _in_place(builder, op, args, kwargs)
     return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
 
 
-def _mark(builder: Builder, op: Any, x: Alias, other: Any, val: Any) -> Alias:
-    """A gradient, pmean or psum. Nested levels of torch.func may mark a gradient twice; the first mark counts."""
-    value, other = builder.read(x), builder.read(other)
+def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
+    """Import a mark of a gradient, a pmean or a psum.
+
+    The operand is the value that a gradient is for, or the axes of a pmean or psum. Nested levels of torch.func may
+    mark a gradient twice; the first mark counts.
+    """
+    value, operand = builder.read(x), builder.read(operand)
     if op is GRADIENT and any(e.op is GRADIENT and value in e.outs for e in builder.eqns[-1:]):
         return x
-    name = f"{other.name}.grad" if isinstance(other, Var) else ""
-    return Alias.of(builder.emit(op, (value, other), like=val, name=name))
+    name = f"{operand.name}.grad" if isinstance(operand, Var) else ""
+    return Alias.of(builder.emit(op, (value, operand), like=val, name=name))
 
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
-    if op is aten.as_strided.default and base.views:  # it views the storage, so its base is that of all views
+    if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)
     outs = [
@@ -118,7 +123,10 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
 
 
 def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
-    """Import an operation that changes arguments, `out=` too. The functional form returns their new values last."""
+    """Import an operation that changes arguments, `out=` included.
+
+    Its functional form returns the new values of these arguments last.
+    """
     declared = op._schema.arguments
     given = dict(zip((a.name for a in declared), args)) | kwargs
     written = [given[a.name] for a in declared if is_written(a)]
@@ -138,7 +146,7 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
 
 
 def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
-    """The results of the functional form of an in-place operation: its own, then the new values of `targets`."""
+    """The results of the functional form of an in-place operation: what `op` returns, then the new `targets`."""
     name, values = op._schema.name, builder.read(args)
     if name in _BROADCASTS and isinstance(values[1], Var):
         return (values[1],)
@@ -183,7 +191,7 @@ def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _member(builder: Builder, op: Any, given: dict[str, Any]) -> Any:
-    """One member of an operation over lists, which was given these arguments by name."""
+    """Import the operation on one member of the lists; `given` are its arguments by name."""
     target, name = next(iter(given.values())), op._schema.name
     if "_addc" in name and "scalars" in given:
         given["value"] = given.pop("scalars")

@@ -1,12 +1,12 @@
 """Leaks: changes that a step makes to Python values while it is traced, which its program does not repeat.
 
-A step runs as Python code once, while it is traced. A count that it keeps, a list that it appends to, an attribute
-that it writes, a number that it draws and a line that it prints would happen once, and not in later steps. So the
-Python values that the step reaches are compared before and after the trace, and restored.
+A step runs as Python code once, while it is traced. If it counts, appends to a list, writes an attribute, draws a
+number or prints, this happens once, and not in later steps. So the Python values that the step reaches are compared
+before and after the trace, and restored.
 
-Some code writes an attribute in every step before it reads it, as a module that stores a term of the loss for later.
-To allow this, a step that has changed something is traced a second time from the changed values. If the program is
-the same, the changes do not matter to it.
+Some code writes an attribute in every step before it reads it, as a module does that stores a term of the loss for
+later. To allow this, a step that has changed a value is traced a second time from the changed values. If the second
+program is the same, the changes do not matter to the program.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -20,10 +20,9 @@ import operator
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -33,23 +32,11 @@ from torch.utils import _pytree as pytree
 from ..ir.source import Source, user_source, where
 from .captured import constants
 from .errors import changes_python, draws_in_python, leaks_tensor
+from .fx_trace import Recorded
 from .generators import Generators
 from .reached import ABSENT, Reach, is_internal
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-class Recorded(Protocol):
-    """A traced program: its graph, and every tensor of the trace with the line that made it."""
-
-    @property
-    def graph(self) -> Any: ...
-
-    @property
-    def tensors(self) -> list[tuple[weakref.ref, Source | None]]: ...
-
-
-T = TypeVar("T", bound=Recorded)
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class Snapshot:
         self._lines |= {f".{attribute}": line for attribute, line in reach.attributes.items()}
 
     def changes(self) -> list[Change]:
-        """The values that have changed since."""
+        """The values that have changed since the snapshot was taken."""
         pairs = [(place.name, old, place.read()) for place, _, old in self._variables]
         for name, holder, before in self._holders:
             now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
@@ -85,7 +72,7 @@ class Snapshot:
         return [Change(name, self._line(name), old, new) for name, old, new in pairs if not _same(old, new)]
 
     def restore(self) -> None:
-        """Restore every value."""
+        """Set every value back to that of the snapshot."""
         for place, write, old in self._variables:
             if place.read() is not old:
                 write(old)
@@ -98,13 +85,13 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], T], reach: Reach, step: str) -> T:
+def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
-    Warns of lines that print, and of tensors of the trace that something outside of the step still holds.
+    Warns of lines that print, and of tensors of the trace that an object outside of the step still holds.
 
-    Raises: ValueError for draws from Python's generators, for counts, and for tensors that one trace leaves and the
-    next one reads.
+    Raises: ValueError for draws from Python's generators, for counts, and for tensors that one trace leaves behind and
+    the next one reads.
     """
     before, generators = Snapshot(reach), Generators(place.read() for place in reach.places)
     try:
@@ -129,16 +116,16 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
     before.restore()
     with contextlib.redirect_stdout(io.StringIO()):
         line = generators.line_of_draw(record)
-    if line is not None:  # else something else drew meanwhile, as a thread that loads data
+    if line is not None:  # otherwise other code drew at the same time, such as a thread that loads data
         raise draws_in_python(line, step)
 
 
 def _leaks(
-    record: Callable, first: Recorded, changes: list[Change], between: Snapshot, step: str
+    record: Callable[[], Recorded], first: Recorded, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
     """The names that hold tensors of the first trace, with their lines.
 
-    Raises: ValueError where a second trace, from the values that the first one left, gives another program.
+    Raises: ValueError if a second trace, from the values that the first one left, gives another program.
     """
     if not changes:
         return []
@@ -151,7 +138,7 @@ def _leaks(
         raise refusal from error
     for change in between.changes():
         if not (change.is_leak and _holds_tensor_of_trace(change.old)):
-            grows = change.old is ABSENT  # a container with every trace
+            grows = change.old is ABSENT  # a container that gets a new entry in every trace
             raise changes_python(change.name.partition("[")[0] if grows else change.name, change.source, step)
     if str(second.graph) != str(first.graph):
         raise refusal
@@ -159,7 +146,7 @@ def _leaks(
 
 
 class _Heard:
-    """Standard output that remembers the user's lines which write to it."""
+    """Standard output that remembers which of the user's lines write to it."""
 
     def __init__(self, out: TextIO) -> None:
         self.out, self.lines = out, dict[Source | None, None]()
@@ -174,7 +161,7 @@ class _Heard:
 
 @contextlib.contextmanager
 def _heard(step: str) -> Iterator[None]:
-    """Warn of lines that print: they print while the step is traced, not in every step."""
+    """Warn of lines that print, because they print only while the step is traced, and not in every step."""
     heard = _Heard(sys.stdout)
     with contextlib.redirect_stdout(heard):
         yield
@@ -187,9 +174,9 @@ def _heard(step: str) -> Iterator[None]:
 
 
 def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
-    """A tensor of the trace that something still holds, with its line, if there is one."""
+    """A tensor of the trace that is still alive, with its line, if there is one."""
     if any(ref() is not None for ref, _ in recorded.tensors):
-        gc.collect()  # some are held by reference cycles alone
+        gc.collect()  # some are only alive because of reference cycles
     return [(x, line) for ref, line in recorded.tensors if (x := ref()) is not None][:1]
 
 
@@ -204,7 +191,7 @@ def _holds_tensor_of_trace(value: Any) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether a value is unchanged, as far as a program could tell."""
+    """Whether a value is unchanged, as far as the code of a step could tell."""
     if old is new:
         return True
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or _holds_tensor_of_trace(new):

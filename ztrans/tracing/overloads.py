@@ -1,7 +1,7 @@
-"""Overloads: the functional form of an in-place operation, and the form of an operation over lists for one tensor.
+"""Overloads: the functional form of an in-place operation, and the one-tensor form of an operation over lists.
 
-Overloads are matched by the names and types of their arguments, because their own names follow no rule: the functional
-form of `pow_.Scalar` is `pow.Tensor_Scalar`.
+Overloads are matched by the names and types of their arguments, because the names of overloads follow no rule: the
+functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ..ir.graph import Var
 
 aten = torch.ops.aten
-# The names of operations on one tensor that differ from those of the operation over lists.
+# Operations over lists whose one-tensor form has another name.
 _MEMBERS = {
     "norm": ("linalg_vector_norm",),
     "powsum": ("linalg__powsum",),
@@ -24,7 +24,7 @@ _MEMBERS = {
 
 
 def is_written(argument: Any) -> bool:
-    """Whether an operation changes this argument of its schema."""
+    """Whether an operation changes this argument, according to its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -52,7 +52,7 @@ def functional(op: Any) -> Any:
 
 
 def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
-    """`values`, and the defaults of `op` that its functional form lacks, as `bernoulli_` has one for p."""
+    """`values`, and the defaults that `op` has and its functional form has not, such as p of `bernoulli_`."""
     rest = list(zip(op._schema.arguments, form._schema.arguments))[len(values) :]
     left_out = (a for a, t in rest if not a.kwarg_only and a.name not in kwargs and not t.has_default_value())
     return [*values, *(a.default_value for a in left_out)]

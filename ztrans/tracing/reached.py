@@ -1,8 +1,9 @@
 """Reached: the places of the Python values that the code of a step can read besides its arguments.
 
 The walk starts at the step's function and follows the names in its code: variables of closures and of modules,
-defaults of parameters, attributes of objects, and through these the functions that it calls. Code of libraries is not
-followed, except for the functions that it was given (`functools.partial`, `torch.func.grad(loss)`, decorators).
+defaults of parameters, attributes of objects, and through these the functions that the code calls. The code of
+libraries is not followed, except for functions that were given to a library (`functools.partial`,
+`torch.func.grad(loss)`, decorators).
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torch import nn
 from ..ir.source import Source, is_library
 
 ABSENT = object()
-LONGEST = 1000  # entries of a container that are followed; a longer one is data rather than settings
+LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place that the code reads: a variable, an attribute, the defaults of a function."""
+    """A place from which the code reads a value: a variable, an attribute, or the defaults of a function."""
 
     name: str
     read: Callable[[], Any]  # returns ABSENT while the place has no value
-    source: Source | None = None  # the line that writes the value, or else the first that reads it
+    source: Source | None = None  # the line that writes the value, or else the first line that reads it
     write: Callable[[Any], None] | None = None  # assigns to a variable
 
 
@@ -43,12 +44,12 @@ class Reach:
     """The places, objects and attributes that the code of a step reaches."""
 
     places: tuple[Place, ...]
-    holders: tuple[tuple[str, Any], ...]  # the objects and containers that it may change, each with its name
-    attributes: Mapping[str, Source]  # that the code names, each with its line
+    holders: tuple[tuple[str, Any], ...]  # the objects and containers that the code may change, each with its name
+    attributes: Mapping[str, Source]  # the attributes that the code names, each with its line
 
 
 def reach(fn: Callable) -> Reach:
-    """The places that the code of `fn` reads, directly or in what it calls."""
+    """The places that the code of `fn` reads, itself or in functions that it calls."""
     walk = _Walk()
     walk.visit(fn, getattr(fn, "__name__", "the step"))
     while walk.scan_attributes():
@@ -82,7 +83,7 @@ def _mentions(code: types.CodeType) -> _Mentions:
             else:
                 names[step.argval] = line
     for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):  # a function or a comprehension inside
+        if isinstance(inner, types.CodeType):  # an inner function or a comprehension
             nested = _mentions(inner)
             for names, more in zip(mentions, nested):
                 names.update({k: line for k, line in more.items() if k not in names})
@@ -95,7 +96,7 @@ class _Walk:
     def __init__(self) -> None:
         self.places: dict[tuple, Place] = {}
         self.holders: dict[int, tuple[str, Any]] = {}
-        self.attributes: dict[str, Source] = {}  # that the code names
+        self.attributes: dict[str, Source] = {}  # the attributes that the code names, with their lines
         self.scanned: set[tuple[int, str]] = set()
         self.seen: dict[int, Any] = {}
 
@@ -110,7 +111,7 @@ class _Walk:
             self.visit(value, name)
 
     def visit(self, value: Any, name: str) -> None:
-        """Follow a value: a function to the names in its code, a container to its entries, an object to its methods."""
+        """Follow a value: the names in a function's code, the entries of a container, the `__call__` of an object."""
         if id(value) in self.seen or isinstance(value, torch.Tensor):
             return
         self.seen[id(value)] = value
@@ -118,7 +119,7 @@ class _Walk:
             if isinstance(value, kind):
                 follow(self, value, name)
                 return
-        if callable(getattr(value, "__wrapped__", None)):  # as of functools.cache
+        if callable(getattr(value, "__wrapped__", None)):  # as with functools.cache
             self.visit(value.__wrapped__, name)
         elif is_own(type(value)):
             self.holders[id(value)] = name, value
@@ -133,7 +134,7 @@ class _Walk:
                 source = where(mentions.closure.get(variable, code.co_firstlineno))
                 write = functools.partial(_fill, cell)
                 self.place((id(cell), ""), variable, functools.partial(_contents, cell), source, write)
-            elif callable(value := _contents(cell)):  # a library's function keeps what it was given
+            elif callable(value := _contents(cell)):  # a function that was given to a library
                 self.visit(value, variable)
         for attribute in ("__defaults__", "__kwdefaults__"):
             if own and getattr(f, attribute):
@@ -167,7 +168,7 @@ class _Walk:
             self.visit(value, f"{name}[{key!r}]")
 
     def module(self, m: nn.Module, name: str) -> None:
-        """Make each plain attribute of a module a place, for libraries read them in code that is not followed."""
+        """Make each plain attribute of a module a place, because libraries read them, whose code is not followed."""
         self.holders[id(m)] = name, m
         for attribute in vars(m):
             if attribute not in _OF_EVERY_MODULE and not is_internal(m, attribute):
@@ -182,12 +183,12 @@ class _Walk:
         self.attribute(m, "forward", name)
 
     def namespace(self, owner: Any, name: str) -> None:
-        """Note a Python module or a class of the user's, whose attributes the code may name."""
+        """Record a Python module or a class of the user, whose attributes the code may name."""
         if is_own(owner):
             self.holders[id(owner)] = name, owner
 
     def scan_attributes(self) -> bool:
-        """Visit the attributes that the code names, on every object. Returns whether any was new."""
+        """Visit the attributes that the code names, on every object. Returns whether any of them was new."""
         before = len(self.scanned)
         for name, owner in list(self.holders.values()):
             known = isinstance(owner, nn.Module) and not is_own(type(owner))
@@ -197,7 +198,7 @@ class _Walk:
         return len(self.scanned) > before
 
     def attribute(self, owner: Any, attribute: str, name: str) -> None:
-        """Follow what `owner.attribute` reads: an entry of the object, or of its class."""
+        """Follow the value of `owner.attribute`, an attribute of the object or of its class."""
         if (id(owner), attribute) in self.scanned:
             return
         self.scanned.add((id(owner), attribute))
@@ -206,7 +207,7 @@ class _Walk:
             return
         kind = owner if isinstance(owner, type) else type(owner)
         full = f"{name}.{attribute}"
-        for of_class in (c for c in kind.__mro__ if attribute in vars(c) and is_own(c)):  # also what super() finds
+        for of_class in (c for c in kind.__mro__ if attribute in vars(c) and is_own(c)):  # also for calls of super()
             value = vars(of_class)[attribute]
             if isinstance(value, property):
                 self.visit(value.fget, full)
@@ -214,7 +215,7 @@ class _Walk:
                 self.visit(value.__func__, full)
             elif isinstance(value, types.FunctionType):
                 self.visit(value, full)
-            else:  # of the class, until the object has one of its own; or a slot
+            else:  # a class attribute, which the object may override later, or a slot
                 read = functools.partial(getattr, owner, attribute, ABSENT)
                 self.place((id(owner), attribute), full, read, self.attributes.get(attribute))
 
@@ -230,12 +231,12 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
     (nn.Module, _Walk.module),
     ((list, tuple, dict, set, frozenset), _Walk.container),
     ((type, types.ModuleType), _Walk.namespace),
-    (torch.optim.Optimizer, lambda walk, value, name: None),  # its settings are compared by `lift`
+    (torch.optim.Optimizer, lambda walk, value, name: None),  # `lift` compares the settings of optimizers
 )
 
 
 def is_internal(holder: Any, attribute: str) -> bool:
-    """Whether an attribute is private to a module of a library, as the lists of weights of a recurrent layer are."""
+    """Whether an attribute is private to a module of a library, as the list of weights of a recurrent layer is."""
     return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
 
 

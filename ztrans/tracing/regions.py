@@ -1,9 +1,10 @@
 """The regions of a step: every equation belongs to forward, backward or update.
 
-Equations that autograd ran are backward. Equations that autograd recorded are forward, and so are those before the
-last backward that depend on the batch, and those whose results only these equations read. Equations that are neither
-forward nor backward belong to the update: they work on values that are the same on all ranks. In a step without a
-backward, forward is what depends on the batch and enters the state through `pmean` or `psum` alone.
+- backward: autograd ran the equation.
+- forward: autograd recorded the equation; or it precedes the last backward and depends on the batch; or forward and
+  backward read its result. In a step without a backward, the equations that depend on the batch are forward if their
+  results enter the state only through `pmean` or `psum`.
+- update: every other equation. The update works on values that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from ..ir.varying import Varying, varying
 
 @dataclass(frozen=True)
 class Fact:
-    """What the tracer saw of an equation."""
+    """What the tracer recorded about an equation."""
 
     backward: bool  # autograd ran it
     recorded: bool  # autograd recorded it, to run its derivative later
     checkpoint: int | None = None  # the number of the selective checkpoint that it is in
-    dropped: bool = False  # that checkpoint does not store its results: backward computes them again
+    dropped: bool = False  # that checkpoint does not store its results: backward recomputes them
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
-    """Give every equation its region: that of the first rule which holds for it."""
+    """Give every equation the region of the first rule that holds for it."""
     evidence = _Evidence(graph, facts)
     eqns = []
-    for e in reversed(graph.eqns):  # the readers of a value before its maker
+    for e in reversed(graph.eqns):  # the equations that read a value come before the one that computes it
         region = next(region for holds, region in _RULES if holds(evidence, e))
         if region != "update":
             evidence.read_early.update(e.ins)
@@ -50,14 +51,15 @@ class _Evidence:
         self.differentiated = _differentiated(graph, facts)
         self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
-        # What equations read that depend on the batch or are, as labelled so far, of forward and backward.
+        # The values that forward and backward read: those read by equations that depend on the batch, and, as
+        # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
         self.read_early = {v for e in graph.eqns if any(o in self.over for o in e.outs) for v in e.ins}
 
     def is_backward(self, e: Eqn) -> bool:
         return self.facts[e].backward or e.op is GRADIENT
 
     def varies_too_late(self, e: Eqn) -> bool:
-        """It depends on the batch, but stands behind the last backward, or enters the state without a reduction."""
+        """It depends on the batch, but follows the last backward, or enters the state without a reduction."""
         late = e not in self.before_last_backward or any(o in self.unreduced for o in e.outs)
         return late and self.varies(e)
 
@@ -91,12 +93,12 @@ def _depending_on_gradients(graph: Graph) -> set[Var]:
     depends: set[Var] = set()
     for e in graph.eqns:
         if e.op is GRADIENT or any(v in depends for v in e.ins):
-            depends.update(o for o in e.outs if o is not None)
+            depends.update(e.results)
     return depends
 
 
 def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
-    """Equations that autograd recorded and whose results reach a backward: the function that is differentiated."""
+    """The equations of the differentiated function: autograd recorded them, and a backward uses their results."""
     differentiated: set[Eqn] = set()
     reaches: set[Var] = set()
     for e in reversed(graph.eqns):
@@ -109,9 +111,10 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
 
 
 def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentiated: set[Eqn]) -> set[Var]:
-    """Invariant values that become state, or that a gradient is for, and what only they are computed from.
+    """The values that the update computes, as far as they follow from its results.
 
-    The function that is differentiated does not compute them, so the update does.
+    These are the values that become state, those that a gradient is for, and the values that these are computed from.
+    Values that depend on the batch, or that the differentiated function computes, are left out.
     """
     wanted = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
     for e in reversed(graph.eqns):
@@ -123,7 +126,7 @@ def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentia
 
 
 def _unreduced(graph: Graph, over: Varying) -> set[Var]:
-    """Values that depend on the batch and enter the state without a `pmean` or `psum` of the user's."""
+    """Values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
     unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
     for e in reversed(graph.eqns):
         if any(o in unreduced for o in e.outs) and e.op not in (PMEAN, PSUM):

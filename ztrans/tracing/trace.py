@@ -1,17 +1,18 @@
-"""trace(fn, state, *batch): a train step as a `Graph`, forward, backward and update.
+"""trace(fn, state, *batch): record a train step as a `Graph` of its forward, backward and update.
 
 The step runs once on fake tensors (see `fx_trace`). Each operation keeps the user's line and its region (see
-`watch`). The recorded operations are imported as functional equations (see `import_fx`). Changes that the step makes
-to Python values while it runs are undone, or are an error (see `leaks`).
+`watch`). The recorded operations are imported as functional equations (see `import_fx`). If the step changes Python
+values while it runs, the changes are undone, or are an error (see `leaks`).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,7 +22,7 @@ from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
 from .errors import no_argument, no_state
-from .fx_trace import record
+from .fx_trace import Recorded, record
 from .import_fx import import_fx
 from .leaks import settled
 from .regions import Fact, label_regions
@@ -35,11 +36,11 @@ class Program:
     graph: Graph
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
-    paths: tuple[str, ...]  # of all input leaves
-    static: tuple[tuple[int, Any], ...]  # input leaves that are no tensors and no numbers: (index, value)
-    captured: Captured  # what the step reads besides its arguments
-    made_for: Key  # the values that it read when it was traced
-    names: tuple[str, ...] = ()  # of the last arguments, which are passed by name
+    paths: tuple[str, ...]  # one path for each leaf of the arguments
+    static: tuple[tuple[int, Any], ...]  # (index, value) of each leaf that is neither a tensor nor a number
+    captured: Captured  # the values that the step reads besides its arguments
+    made_for: Key  # the key of those values when the step was traced
+    names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
 
 
 @dataclass(frozen=True)
@@ -52,38 +53,50 @@ class Abstract:
     device: str
 
     def empty(self, otherwise: str) -> torch.Tensor:
-        """An uninitialised tensor with these properties; on the device `otherwise` where the leaf is a meta tensor."""
+        """An uninitialised tensor with these properties. That of a meta leaf is on the device `otherwise`."""
         device = otherwise if self.device == "meta" else self.device
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     @staticmethod
     def of(leaf: Any, is_state: bool) -> Abstract | Any:
-        """The abstract value of a tensor or number; anything else stands for itself."""
+        """The abstract value of a tensor or number, or `leaf` itself if it is neither."""
         if is_number(leaf):
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, Hashable):
                 raise no_argument(leaf)
             return leaf
-        if is_state:  # state is stored contiguous, whatever strides the caller's leaf has
-            stride = torch.empty(leaf.shape, device="meta").stride()
-            return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
-        return Abstract(tuple(leaf.shape), leaf.dtype, leaf.stride(), _device(leaf))
+        # State is stored contiguous, whatever strides the caller's leaf has.
+        stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
+        return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
+
+
+@functools.cache
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python or NumPy, which is an input. A truth value is not: it selects a program."""
+    """Whether a leaf is a number of Python or NumPy, which is an input of the program.
+
+    A bool is not: each of its two values has a program of its own.
+    """
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
 
 def _device_of(leaves: Iterable[Abstract]) -> str:
-    """The first device of the leaves that is no CPU, else the CPU."""
+    """The first device of the leaves other than the CPU, or the CPU."""
     return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
 
 
 def _device(leaf: torch.Tensor) -> str:
     # A fake cuda tensor aborts the process on a CPU build.
-    return leaf.device.type if leaf.device.type == "meta" or torch.accelerator.is_available() else "cpu"
+    return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 @no_collection()
@@ -97,14 +110,19 @@ def trace(
 ) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
-    Leaves may be real, fake or meta tensors, DTensors (traced at their global shape) and numbers,
-    which become inputs, never constants. The last arguments of `batch` are passed by `names`. Meta leaves are
-    traced on `device`, by default that of the other leaves. `captured` is what `fn` reads besides its arguments,
-    if that is known already.
+    Args:
+        fn: the train step.
+        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
+            global shape, and numbers, which become inputs, never constants.
+        names: the names of the last arguments of `batch`, which are passed by name.
+        device: the device on which meta leaves are traced; by default that of the other leaves.
+        captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
 
-    Raises: ValueError when the step reads a value while it is traced, closes over a tensor, changes Python
-    values that it reads, or returns a state of another structure. RuntimeError for a torch that ztrans does not
-    know. TypeError inside of torch.func's transforms and of another trace.
+    Raises:
+        ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
+            reads, or returns a state of another structure.
+        RuntimeError: ztrans does not support this version of torch.
+        TypeError: `trace` is called inside of a transform of torch.func or of another trace.
     """
     check_torch()
     name = _name(fn)
@@ -135,38 +153,26 @@ def trace(
         _check_result(fn, result, state)
         return result
 
-    def record_program() -> _Traced:
+    def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
-        wants_grad = [_wants_grad(leaves[i]) for i in dynamic]
+        wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
         recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
         _check_state(graph, paths)
-        return _Traced(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
+        return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
 
 
-class _Traced(NamedTuple):
-    """One run of the step: its program, the tree of its results, and the tensors that it created."""
-
-    graph: Graph
-    out_tree: pytree.TreeSpec
-    tensors: list
-
-
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
-    """The program with the regions of its equations, and with the results recomputed that checkpoints drop."""
+    """The program with regions for its equations, and with recomputation of the results that checkpoints drop."""
     graph = dce(label_regions(graph, facts))
-    of_values = {v: fact for e, fact in facts.items() for v in e.outs if v is not None}
+    of_values = {v: fact for e, fact in facts.items() for v in e.results}
     checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
     return checkpointed(graph, checkpoint, {v for v, fact in of_values.items() if fact.dropped})
-
-
-def _wants_grad(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _name(fn: Callable) -> str:
@@ -175,9 +181,9 @@ def _name(fn: Callable) -> str:
 
 
 def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-    """A short name for each leaf (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
+    """For each leaf, a short name (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
 
-    The last arguments are passed by `names`.
+    `names` are the names of the last arguments, which are passed by name.
     """
     short_names: list[str] = []
     paths: list[str] = []
@@ -192,7 +198,7 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
 
 
 def _parameters(fn: Callable, count: int) -> list[str]:
-    """The names of the parameters that `count` positional arguments are for."""
+    """The names of the parameters that the first `count` positional arguments belong to."""
     try:
         declared = [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):

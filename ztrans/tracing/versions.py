@@ -1,6 +1,6 @@
-"""The range of torch releases that ztrans works with, for it uses private APIs, which change between releases.
+"""The range of torch releases that ztrans works with: it uses private APIs, which change between releases.
 
-pyproject.toml has the same range, and an installer checks it. A later upgrade of torch alone does not.
+pyproject.toml has the same range, which an installer checks. An upgrade of torch alone does not check it again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def check_torch(version: str = torch.__version__) -> None:
     if not OLDEST <= TorchVersion(version) < BEFORE:
         wanted = f"torch>={OLDEST},<{BEFORE}"
         raise RuntimeError(
-            f"ztrans: this is torch {version}, and ztrans stands on private APIs of {wanted}.\n"
-            f"Install such a torch, pip install '{wanted}', or a ztrans that was made for torch {version}."
+            f"ztrans: this is torch {version}, and ztrans uses private APIs of {wanted}.\n"
+            f"Install such a torch, pip install '{wanted}', or a release of ztrans for torch {version}."
         )

@@ -1,8 +1,8 @@
 """Watch: a dispatch mode that annotates every operation of a step while it is traced.
 
-Each operation gets the user's line, whether autograd runs it, and whether autograd records it. The line of a backward
-operation is that of the forward operation with the sequence number of the autograd node that runs now. An operation
-that no program can hold is an error here, with its line.
+The annotation of an operation says its user line, whether autograd runs it, and whether autograd records it. The line
+of a backward operation is that of the forward operation with the sequence number of the running autograd node. An
+operation that a program cannot hold is an error here, with its line.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -16,33 +16,18 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.source import Source, user_source, where
-from . import c10d
-from .errors import (
-    cannot_be_traced,
-    draws,
-    draws_again,
-    no_collective,
-    reads_earlier_trace,
-    reads_value,
-    refuse_closure,
-    seeds,
-)
+from . import c10d, errors
 from .overloads import is_written
 
 
 class Watch(TorchDispatchMode):
-    """Write on every operation its user line, whether autograd runs it, and whether autograd records it.
+    """Annotate every operation with its user line, whether autograd runs it, and whether autograd records it.
 
     `tensors` are weak references to the results of all operations, with their lines.
     """
@@ -85,29 +70,29 @@ class Watch(TorchDispatchMode):
                 fx_traceback.current_meta["custom"] = old
 
     def _checkpoint(self) -> int | None:
-        """The number of the selective checkpoint that the operation is in. Each has its own saved-tensor hooks."""
+        """The number of the selective checkpoint around the operation, which is known by its saved-tensor hooks."""
         if "recompute" not in fx_traceback.current_meta:
             return None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
 
     def remember(self, results: Any, line: Source | None) -> None:
-        """Keep weak references to tensors of the trace, to find those that outlive it."""
+        """Keep weak references to tensors of the trace, to recognise those that outlive it."""
         self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(results) if isinstance(x, FakeTensor)]
 
     def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
-        """Raises: ValueError for an operation that no program can hold."""
+        """Raises: ValueError for an operation that a program cannot hold."""
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                refuse_closure(func, arg, line, self.step)
+                errors.refuse_closure(func, arg, line, self.step)
             if isinstance(arg, FakeTensor) and arg.fake_mode is not self.mode:
-                raise reads_earlier_trace(arg, line, self.step)
+                raise errors.reads_earlier_trace(arg, line, self.step)
             if isinstance(arg, torch.Generator):
-                raise seeds(f"a torch.Generator ({func})", line, self.step)
-        if backward and draws(func, args, kwargs):
-            raise draws_again(func, line, self.step)
+                raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
+        if backward and errors.draws(func, args, kwargs):
+            raise errors.draws_again(func, line, self.step)
         if c10d.is_point_to_point(func):
-            raise no_collective(func, "one rank sends and another receives", line, self.step)
+            raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
             warnings.warn(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
@@ -115,22 +100,22 @@ class Watch(TorchDispatchMode):
             )
 
     def _run(self, func: Any, args: tuple, kwargs: dict, line: Source | None) -> Any:
-        """Run an operation on fake tensors, and an in-place collective as a functional one."""
+        """Run an operation on fake tensors. An in-place collective runs as a functional one."""
         try:
             return c10d.functionalized(func, args, kwargs) if c10d.is_in_place(func) else func(*args, **kwargs)
         except c10d.NoForm as error:
-            raise no_collective(func, str(error), line, self.step) from None
-        except DynamicOutputShapeException:
-            raise reads_value(func, True, line, self.step) from None
-        except DataDependentOutputException:
-            raise reads_value(func, False, line, self.step) from None
-        except (NotImplementedError, UnsupportedOperatorException) as error:
-            raise cannot_be_traced(func, error, line, self.step) from error
+            raise errors.no_collective(func, str(error), line, self.step) from None
+        except fake_tensor.DynamicOutputShapeException:
+            raise errors.reads_value(func, True, line, self.step) from None
+        except fake_tensor.DataDependentOutputException:
+            raise errors.reads_value(func, False, line, self.step) from None
+        except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
+            raise errors.cannot_be_traced(func, error, line, self.step) from error
 
 
 @functools.cache
 def _has_only_an_effect(op: Any) -> bool:
-    """Whether an operation returns nothing and changes no argument, as an assertion or a user's own that logs."""
+    """Whether an operation returns nothing and changes no argument, as an assertion does, or a user's logging."""
     schema = op._schema
     known = op.namespace in ("c10d", "profiler")
     return not schema.returns and not known and not any(map(is_written, schema.arguments))

@@ -1,1 +1,1 @@
-"""The transforms, one file each; `base` says what a transform is."""
+"""The transforms, one file each, and in `base` the class of all transforms."""

@@ -1,9 +1,9 @@
 """Reduce a sum of gradients once, instead of summing reduced gradients: ZeRO stages 0 and 1 with micro-batches.
 
-    wait(reduce(a)) + 0                        -->   wait(reduce(a)), where `sum()` starts
+    wait(reduce(a)) + 0                        -->   wait(reduce(a)), because `sum()` starts from 0
     wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
     (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
-    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), where such a sum follows
+    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), if such a sum follows
 
 Reductions are linear, so the results are equal up to rounding. Gradients stay whole until the last micro-batch.
 """
@@ -11,7 +11,7 @@ Reductions are linear, so the results are equal up to rounding. Gradients stay w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -32,7 +32,7 @@ def accumulate_unsharded(graph: Graph) -> Graph:
 
 
 def _rewritten(graph: Graph) -> Graph | None:
-    """The program after the first pattern that matches, at the first equation where one does."""
+    """The program with one pattern applied: the first that matches, at the first equation at which one matches."""
     uses = _Uses(graph)
     graphs = (pattern(uses, e) for e in graph.eqns for pattern in _PATTERNS)
     return next((new for new in graphs if new is not None), None)
@@ -40,16 +40,16 @@ def _rewritten(graph: Graph) -> Graph | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reduced:
-    """A value `wait(reduce(term))`: `start` and `end` are the reduction and its wait, and nothing else reads either."""
+    """A value `wait(reduce(term))`, of which `start` is the reduction and `end` the wait. The value has one reader."""
 
     term: Var
     start: Eqn
     end: Eqn
 
-    def sums_with(self, other: _Reduced) -> bool:
+    def sums_with(self, second: _Reduced) -> bool:
         """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
-        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, other)]
-        return keys[0] == keys[1] and self.end is not other.end
+        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, second)]
+        return keys[0] == keys[1] and self.end is not second.end
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class _Reduced:
 
 
 class _Uses:
-    """A program, with the equation that makes each value and those that read it."""
+    """A program, with the equation that computes each value and those that read it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
@@ -71,11 +71,11 @@ class _Uses:
         return readers[0] if len(readers) == 1 and v not in self.outputs else None
 
     def maker(self, v: object) -> Eqn | None:
-        """The equation that makes `v` for one reader alone."""
+        """The equation that computes `v`, if `v` has one reader and is no output."""
         return self.makers.get(v) if isinstance(v, Var) and self.only_reader(v) is not None else None
 
     def reduced(self, v: object) -> _Reduced | None:
-        """The reduction of a gradient that gives `v`, to one reader alone."""
+        """The reduction of a gradient whose result is `v`, if `v` has one reader and is no output."""
         end = self.maker(v)
         if end is None or end not in self.waits:
             return None
@@ -85,7 +85,7 @@ class _Uses:
         return _Reduced(start.ins[0], start, end) if ok else None
 
     def holds(self, v: object, r: _Reduced) -> bool:
-        """Whether `v` is a sum that has another reduction for the same value among its terms."""
+        """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""
         e = self.maker(v)
         if e is not None and (e.op in SUMS or e.op in SCALES):
             return any(self.holds(term, r) for term in e.args)
@@ -93,9 +93,9 @@ class _Uses:
         return term is not None and term.sums_with(r)
 
     def is_summed(self, v: Var, r: _Reduced) -> bool:
-        """Whether `v` is added to a sum with another reduction for the same value.
+        """Whether `v` is added to a sum with another reduction that may be summed with `r`.
 
-        Elsewhere a factor is applied to the part, which has fewer elements than the whole gradient.
+        Otherwise a factor is better applied after the reduction, to the part: it has fewer elements.
         """
         while (add := self.only_reader(v)) is not None and add.op in SUMS:
             if any(self.holds(term, r) for term in add.args if term is not v):
@@ -115,7 +115,7 @@ def _either_way(e: Eqn) -> Iterator[tuple[object, object]]:
 
 
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + 0, where `sum()` starts."""
+    """wait(reduce(a)) + 0, from which `sum()` starts."""
     zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
     return _without(uses.graph, e) if zero and uses.reduced(e.args[0]) else None
 
@@ -127,7 +127,7 @@ def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
 
 
 def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
-    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of either sum in either order."""
+    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of both sums in any order."""
     for left, right in _either_way(e) if _is_sum(e) else ():
         b, inner = uses.reduced(right), uses.maker(left)
         for x, y in _either_way(inner) if b and inner is not None and _is_sum(inner) else ():
@@ -138,7 +138,7 @@ def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
 
 
 def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) * c, where a sum of two reductions follows."""
+    """wait(reduce(a)) * c, if a sum of two reductions follows."""
     scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
     r = uses.reduced(e.args[0]) if scales else None
     return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
@@ -154,24 +154,13 @@ def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -
     casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
     before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
     start = b.start.replace(args=([total],))
-    eqns = []
-    for e in graph.eqns:
-        if e is b.start:
-            eqns += [*casts, before, start]
-        elif e is add and rest is not None:
-            eqns.append(e.replace(args=(rest, b.end.out)))
-        elif e is add or e is a.start or e is a.end:
-            continue
-        else:
-            eqns.append(e)
-    graph = graph.replace(eqns=tuple(eqns))
-    if rest is None:
-        graph = rename(graph, {add.out: b.end.out})
-    return dce(graph)
+    sums = [] if rest is None else [add.replace(args=(rest, b.end.out))]
+    graph = _with(graph, {b.start: [*casts, before, start], a.start: [], a.end: [], add: sums})
+    return dce(graph if sums else rename(graph, {add.out: b.end.out}))
 
 
 def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
-    """Casts of the terms to the dtype of the gradient, and their results: only the sum is rounded for the wire."""
+    """Casts of the terms to the dtype of the gradient, and their results, so that only the sum is rounded when sent."""
     casts, widened = [], []
     for v in terms:
         if v.dtype != dtype:
@@ -183,18 +172,18 @@ def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn],
 
 
 def _without(graph: Graph, e: Eqn) -> Graph:
-    """The program without `e`, whose first argument takes the place of its result."""
-    return rename(graph.replace(eqns=tuple(x for x in graph.eqns if x is not e)), {e.out: e.args[0]})
+    """The program without `e`; its first argument replaces its result."""
+    return rename(_with(graph, {e: []}), {e.out: e.args[0]})
+
+
+def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
+    """The program with other equations in the place of some."""
+    return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
 
 
 def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
-    """The program with `reduce(term) * c` as `reduce(term * c)`."""
+    """The program with `reduce(term * c)` in place of `reduce(term) * c`, which `e` computes."""
     scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
     first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
-    eqns = []
-    for old in graph.eqns:
-        if old is r.start:
-            eqns += [first, old.replace(args=([scaled],))]
-        elif old is not e:
-            eqns.append(old)
-    return rename(graph.replace(eqns=tuple(eqns)), {e.out: r.end.out})
+    start = r.start.replace(args=([scaled],))
+    return rename(_with(graph, {r.start: [first, start], e: []}), {e.out: r.end.out})

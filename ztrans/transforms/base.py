@@ -1,7 +1,7 @@
-"""Transform and chain: rewrites of a step as values.
+"""Transform and chain: a transform is a frozen value that describes a rewrite of a train step.
 
-A transform is a frozen value that a public function builds. Applying it to a train step appends it to the step's
-tuple of transforms; nothing runs. Chains form a monoid: `chain()` is the identity, and
+A public function such as `prefetch()` builds the value. Applying it to a step appends it to the step's tuple of
+transforms; nothing runs. Chains form a monoid: `chain()` is the identity, and
 `chain(a, chain(b, c)) == chain(a, b, c)`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
@@ -29,13 +30,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, repr=False)
 class Transform:
-    """A pure rewrite of a staged train step; equality and hash are those of its options.
+    """A pure rewrite of a traced train step. Two transforms are equal if their options are.
 
-    A transform of your own is a frozen dataclass with a `rewrite`. One that distributes the step over ranks, as
-    `shard_params` does, also has a `mesh`, the `axes` of it that it uses, and the `layout` of each state leaf.
+    To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
+    over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
-    `turn` orders the rewrites. Transforms of turns 0 and 1 rewrite the program as it was traced, and those of turn 2
-    the program of one rank. Within a turn they rewrite in the order in which they were applied.
+    `turn` orders the rewrites. Transforms of turns 0 and 1 rewrite the program as it was traced. Those of turn 2
+    rewrite the program of one rank. Within a turn they run in the order in which they were applied.
     """
 
     turn: ClassVar[int] = 2
@@ -51,9 +52,9 @@ class Transform:
         """The layout in which a state leaf is kept between steps, or None if this transform does not choose it.
 
         Args:
-            path: the leaf's place in the state, such as `params.fc1.weight`.
+            path: the path of the leaf in the state, such as `params.fc1.weight`.
             shape: its global shape.
-            leaf: a meta tensor of that shape and of its dtype.
+            leaf: a meta tensor of its shape and dtype.
         """
         return None
 
@@ -63,16 +64,12 @@ class Transform:
         return ()
 
     @property
-    def as_written(self) -> bool:
-        """Whether it rewrites the program as it was traced."""
-        return self.turn < Transform.turn
-
-    @property
     def name(self) -> str:
-        return type(self).__name__.lstrip("_").lower()
+        """The name of the class in small letters: `_MergeEqual` is `merge_equal`."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
-        from ..step import Step  # a door upwards: a transform applied to a function is a step
+        from ..step import Step  # imported here, because `step` imports this module
 
         return Step.of(fn).then(self)
 
@@ -88,8 +85,10 @@ class Transform:
 def rewritten(graph: Graph, transform: Transform) -> Graph:
     """The program after a transform, verified.
 
-    Raises: TypeError when the rewrite returns something that is no program. ProgramError, which names the transform
-    and the equation, when the program is not well formed, or has other inputs or outputs than before.
+    Raises:
+        TypeError: the rewrite did not return a program.
+        ProgramError: the program is not well formed, or its inputs or outputs have changed. The error names the
+            transform and the equation.
     """
     new = transform.rewrite(graph)
     if not isinstance(new, Graph):
@@ -107,7 +106,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
 
 @dataclass(frozen=True, repr=False)
 class Chain(Transform):
-    """Several transforms, first to last, as one."""
+    """Several transforms as one, the first to apply first."""
 
     transforms: tuple[Transform, ...] = ()
 
@@ -116,7 +115,7 @@ class Chain(Transform):
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Transforms applied first to last: `chain(a, b)(f) == b(a(f))`, as `optax.chain`.
+    """Compose transforms, as `optax.chain` does; the first is applied first: `chain(a, b)(f) == b(a(f))`.
 
     >>> chain() == chain(chain(), chain())
     True
@@ -130,10 +129,10 @@ def chain(*transforms: Transform) -> Chain:
 
 
 def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[Transform, ...]:
-    """The transforms of a step, and one more behind them; the same one twice is once.
+    """Append a transform to those of a step. One that the step already has is not appended again.
 
-    Raises: ValueError when it is there with other options. Also when it has a mesh, and follows a transform that
-    rewrites the program which it makes, or one with another mesh.
+    Raises: ValueError if the step has the transform with other options; or if the transform has a mesh, and follows a
+        transform that rewrites the program of one rank, or one with another mesh.
     """
     if isinstance(transform, Chain):
         return functools.reduce(appended, transform.transforms, transforms)
@@ -145,7 +144,7 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
             f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
             f"Keep one of them."
         )
-    before = [t.name for t in transforms if not t.as_written and t.mesh is None]
+    before = [t.name for t in transforms if t.turn >= Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
             f"{transform.name}: applied after {', '.join(before)}, which work on the program "
@@ -161,14 +160,21 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
 
 
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
-    """The mesh that a step with these transforms runs on; None for a step of one process."""
+    """The mesh that a step with these transforms runs on, or None if it runs in one process."""
     return next((t.mesh for t in transforms if t.mesh is not None), None)
 
 
 def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layout:
-    """The layout that the first of these transforms to choose one gives a state leaf; a number is whole everywhere."""
+    """The layout of a state leaf: that of the first transform that chooses one. A number is whole on every rank."""
     if not isinstance(leaf, torch.Tensor):
         return ()
     meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     layouts = (t.layout(name, tuple(leaf.shape), meta) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
+
+
+def check_number(option: str, value: object, what: str, least: int, *instead: object) -> None:
+    """Raises: ValueError unless an option of a transform is `what`, a number from `least` on, or one of `instead`."""
+    if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        others = "".join(f", or {other!r}" for other in instead)
+        raise ValueError(f"{option}={value!r}; it is {what}{others}.")

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..ir.collectives import GRADIENT
+from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
-from ..ir.user_collectives import is_users, is_wait
-from .base import Transform
+from ..ir.relations import reachable
+from .base import Transform, check_number
 
 
 def delay_weight_grads(*, most: int = 4) -> Transform:
-    """Let the matmuls of weight gradients run while a collective of the step's own backward is under way.
+    """Let matmuls of weight gradients run while a collective that the step's own backward calls is under way.
 
-    Autograd computes a layer's weight gradients before, or between, those of its inputs. Tensor parallelism sums
-    the latter over ranks, and the readers of the sum wait for it. So the last `most` matmuls before such a
-    collective that it does not depend on move between its start and its wait. Views and casts of their results
-    move with them, and so do equations whose results they alone read. Collectives keep their order. The inputs of
-    these matmuls live longer.
+    Autograd computes a layer's weight gradients before, or between, the gradients of its inputs. Tensor parallelism
+    sums the gradients of inputs over ranks, and the equations that read the sum wait for it. This transform moves
+    matmuls that such a collective does not depend on between its start and its wait: the last `most` before it. Views
+    and casts of their results move with them, and so do equations whose results only they read. Collectives keep their
+    order. The inputs of the moved matmuls live longer.
 
     Rewrites:
         dw = mm(t(x), dy)                       dx = mm(dy, t(w))
@@ -29,9 +30,9 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
         y = wait_tensor(s)                      y = wait_tensor(s)
 
     Args:
-        most: the number of matmuls that may run while one collective is under way.
+        most: the greatest number of matmuls that move behind the start of one collective.
 
-    Raises: ValueError for a number below 1.
+    Raises: ValueError if `most` is below 1.
 
     Source: Megatron-LM's asynchronous all-reduce of input gradients; Qi et al., "Zero bubble pipeline
     parallelism", 2023, which separates the two halves of backward.
@@ -39,8 +40,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
     >>> delay_weight_grads(most=2)
     delay_weight_grads(most=2)
     """
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ValueError(f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1.")
+    check_number("delay_weight_grads: most", most, "a number of matmuls, at least 1", 1)
     return _DelayWeightGrads(most)
 
 
@@ -50,14 +50,10 @@ class _DelayWeightGrads(Transform):
 
     turn: ClassVar[int] = 1
 
-    @property
-    def name(self) -> str:
-        return "delay_weight_grads"
-
     def rewrite(self, graph: Graph) -> Graph:
         used = users(graph)
         eqns: list[Eqn] = []
-        since: list[Eqn] = []  # the last of the step's own collectives
+        since: list[Eqn] = []  # the equations after the last collective of the user
         for e in graph.eqns:
             if not is_users(e):
                 since.append(e)
@@ -68,7 +64,7 @@ class _DelayWeightGrads(Transform):
         return graph.replace(eqns=(*eqns, *since))
 
     def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-        """The equations between a collective and the one before it, `since`, that are to run after it."""
+        """The equations that move behind a collective, of those between it and the one before it, `since`."""
         among, needed = set(since), _needed(collective, since)
         delayed, matmuls = set[Eqn](), 0
         for e in reversed(since):
@@ -84,14 +80,10 @@ class _DelayWeightGrads(Transform):
 
 
 def _needed(collective: Eqn, since: Sequence[Eqn]) -> set[Eqn]:
-    """Of some equations, those that a collective depends on."""
-    makers, needed, read = producers(since), set[Eqn](), [*collective.ins]
-    while read:
-        e = makers.get(read.pop())
-        if e is not None and e not in needed:
-            needed.add(e)
-            read += e.ins
-    return needed
+    """The equations of `since` that a collective depends on."""
+    makers = producers(since)
+    before = lambda e: [makers[v] for v in e.ins if v in makers]
+    return set(reachable(before(collective), before))
 
 
 def _prepares(e: Eqn) -> bool:
@@ -99,11 +91,6 @@ def _prepares(e: Eqn) -> bool:
 
 
 def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-    """Of some equations, those that depend on `e`."""
-    after, values = set[Eqn](), [*e.results]
-    while values:
-        for x in used.get(values.pop(), ()):
-            if x in among and x not in after:
-                after.add(x)
-                values += x.results
-    return after
+    """The equations of `among` that depend on `e`."""
+    readers = lambda e: [x for v in e.results for x in used.get(v, ()) if x in among]
+    return set(reachable(readers(e), readers))

@@ -1,16 +1,17 @@
-"""Sharding rules: the layouts in which an update equation runs on shards, by DTensor's own propagation.
+"""Sharding rules: the layouts in which an equation of the update runs on shards, according to DTensor.
 
-DTensor is asked about one equation at a time, with shapes only: there is no process group, no data and no
-communication. The answer is the layouts that the inputs must have and the layouts of the outputs. The caller places
-the collectives that change layouts.
+`rule` asks DTensor about one equation at a time, with shapes only: there is no process group, no data and no
+communication. The answer is the layouts that the inputs must have, and the layouts of the outputs. The caller adds the
+collectives that change layouts.
 
-Private torch APIs live here too; checked on torch 2.11, 2.13 and 2.14.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, variables
+from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
 from ..ir.layout import part
 from ..ir.operations import shows_argument
 
 aten = torch.ops.aten
-# Operations without a rule in DTensor, each with one that has the same layouts and a rule.
+# Operations for which DTensor has no rule, each with an operation of the same layouts for which it has one.
 _KNOWN_AS = {aten._conj_physical.default: aten._conj.default}
-# Operations that run on a part without elements: casts, copies, values like others; sums, and products of matrices.
+# Operations that run on a part without elements: casts, copies, constructors, sums and matrix products.
 _ON_NOTHING = {
     *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
@@ -75,9 +77,9 @@ def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
 
 
 def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
-    """The layouts that `eqn` wants of its inputs (in the order of `eqn.ins`) and those of its outputs.
+    """The layouts that `eqn` must have its inputs in (in the order of `eqn.ins`), and those of its outputs.
 
-    Raises: NoRule when DTensor cannot shard the operation.
+    Raises: NoRule if DTensor cannot shard the operation.
     """
     have = [layouts(v) for v in eqn.ins]
     if (known := _known(eqn, have)) is not None:
@@ -89,7 +91,7 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
             raise
         return _whole(eqn)  # a view of a whole value takes no compute and no memory
     if _makes_terms(have, wanted):
-        # To spread a value into terms would be wasteful: the terms that there are, are reduced instead.
+        # DTensor would spread a value into terms, which is wasteful. Instead, reduce the inputs that are terms.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, have, axis, size)
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
@@ -98,12 +100,12 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
 
 
 def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | None:
-    """The rule for an equation about which DTensor is not asked; None for others."""
+    """The rule for an equation that needs no answer from DTensor, or None."""
     op: Any = eqn.op
     if not any(have):
         return have, [()] * len(eqn.outs)
     if op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
-        return have, have  # sum() starts from 0; terms of a sum stay terms
+        return have, have  # `sum()` starts from 0, and adding 0 leaves terms as they are
     if op._schema.name.startswith("aten::_fused_"):
         return _fused(eqn, have)
     if any(v.numel == 0 for v in eqn.ins) and torch.Tag.pointwise not in op.tags:
@@ -117,7 +119,7 @@ def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:
 
 
 def _is_a_product(given: list[Layout]) -> bool:
-    """Whether a result is the product of the ranks' terms, which no collective computes."""
+    """Whether a result is the product of the terms of all ranks, which no collective computes."""
     return any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
 
 
@@ -127,9 +129,9 @@ def _fails_on_parts(eqn: Eqn, wanted: list[Layout], size: int) -> bool:
 
 
 def _runs_on_nothing(eqn: Eqn) -> bool:
-    """Whether an equation runs on a part without elements, as one that works element by element, a view, or a sum.
+    """Whether an equation runs on a part without elements. Elementwise operations, views and sums do.
 
-    Others fail (a norm of negative order, a Fourier transform), and only on the rank with such a part.
+    Others, such as a norm of negative order or a Fourier transform, fail, but only on the rank with such a part.
     """
     op: Any = eqn.op
     if op.overloadpacket is aten.linalg_vector_norm:
@@ -139,14 +141,14 @@ def _runs_on_nothing(eqn: Eqn) -> bool:
 
 
 def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
-    """The placement of a result; of truth values, `product` is the `min` of the ranks' terms, and `sum` their `max`."""
+    """The placement of a result. The product of bools over ranks is their `min`, and the sum is their `max`."""
     if isinstance(p, Partial) and v is not None and v.dtype == torch.bool:
         return Partial(p.axis, {"product": "min", "sum": "max"}.get(p.op, p.op))
     return p
 
 
 def _makes_terms(have: list[Layout], wanted: list[Layout]) -> bool:
-    """Whether a value is wanted as terms, and has another layout."""
+    """Whether a value that is not in terms would have to be spread into terms."""
     return any(h != w and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted))
 
 
@@ -155,9 +157,9 @@ def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
 
 
 def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
-    """The rule for a fused optimizer of one parameter: elementwise, with a whole step and learning rate.
+    """The rule for a fused optimizer of one parameter: it is elementwise, and reads a whole step count and rate.
 
-    DTensor has one for Adam alone.
+    DTensor has a rule for Adam only.
     """
     op: Any = eqn.op
     cut = next((h for h in have if any(isinstance(p, Split) for p in h)), ())
@@ -167,25 +169,25 @@ def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
 
 
 def _ask(eqn: Eqn, have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
-    """DTensor's rule for inputs in these layouts; whole values where it has none for such parts.
+    """DTensor's rule for inputs in these layouts. If it has no rule for such parts, the equation runs on whole values.
 
-    Raises: NoRule when DTensor has none for the operation.
+    Raises: NoRule if DTensor has no rule for the operation.
     """
     if not any(have):
         return have, [()] * len(eqn.outs)
     op: Any = eqn.op
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(eqn.ins, have))
-    args, kwargs = _from_the_front(eqn)
-    literals = repr(_strip(args)) + repr(_strip(kwargs))
-    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, args, kwargs, axis, size))
+    arguments = _from_the_front(eqn)
+    literals = repr(substitute(arguments, lambda v: "v"))
+    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, axis, size, arguments))
     return answer or _whole(eqn)
 
 
 def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     """The arguments of an equation, with dims counted from the front.
 
-    DTensor's rules for `cumsum` and similar operations do not know that dim -1 of a vector is dim 0: they would sum
-    each part alone.
+    DTensor's rules for `cumsum` and similar operations take dim -1 of a vector for another dim than 0, so they would
+    sum each part alone.
     """
     op: Any = eqn.op
     first, arguments = eqn.ins[0], op._schema.arguments
@@ -197,35 +199,24 @@ def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     return args, {name: named(name, x) for name, x in eqn.kwargs.items()}
 
 
+@dataclass(frozen=True)
 class _Question:
-    """A hashable question to DTensor; equal operations on equal types have the same answer."""
+    """A question to DTensor. Equal operations on equal types have the same answer, which is cached.
 
-    def __init__(
-        self, op: Any, types: tuple, literals: str, args: tuple, kwargs: dict[str, Any], axis: str, size: int
-    ) -> None:
-        self.op, self.types, self.args, self.kwargs, self.axis, self.size = op, types, args, kwargs, axis, size
-        self.key = (op, types, literals, axis, size)
+    `arguments` are the positional arguments and the keyword arguments.
+    """
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and self.key == other.key
-
-
-def _strip(tree: Any) -> Any:
-    if isinstance(tree, Var):
-        return "v"
-    if isinstance(tree, (list, tuple)):
-        return [_strip(x) for x in tree]
-    if isinstance(tree, Mapping):
-        return {k: _strip(x) for k, x in tree.items()}
-    return tree
+    op: Any
+    types: tuple
+    literals: str
+    axis: str
+    size: int
+    arguments: tuple[tuple, dict[str, Any]] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=4096)
 def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
-    """DTensor's answer; None where it has a rule for the operation, but not for inputs or results in such layouts."""
+    """DTensor's answer, or None if it has a rule for the operation, but not for inputs or results in such layouts."""
     layouts = iter(layout for _, _, layout in question.types)
     mesh = _mesh(question.size)
     dispatcher = DTensor._op_dispatcher
@@ -235,32 +226,19 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
         spec = DTensorSpec(mesh, (_placement(next(layouts)),), TensorMeta(whole.shape, whole.stride(), v.dtype))
         return DTensor(whole, spec, requires_grad=False)
 
-    def build(tree: Any) -> Any:
-        if isinstance(tree, Var):
-            return tensor(tree)
-        if isinstance(tree, (list, tuple)):
-            return [build(x) for x in tree]
-        if isinstance(tree, Mapping):
-            return {k: build(x) for k, x in tree.items()}
-        return tree
-
-    args, kwargs = tuple(build(a) for a in question.args), build(dict(question.kwargs))
     try:
-        info = dispatcher.unwrap_to_op_info(question.op, args, kwargs)
+        info = dispatcher.unwrap_to_op_info(question.op, *substitute(question.arguments, tensor))
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-        if "redistribut" in str(error):  # it has a rule, but the inputs would have to be made whole
+        if "redistribut" in str(error):  # it has a rule, but for whole inputs only
             return None
         raise NoRule(str(error).split("\n")[0]) from None
     sharding: Any = info.output_sharding
     specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
     schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
-    wanted = [
-        s
-        for s in torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
-        if isinstance(s, DTensorSpec)
-    ]
-    count = len(list(variables((question.args, question.kwargs))))
+    leaves = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
+    wanted = [spec for spec in leaves if isinstance(spec, DTensorSpec)]
+    count = len(list(variables(question.arguments)))
     if len(wanted) != count:
         raise NoRule(f"DTensor's rule names {len(wanted)} inputs for {count}")
     if any(isinstance(s.placements[0], _StridedShard) for s in (*wanted, *specs) if s is not None):

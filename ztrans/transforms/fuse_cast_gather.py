@@ -1,4 +1,4 @@
-"""fuse_cast_gather: cast before the wire, not after it."""
+"""fuse_cast_gather: cast a parameter before it is gathered, not after."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def fuse_cast_gather() -> Transform:
-    """Gather parameters in the dtype in which they are used: half the bytes for bf16, bit for bit the same.
+    """Gather parameters in the dtype in which they are used: half the bytes for bf16, and the same bits.
 
-    A gather only moves elements and a cast works on each element alone, so the two commute. Casts also commute with
-    views that only rearrange elements, but not with a view of the same bytes as another dtype. A gather is fused with
-    casts when all its readers cast it to the same narrower dtype, directly or through such views without gaps.
+    A gather moves elements and a cast is elementwise, so the two commute. Casts also commute with views that rearrange
+    elements, but not with a view of the same bytes as another dtype. A gather is fused with the casts that follow it if
+    everything that reads the gathered value casts it to the same narrower dtype, directly or through such views.
 
     Rewrites:
         f = all_gather(w)                       f = all_gather(w, bf16)
@@ -38,10 +38,6 @@ def fuse_cast_gather() -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class _FuseCastGather(Transform):
-    @property
-    def name(self) -> str:
-        return "fuse_cast_gather"
-
     def rewrite(self, graph: Graph) -> Graph:
         used, outputs = users(graph), set(variables(graph.outputs))
         new: dict[Var, Var] = {}  # values that become narrower
@@ -56,7 +52,7 @@ class _FuseCastGather(Transform):
 
 
 def _narrowed(gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tuple[list[Var], list[Eqn]]:
-    """The values that become narrower with a gather, its future first, and the casts that they make superfluous."""
+    """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
     future = gather.out
     (end,) = used[future]
     gathered = end.out
@@ -68,7 +64,7 @@ def _narrowed(gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tup
 
 
 def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
-    """An equation with narrower results, if it makes some."""
+    """The equation with its results in their narrower dtype; the same equation if none of them is narrower."""
     if not any(out in new for out in e.outs):
         return e
     e = e.replace(outs=tuple(out and new.get(out, out) for out in e.outs))
@@ -78,9 +74,9 @@ def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
 def _readers(
     v: Var, x: torch.Tensor, used: dict[Var, list[Eqn]], outputs: set[Var]
 ) -> tuple[list[Var], list[Eqn]] | None:
-    """The values seen through views from `v`, which has the strides of `x`, and the casts that read them.
+    """The views of `v`, which has the strides of `x`, and the casts that read `v` and them.
 
-    None if another operation reads them, or a cast that also moves elements, as one of rows with gaps does.
+    None if another operation reads one of them, or a cast that also moves elements, as that of rows with gaps does.
     """
     if v in outputs:
         return None

@@ -1,8 +1,9 @@
-"""Matrix chains: products of products of matrices in an update, with sums over the dim that is cut.
+"""Matrix chains: matrix products in an update that depend on each other and sum over the sharded dim.
 
-Muon's Newton-Schulz iteration is one. On parts each product that sums over the cut dim would be a message, ten for a
-matrix, and in bf16 each sum over ranks would round once more, which later products amplify. So where a chain has
-several such products, its sources are gathered once, and it runs whole on every rank, with the bits of one process.
+Muon's Newton-Schulz iteration is such a chain. On parts, each product that sums over the sharded dim would need a
+message: ten for each matrix. In bf16 each sum over ranks would also add a rounding error, which later products amplify.
+So if a chain has several such products, its sources are gathered once, and it runs on whole values on every rank, with
+the same bits as in one process.
 
     x = cast(g, bf16); n = norm(x); y = div(x, n); a = mm(y, t(y)); b = mm(a, a); ...
       -->   x_full = wait(all_gather(x)); n = norm(x_full); y = ...
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 
 from ..ir.collectives import GRADIENT
+from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
 from ..ir.operations import is_matmul
-from ..ir.user_collectives import is_users
+from ..ir.relations import reachable
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten
@@ -33,7 +35,7 @@ _FACTORS: dict[Any, slice] = {
 def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple[str, ...]]:
     """The equations of a plain program that belong to such chains, and the names of the leaves that they update.
 
-    `layout` gives the layout of each value where every equation of the update runs on parts.
+    `layout` gives the layout that each value has if every equation of the update runs on parts.
     """
     update = [e for e in graph.eqns if e.region == "update"]
     chained = _chained(update, layout)
@@ -48,7 +50,7 @@ def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple
 
 
 def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
-    """The products that sum over the cut dim, and depend on another such product or are what it depends on."""
+    """The products that sum over the sharded dim, and depend on another such product or have one depend on them."""
     chained: set[Eqn] = set()
     depends_on: dict[Var, frozenset[Eqn]] = {}
     for e in update:
@@ -57,19 +59,19 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
             chained |= {e, *before} if before else set()
             before = before | {e}
         if before:
-            depends_on.update((out, before) for out in e.outs if out is not None)
+            depends_on.update((out, before) for out in e.results)
     return chained
 
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
-    """Whether an equation is a product that sums over the dim that is cut, of its first factor or its second."""
+    """Whether an equation is a product that sums over the sharded dim of one of its factors."""
     factors = e.args[_FACTORS.get(getattr(e.op, "overloadpacket", None), slice(0))] if is_matmul(e) else ()
     summed = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
     return any(isinstance(p, Split) and p.dim == dim for p, dim in summed)
 
 
 def _sources(values: Iterable[Var], makers: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
-    """The values to gather so that `values` can be computed whole: the factors at the beginning of their chains."""
+    """The values to gather so that every rank can compute `values` whole: the first factors of their chains."""
     stack = [v for v in values if layout(v)]
     sources, seen = dict[Var, None](), set(stack)
     while stack:
@@ -78,13 +80,13 @@ def _sources(values: Iterable[Var], makers: dict[Var, Eqn], layout: LayoutOf) ->
         if e is not None and is_matmul(e):
             stack += [v for v in dict.fromkeys(e.ins) if layout(v) and v not in seen]
             seen.update(e.ins)
-        else:  # any value of the line would do: gather one with the fewest bytes
+        else:  # each value of the line gives all that follow it: gather one with the fewest bytes
             sources[min(reversed(line), key=lambda v: v.dtype.itemsize)] = None
     return list(sources)
 
 
 def _line(v: Var, makers: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
-    """`v` and the values that it is computed from, one of another and all of its size, back to a matrix product."""
+    """`v` and the values of its size that it is computed from, each from the next, back to a matrix product."""
     line = [v]
     while (e := makers.get(line[-1])) is not None and _runs_anywhere(e) and not is_matmul(e):
         parts = {x for x in e.ins if layout(x)}
@@ -95,44 +97,42 @@ def _line(v: Var, makers: dict[Var, Eqn], layout: LayoutOf) -> list[Var]:
 
 
 def _following(update: Iterable[Eqn], sources: Iterable[Var], layout: LayoutOf) -> list[Eqn]:
-    """The equations all of whose inputs in parts depend on `sources` alone."""
+    """The equations that can run on whole values once `sources` are gathered, and read values computed from these."""
     inside, following = set(sources), []
     for e in update:
         reads = [v for v in e.ins if v in inside]
         if reads and _runs_anywhere(e) and all(v in inside or not layout(v) for v in e.ins):
             following.append(e)
-            inside.update(out for out in e.outs if out is not None)
+            inside.update(e.results)
     return following
 
 
 def _runs_anywhere(e: Eqn) -> bool:
-    """Whether every rank may run the equation on whole values, with the same result."""
+    """Whether every rank can run the equation on whole values, with the same result."""
     return isinstance(e.op, torch._ops.OpOverload) and not is_random(e.op) and not is_users(e)
 
 
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
-    """The names of the leaves from whose gradients `sources` are computed; where there are none, the sources' own."""
+    """The names of the leaves from whose gradients `sources` are computed; the name of a source that has none."""
     makers, names = producers(graph.eqns), set[str]()
+
+    def alike(v: Var) -> list[Var]:
+        """The values of the shape of `v`, up to the order of its dims, from which the update computes it."""
+        e = makers.get(v)
+        computed = e is not None and e.op is not GRADIENT and e.region == "update"
+        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)] if e is not None and computed else []
+
     for source in sources:
-        leaves, stack, seen = set[str](), [source], {source}
-        while stack:
-            v = stack.pop()
-            e = makers.get(v)
-            if e is not None and e.op is GRADIENT:
-                leaves.add(e.args[1].name)
-            elif e is not None and e.region == "update":
-                alike = {x for x in e.ins if sorted(x.shape) == sorted(v.shape)} - seen
-                stack += alike
-                seen |= alike
-        names |= leaves or {source.name}
+        before = (makers[v] for v in reachable([source], alike) if v in makers)
+        names |= {e.args[1].name for e in before if e.op is GRADIENT} or {source.name}
     order = {v.name: k for k, v in enumerate(graph.inputs)}
     return tuple(sorted(names, key=lambda name: (order.get(name, len(order)), name)))
 
 
 def note(leaves: tuple[str, ...]) -> str:
-    """The note of a program with such chains."""
+    """The note of a program with such chains, which update `leaves`."""
     more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
     return (
-        f"the updates of {', '.join(leaves[:3])}{more} multiply matrices over the dim that is cut, more than once: "
-        f"what they multiply is gathered once, and they run whole on every rank"
+        f"the updates of {', '.join(leaves[:3])}{more} multiply matrices over the sharded dim more than once: "
+        f"their factors are gathered once, and they run whole on every rank"
     )

@@ -1,4 +1,4 @@
-"""overlap_grads: reduce gradients while the backward pass goes on."""
+"""overlap_grads: reduce gradients while the backward pass continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
-from .base import Transform
+from .base import Transform, check_number
 
 
 def overlap_grads(
@@ -19,13 +19,13 @@ def overlap_grads(
     max_in_flight: int | None = None,
     update: Literal["eager", "last"] = "eager",
 ) -> Transform:
-    """Start each gradient's reduction where the gradient is computed, in buckets, and update as they are reduced.
+    """Reduce gradients in buckets, each as soon as its gradients are computed, and update parameters during backward.
 
     The views, casts and sums of micro-batches between a gradient's matmul and its reduction move with the reduction.
-    Without that, a program that casts all its parameters at the top of the loss would start every reduction at the
-    very end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member
-    is computed. Its wait moves to where the reduction is complete, and the update of its parameters then runs while
-    backward goes on.
+    Otherwise a program that casts all its parameters at the start of the loss would start every reduction at the very
+    end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member is
+    computed. Its wait moves to the point at which the reduction is complete, and the update of its parameters then runs
+    while backward continues.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
@@ -36,32 +36,29 @@ def overlap_grads(
         e = reduce_scatter([h0]); h = wait(e)   h = wait(e)
 
     Args:
-        bucket: bytes of gradients that one reduction may hold; "auto" weighs the link's latency against
-            the time lost by waiting for the last member; 0 reduces each gradient alone.
-        max_compute_between: the most matmuls that run between the starts of two reductions, or between the
-            first gradient and the first start, where a gradient is ready to be sent; None does not bound them.
-        max_in_flight: bytes of gradients whose reduction was started and not yet waited for (default:
-            twice the largest). One bucket is always allowed. An unreduced gradient is freed at its wait.
-        update: "eager" updates a bucket's parameters as soon as it is reduced, unless the update depends on all
-            gradients, as by a global norm. "last" writes the state only when every reduction of the step is done, so
-            that a step which fails before that leaves the old state whole; it takes more memory and overlaps less.
+        bucket: the greatest size of a bucket in bytes. "auto" weighs the link's latency against the time lost by
+            waiting for the last member. 0 reduces each gradient alone.
+        max_compute_between: the greatest number of matmuls between the starts of two reductions, or between the first
+            gradient and the first start, while a gradient is ready to be sent. None sets no limit.
+        max_in_flight: the greatest size in bytes of the gradients whose reduction was started and not yet waited for;
+            by default twice the largest gradient. One bucket is always allowed. An unreduced gradient is freed at its
+            wait.
+        update: "eager" updates the parameters of a bucket as soon as it is reduced, unless the update depends on all
+            gradients, for instance by a global norm. "last" writes the state only when every reduction of the step is
+            complete. A step that fails before then leaves the old state unchanged, but it takes more memory and
+            overlaps less.
 
-    Raises: ValueError when the program has no gradient reductions: apply shard_params first.
+    Raises: ValueError if the program has no gradient reductions: apply shard_params first.
 
     Source: Li et al., PyTorch Distributed, 2020; XLA's latency-hiding scheduler; AutoParallel #481.
 
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    for name, value, default in (("max_in_flight", max_in_flight, None), ("bucket", bucket, "auto")):
-        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"overlap_grads: {name}={value!r}; it is a number of bytes, or {default!r}.")
-    most = max_compute_between
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise ValueError(
-            f"overlap_grads: max_compute_between={max_compute_between!r}; "
-            "it is a number of matmuls, at least 1, or None."
-        )
+    check_number("overlap_grads: max_in_flight", max_in_flight, "a number of bytes", 0, None)
+    check_number("overlap_grads: bucket", bucket, "a number of bytes", 0, "auto")
+    between = "overlap_grads: max_compute_between"
+    check_number(between, max_compute_between, "a number of matmuls, at least 1", 1, None)
     if update not in ("eager", "last"):
         raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
     return _OverlapGrads(bucket, max_compute_between, max_in_flight, update)
@@ -74,15 +71,9 @@ class _OverlapGrads(Transform):
     max_in_flight: int | None = None
     update: Literal["eager", "last"] = "eager"
 
-    @property
-    def name(self) -> str:
-        return "overlap_grads"
-
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)
-        starts = [
-            e for e in graph.eqns if e.provenance is not None and e.provenance.role in ("grad", "pmean")
-        ]
+        starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in ("grad", "pmean")]
         if not starts:
             raise ValueError(
                 "overlap_grads: the program has no gradient reductions to overlap.\n"
@@ -101,7 +92,7 @@ class _OverlapGrads(Transform):
 
 
 def _chain(v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:
-    """The views, casts and sums that lead from a gradient's birth to `v`, each with no other reader."""
+    """The views, casts and sums from the matmul of a gradient to `v`, each of which has no other reader."""
     if v in makers and v not in outputs and len(used[v]) == 1 and _prepares(makers[v]):
         yield makers[v]
         for before in makers[v].ins:
@@ -109,5 +100,5 @@ def _chain(v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: 
 
 
 def _prepares(e: Eqn) -> bool:
-    """Whether an equation is cheap: a view, a cast, a sum or a factor, whose inputs are not read afterwards."""
+    """Whether an equation only prepares a gradient for its reduction: a view, a cast, a sum or a scale."""
     return is_view_or_cast(e) or e.op in (*SUMS, *SCALES)

@@ -1,4 +1,4 @@
-"""prefetch: start gathers before they are needed."""
+"""prefetch: start the gathers of parameters before these are needed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 from ..ir.collectives import rules
 from ..ir.graph import Graph, Order
-from .base import Transform
+from .base import Transform, check_number
 
 
 def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
-    """Start each parameter's gather as late as still hides the transfer, in buckets, within a memory budget.
+    """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 
-    With `shard_params(reshard="auto")`, gathered parameters are also kept from forward to backward where that saves
-    time and the budget allows it. The second gather is then dropped.
+    With `shard_params(reshard="auto")`, a gathered parameter is also kept from forward to backward if that saves time
+    and the budget allows it. Its second gather is then dropped.
 
     Rewrites:
         w1 = wait(all_gather([s1])); y = f(w1)         a, b = all_gather([s1, s2])
@@ -22,22 +22,22 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
                                                        w2 = wait(b); z = g(y, w2)
 
     Args:
-        memory: bytes that may be live on a rank, a hard limit on the whole step. "auto" allows 5% more
-            than the unscheduled program needs, or as much as the order with one message at a time needs, if that
-            is more.
-        max_in_flight: bytes of gathers started and not yet waited for. One bucket is always allowed.
+        memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is 5%
+            more than the unscheduled program needs, or what the order with one message at a time needs, if that is
+            more.
+        max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. One bucket is
+            always allowed.
 
-    Raises: ValueError for a number that is none of bytes. When the program is lowered, ValueError if it needs more
-    memory than that in every order.
+    Raises: ValueError if an option is no number of bytes. When the program is lowered, ValueError if it needs more
+        memory than the limit in every order.
 
     Source: FSDP2's forward and backward prefetch; DeepCompile's prefetch and selective gather, 2025.
 
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    for name, value, default, least in (("memory", memory, "auto", 1), ("max_in_flight", max_in_flight, None, 0)):
-        if value != default and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ValueError(f"prefetch: {name}={value!r}; it is a number of bytes, or {default!r}.")
+    check_number("prefetch: memory", memory, "a number of bytes", 1, "auto")
+    check_number("prefetch: max_in_flight", max_in_flight, "a number of bytes", 0, None)
     return _Prefetch(memory, max_in_flight)
 
 
@@ -45,10 +45,6 @@ def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | Non
 class _Prefetch(Transform):
     memory: int | str = "auto"
     max_in_flight: int | None = None
-
-    @property
-    def name(self) -> str:
-        return "prefetch"
 
     def rewrite(self, graph: Graph) -> Graph:
         hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None

@@ -12,19 +12,19 @@ from ..ir.liveness import liveness
 from ..ir.operations import is_view
 from ..ir.recompute import recompute
 from ..ir.varying import varying
-from .base import Transform
+from .base import Transform, check_number
 
 aten = torch.ops.aten
 _CHEAP = {aten._to_copy.default, aten.clone.default, aten.native_layer_norm.default}
-_DEPTH = 4  # the longest chain of equations that is repeated for one value
+_DEPTH = 4  # the most equations in a row that are repeated for one value
 
 
 def remat(*, at_least: int = 1 << 16) -> Transform:
-    """Recompute a cheap activation in backward where its inputs are alive anyway: less memory, the same bits.
+    """Recompute a cheap activation in backward if its inputs are alive there anyway: less memory, the same bits.
 
-    Recomputed are elementwise results, casts, copies and layer norms of at least `at_least` bytes that
-    backward reads. No other value lives longer, so no peak rises. Matrix products, attention and
-    random draws are never repeated.
+    It recomputes elementwise results, casts, copies and layer norms of at least `at_least` bytes that backward reads.
+    No other value lives longer, so the peak does not rise. Matrix products, attention and random draws are never
+    repeated.
 
     Rewrites:
         a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
@@ -33,18 +33,17 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
         dh = gelu_backward(da, h)               dh = gelu_backward(da, h)
 
     Args:
-        at_least: bytes of the smallest value that is recomputed.
+        at_least: the least size of a value that is recomputed, in bytes.
 
-    Raises: ValueError for a number that is none of bytes.
+    Raises: ValueError if `at_least` is no number of bytes.
 
-    Source: the recomputation of PyTorch's min-cut partitioner, where it costs no other memory; Chen et
-    al., "Training deep nets with sublinear memory cost", 2016.
+    Source: PyTorch's min-cut partitioner, limited to recomputation that keeps nothing else alive; Chen et al.,
+    "Training deep nets with sublinear memory cost", 2016.
 
     >>> remat()
     remat()
     """
-    if not isinstance(at_least, int) or isinstance(at_least, bool) or at_least < 0:
-        raise ValueError(f"remat: at_least={at_least!r}; it is a number of bytes.")
+    check_number("remat: at_least", at_least, "a number of bytes", 0)
     return _Remat(at_least)
 
 
@@ -54,18 +53,14 @@ class _Remat(Transform):
 
     turn: ClassVar[int] = 0
 
-    @property
-    def name(self) -> str:
-        return "remat"
-
     def rewrite(self, graph: Graph) -> Graph:
         return recompute(graph, _recomputed(graph, self.at_least))
 
 
 def _recomputed(graph: Graph, at_least: int) -> set[Var]:
-    """The values, each the first in its storage, that backward recomputes."""
+    """The values that backward recomputes, each the owner of its storage."""
     makers, live, over = producers(graph.eqns), liveness(graph), varying(graph, ("batch",))
-    wanted: dict[Var, int] = {}  # by storage, the place where backward first reads it
+    wanted: dict[Var, int] = {}  # for each storage, the index of the first equation of backward that reads it
     kept = {live.root[v] for v in variables(graph.outputs)}
     for i, e in enumerate(graph.eqns):
         for v in e.ins:
@@ -76,14 +71,14 @@ def _recomputed(graph: Graph, at_least: int) -> set[Var]:
     recomputed: set[Var] = set()
 
     def needed(v: Var, at: int, depth: int) -> set[Var] | None:
-        """The values to recompute so that `v` is alive at place `at`; None where that is not cheap."""
+        """The values to recompute so that equation `at` can read `v`, or None if that is not cheap."""
         v = live.root[v]
         if v in recomputed or v not in makers or live.last[v] >= at:
             return set()
         return with_inputs(v, at, depth - 1)
 
     def with_inputs(v: Var, at: int, depth: int) -> set[Var] | None:
-        """`v`, and the inputs that have to be recomputed with it."""
+        """`v` and the inputs that must be recomputed with it, or None if that is not cheap."""
         e = makers[v]
         if depth < 0 or v not in over or e.region != "forward" or not _is_cheap(e):
             return None

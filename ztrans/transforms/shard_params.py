@@ -1,7 +1,8 @@
 """shard_params: turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
 
-State is sharded between steps. Forward and backward run on whole parameters, gathered where they are used. Gradients
-are reduced where autograd returns them. The update runs on shards, equation by equation, by DTensor's sharding rules.
+State is sharded between steps. Forward and backward run on whole parameters, which are gathered where they are used.
+Gradients are reduced where autograd returns them. The update runs on shards: DTensor's sharding rules tell, for each
+equation, which layouts it can run on.
 """
 
 from __future__ import annotations
@@ -44,22 +45,23 @@ def shard_params(
 
     Args:
         mesh: a DeviceMesh with named axes, or an AbstractMesh.
-        axis: the mesh axis to shard over; every rank of it sees its own slice of the batch.
-        stage: 3 gathers a parameter for forward and again for backward; 2 keeps it from forward to
-            backward; 1 also accumulates micro-batches unsharded and reduces once; 0 replicates
-            everything and all-reduces gradients (DDP).
-        reshard: at stage 3, whether a parameter must be dropped between forward and backward. "auto"
-            lets `prefetch` keep those whose second gather costs time, within its memory budget.
-        where: `where(path, leaf)` says whether to shard a state leaf, by default all. Other leaves are replicated,
-            and so is a leaf with fewer rows than half of the ranks.
+        axis: the mesh axis to shard over. Each of its ranks gets its own slice of the batch.
+        stage: 3 gathers a parameter for forward and again for backward. 2 keeps it from forward to backward. 1 also
+            accumulates the gradients of micro-batches unsharded, and reduces them once. 0 replicates everything and
+            all-reduces gradients (DDP).
+        reshard: at stage 3, "always" drops every parameter between forward and backward. "auto" lets `prefetch` keep
+            those whose second gather costs time, within its memory budget.
+        where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
+            and so is a leaf whose rows are fewer than half of the ranks.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
-        reduce_dtype: dtype of real gradients on the wire, which changes results (default: their own dtype). Complex
-            gradients keep theirs.
-        outputs: "mean" averages float outputs that depend on the batch over the axis, "local" leaves each rank its own.
+        reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
+            gradients are sent in their own dtype.
+        outputs: "mean" averages the float outputs that depend on the batch over the axis; "local" returns to each rank
+            its own.
 
-    Raises: ValueError for an axis that the mesh lacks, and for an unknown option. When the step is lowered,
-        ValueError when a value that depends on the batch enters the state unreduced, when an update cannot run on
-        shards, or when an integer output depends on the batch.
+    Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
+        value that depends on the batch enters the state unreduced, if an update cannot run on shards, or if an integer
+        output depends on the batch.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
 
@@ -80,11 +82,13 @@ def shard_params(
         raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
-    return _ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
+    return ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
 
 
 @dataclass(frozen=True, repr=False)
-class _ShardParams(Transform):
+class ShardParams(Transform):
+    """The transform that `shard_params` returns."""
+
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: str
     stage: int
@@ -93,10 +97,6 @@ class _ShardParams(Transform):
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
-
-    @property
-    def name(self) -> str:
-        return "shard_params"
 
     @property
     def axes(self) -> tuple[str, ...]:

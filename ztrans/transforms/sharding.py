@@ -1,7 +1,7 @@
-"""Sharding: the walk over a plain program with which `shard_params` makes the program of one rank.
+"""Sharding: the walk over a plain program by which `shard_params` turns it into the program of one rank.
 
-Forward and backward equations read whole values, gathered where they are used. Update equations run on parts. A
-gradient is reduced at its mark. Each leaf of the new state gets the layout of the old one.
+Equations of forward and backward read whole values, which are gathered where they are used. Equations of the update run
+on parts. A gradient is reduced at its mark. Each leaf of the new state has the layout of the old leaf.
 """
 
 from __future__ import annotations
@@ -9,28 +9,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.collectives.user_collectives import is_users, on_parts
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
 from ..ir.layout import is_worth_cutting
 from ..ir.printer import op_name
 from ..ir.reshard import on_axis
 from ..ir.source import where
-from ..ir.user_collectives import is_users, on_parts
 from ..ir.varying import INVARIANT, varying
 from .dtensor_rules import NoRule, rule
-from .value_layouts import Options, Values
+from .value_layouts import Values
+
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
 
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
 
 class Sharding:
-    """One walk over the program. Equations of the update that are in `whole` run on whole values, on every rank."""
+    """One walk over the program. The equations of the update that are in `whole` run on whole values, on every rank."""
 
-    def __init__(self, graph: Graph, options: Options, whole: Set[Eqn] = frozenset()) -> None:
+    def __init__(self, graph: Graph, options: ShardParams, whole: Set[Eqn] = frozenset()) -> None:
         self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
         self.values = Values(graph, options)
         self.over = varying(graph, self.values.axes)
@@ -65,7 +68,7 @@ class Sharding:
 
     def layout(self, v: Var, i: int) -> Layout:
         if i >= self.graph.num_state or self.graph.axes[self.axis] == 1:
-            return ()  # a single rank holds all of it
+            return ()  # a single rank holds the whole value
         return self.opt.layout(v.name, v.shape, torch.empty(v.shape, dtype=v.dtype, device="meta"))
 
     def varies(self, eqn: Eqn) -> bool:
@@ -77,7 +80,10 @@ class Sharding:
     # ---- equations
 
     def check_draw(self, eqn: Eqn) -> None:
-        """Raises: ValueError for a random draw of the update that several ranks would make for the same elements."""
+        """Check that no two ranks draw random numbers for the same elements in the update.
+
+        Raises: ValueError if they would, each its own numbers.
+        """
         many = any(self.graph.axes[a] > 1 for a in self.values.axes)
         if many and (self.opt.replicate_axis or not self.has_parts(eqn)):
             raise self.unreduced(
@@ -85,7 +91,7 @@ class Sharding:
             )
 
     def on_whole(self, eqn: Eqn) -> None:
-        """Add an equation of forward or backward, or one that varies: it runs on whole values, as written."""
+        """Add an equation of forward or backward, or one whose arguments vary: it runs on whole values, unchanged."""
         args, kwargs = (substitute(x, lambda v: self.values.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
         self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs))
         for out in eqn.results:
@@ -120,19 +126,22 @@ class Sharding:
             self.values.bind(old, new)
 
     def gradient(self, eqn: Eqn) -> None:
-        """A gradient for an invariant value is reduced here; one for a varying value is not."""
+        """Add the mark of a gradient: that of an invariant value is reduced here, that of a varying value is not."""
         g, p = eqn.args
         out = eqn.out
         over = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
         if not over:
-            self.values.same(out, g, eqn)
+            self.values.bind(out, self.values.value(g, eqn))
             return
         split = Split(self.axis)
         to = split if p in self.values.placed and split in self.values.placed[p].layout else None
         self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
 
     def explicit(self, eqn: Eqn) -> None:
-        """Add a pmean or psum of the user's. Over an axis on which the value does not vary, a sum is a multiple."""
+        """Add a pmean or psum of the user.
+
+        Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
+        """
         x, axis = eqn.args
         out = eqn.out
         if axis not in self.values.axes:
@@ -151,7 +160,7 @@ class Sharding:
             times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
             self.on_whole(times)
         else:
-            self.values.same(out, x, eqn)
+            self.values.bind(out, self.values.value(x, eqn))
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:
@@ -160,7 +169,7 @@ class Sharding:
     # ---- outputs
 
     def state(self, old: Var, new: Var, out: Var) -> Var:
-        """A leaf of the new state in the layout of the old leaf, which is `new` in this program."""
+        """A leaf of the new state, `out`, in the layout that the old leaf has in the new program, where it is `new`."""
         to = on_axis(new.layout, self.axis)
         if out not in self.over:
             return self.values.laid(out, to, self.end(out))
@@ -179,7 +188,7 @@ class Sharding:
         return self.averaged(out, None, "output", "output")
 
     def end(self, out: Var) -> Eqn:
-        """The end of the program, with the line that computes `out`."""
+        """An equation that stands for the reader of output `out`, at the end of the update."""
         maker = self.values.producers.get(out)
         return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
 
@@ -199,14 +208,12 @@ class Sharding:
     # ---- errors
 
     def entry(self, eqn: Eqn | None) -> Eqn | None:
-        """The equation of the update, `eqn` or one before it, through which a varying value enters the update."""
+        """The equation through which a varying value enters the update: `eqn` or one that it depends on."""
         makers = self.values.producers
-        while eqn is not None:
-            before = [makers[v] for v in eqn.ins if v in self.over and v in makers and makers[v].region == "update"]
-            if not before:
-                return eqn
+        enters = lambda v: v in self.over and v in makers and makers[v].region == "update"
+        while eqn is not None and (before := [makers[v] for v in eqn.ins if enters(v)]):
             eqn = before[0]
-        return None
+        return eqn
 
     def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"

@@ -1,54 +1,39 @@
-"""Value layouts: the layout of each value of a plain program in the program of one rank, and changes of layout.
+"""Value layouts: the layout that each value of a plain program has in the program of one rank, and changes of layout.
 
-Every value has one layout on the mesh. Where equations want another layout, collectives make it once: whole values for
-forward and backward (at stage 3 once for each, with their views and casts), parts for the update.
+Every value has one layout on the mesh. If equations need it in another layout, collectives change the layout, once for
+all of them. Forward and backward need whole values; at stage 3, each of the two gathers them anew, and computes their
+views and casts anew. The update needs parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Layout, Names, Partial, Provenance, Split, Var, producers, substitute
+from ..ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
 from ..ir.operations import is_view_or_cast
 from ..ir.reshard import Site, redistribute, reduced
 
+if TYPE_CHECKING:  # it walks over programs by means of this module
+    from .shard_params import ShardParams
+
 _CAST = torch.ops.aten._to_copy.default
-
-
-class Options(Protocol):
-    """The options of `shard_params`."""
-
-    @property
-    def axis(self) -> str: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def reshard(self) -> Literal["auto", "always"]: ...
-    @property
-    def replicate_axis(self) -> str | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-    @property
-    def outputs(self) -> str: ...
-
-    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout: ...
 
 
 class Values:
     """The values of the program of one rank, and its equations so far.
 
-    `placed` has the values that are cut over the mesh, or sums of terms on its ranks; `local` has whole values, and
-    values that vary. Both map from the values of the plain program. Equations that change a layout join `eqns` with
-    the region and the line of the equation that needs it.
+    `placed` and `local` map values of the plain program to values of the program of one rank. `placed` has those that
+    are split over the mesh or in terms; `local` has those that are whole or vary. An equation that changes a layout has
+    the region and the line of the equation that needs the change.
     """
 
-    def __init__(self, graph: Graph, options: Options) -> None:
+    def __init__(self, graph: Graph, options: ShardParams) -> None:
         self.opt, self.axis = options, options.axis
-        self.axes = [a for a in (options.axis, options.replicate_axis) if a]
+        self.axes = options.axes
         self.eqns: list[Eqn] = []
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.producers = producers(graph.eqns)
@@ -56,29 +41,25 @@ class Values:
         self.local: dict[Var, Var] = {}
         self._laid: dict[tuple[Var, Split | Partial | None], Var] = {}
         self._lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, computed where they are used
-        self._whole: dict[Var, dict[tuple | None, Var]] = {}  # by phase
+        self._whole: dict[Var, dict[tuple | None, Var]] = {}  # for each value, its whole values by phase
         self._phase = (0, "forward")
 
     def bind(self, old: Var, new: Var) -> None:
-        """`old` of the plain program is `new` in that of one rank."""
+        """Let `new` be the value of the program of one rank that stands for `old` of the plain program."""
         (self.placed if new.layout else self.local)[old] = new
 
-    def same(self, out: Var, v: Var, eqn: Eqn) -> None:
-        """`out` of the plain program is `v`, in the layout of `v`."""
-        self.bind(out, self.value(v, eqn))
-
     def advance(self, eqn: Eqn) -> None:
-        """Count forwards and backwards: a parameter gathered for one of them is dropped after it (stage 3)."""
+        """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""
         count, region = self._phase
         if eqn.region not in (region, "update"):
             self._phase = (count + (eqn.region == "forward"), eqn.region)
 
     def value(self, v: Var, eqn: Eqn) -> Var:
-        """A value in its own layout."""
+        """A value in the layout that it has."""
         return self.placed.get(v) or self.whole(v, eqn)
 
     def laid(self, v: Var, to: Split | Partial | None, eqn: Eqn) -> Var:
-        """A value in the layout that an update equation wants. The layout is changed once for all equations."""
+        """A value in the layout that an equation of the update needs. The layout changes once for all equations."""
         value = self.value(v, eqn)
         if (value, to) not in self._laid:
             name = f"{value.name}.{'full' if to is None else 'shard'}"
@@ -88,9 +69,9 @@ class Values:
         return self._laid[value, to]
 
     def defer(self, eqn: Eqn) -> bool:
-        """Put off `eqn` until its result is used, if it is a view or a cast of a value that is to be gathered.
+        """Defer `eqn` until its result is used, if it is a view or a cast of a value that will be gathered.
 
-        Returns whether it was put off.
+        Returns: Whether it was deferred.
         """
         v = eqn.ins[0] if is_view_or_cast(eqn) else None
         waits = v in self._lazy or (v in self.placed and v not in self.local)
@@ -99,7 +80,7 @@ class Values:
         return waits
 
     def whole(self, v: Var, eqn: Eqn) -> Var:
-        """A value whole on every rank, gathered where it is used, in each phase (stage 3)."""
+        """A value whole on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
         if v in self.local:
             return self.local[v]
         phase = self._phase if self.opt.stage == 3 else None
@@ -107,14 +88,13 @@ class Values:
         if phase not in known and v in self._lazy:
             self._make(self._lazy[v], phase, eqn, first=not known)
         elif phase not in known:
-            again = self.opt.reshard if known else None
-            site = self._site(eqn, "param", v.name, again=again)
+            site = self._site(eqn, "param", v.name, regather=self.opt.reshard if known else None)
             more, known[phase] = redistribute(self.placed[v], None, self.axis, site, f"{v.name}.full")
             self.eqns.extend(more)
         return known[phase]
 
     def _make(self, lazy: Eqn, phase: tuple | None, eqn: Eqn, first: bool) -> None:
-        """Compute a view or a cast of a gathered value for `eqn`; the first time with its own name."""
+        """Compute a view or a cast of a gathered value for `eqn`; the first computation keeps its name."""
         args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (lazy.args, lazy.kwargs))
         renamed = lambda out: out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
         copy = lazy.replace(args=args, kwargs=kwargs, outs=tuple(out and renamed(out) for out in lazy.outs))
@@ -124,9 +104,9 @@ class Values:
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: Set[str], to: Split | None, role, path: str, op: str) -> None:
         """Reduce `x` over the axes `over` to `out`; with `to`, the reduction over the sharded axis scatters it."""
-        # A complex gradient is sent in its own dtype: cast to a real one it would lose its imaginary part.
+        # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
-        # A gradient that was widened, and would be rounded to its former dtype for the wire, is sent as it was before.
+        # If a gradient was cast to a wider dtype and would be sent in its former one, send the value before the cast.
         cast = self.producers.get(x)
         narrow = cast is not None and cast.op is _CAST and cast.args[0].dtype == dtype
         value = self.local[cast.args[0] if cast is not None and narrow else x]
@@ -139,6 +119,6 @@ class Values:
             self.eqns.extend(more)
         self.bind(out, value)
 
-    def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, again=None) -> Site:
+    def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, regather=None) -> Site:
         fresh = lambda name: name if name == keep else self.names.fresh(name)
-        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, again))
+        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, regather))

@@ -1,7 +1,7 @@
 """Kernels in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1 pytest tests/ops/interpreted`.
 
-The switch must be set before Triton is imported, so these run in a process of their own
-(`test_interpreted.py` starts it) and are not collected in any other.
+The variable must be set before Triton is imported. So these tests run in a process of their own, which
+`test_interpreted.py` starts, and no other process collects them.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def _exact_casts() -> None:
 
 @pytest.fixture(params=[0, 1], ids=["aligned", "misaligned"])
 def skew(request: pytest.FixtureRequest) -> int:
-    """Elements by which a tensor lies off its alignment."""
+    """How many elements a tensor starts after an aligned address."""
     return request.param

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter and barrier by their kernels: over processes, and with all ranks in one launch."""
+"""The kernels of all_gather, reduce_scatter and barrier, between processes and with all ranks in one launch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ unpack = importlib.import_module("ztrans.ops.unpack")
 NUMELS = (9001, 3, 8192, 0, 130)
 
 
-def test_processes_over_shared_memory():
+def test_kernels_work_between_processes_over_shared_memory():
     run_ranks(3, 2, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64], ids=str)
 def test_all_ranks_gather_in_one_launch(ranks, dtype, skew):
-    sizes, offset = [-(-n // ranks) + 1 for n in NUMELS], skew * dtype.itemsize
-    memories = symmetric.in_one_process(ranks, offset + sum(sizes) * dtype.itemsize)
+    sizes = [-(-n // ranks) + 1 for n in NUMELS]
+    memories = symmetric.in_one_process(ranks, sum(sizes) * dtype.itemsize)
     sent = [bits(sum(sizes), dtype, r) for r in range(ranks)]
     for memory, buffer in zip(memories, sent):
-        memory.mine[offset:].copy_(buffer.view(torch.uint8))
-    outs = [torch.zeros(n, dtype=dtype) for _ in range(ranks) for n in NUMELS]
+        memory.mine.copy_(buffer.view(torch.uint8))
+    outs = [torch.zeros(n + skew, dtype=dtype)[skew:] for _ in range(ranks) for n in NUMELS]
     at = memories[0]
-    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, offset, 2, 9, together=ranks, sync=False)
+    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, 2, 9, together=ranks, sync=False)
     true = [torch.zeros(n, dtype=dtype) for n in NUMELS]
     unpack.reference(torch.cat(sent), sizes, ranks, true)
     assert all(same(out, true[k % len(NUMELS)]) for k, out in enumerate(outs))
@@ -55,17 +55,13 @@ def test_all_ranks_scatter_in_one_launch(ranks, dtype, out, how):
         memory.mine.copy_(terms[r].view(-1).view(torch.uint8))
     outs = [torch.zeros(max(0, min(s, n - r * s)), dtype=out) for r in range(ranks) for n, s in zip(NUMELS, sizes)]
     at = memories[0]
-    squares = reduce_scatter.launch(
-        at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 0, 3, 9, together=ranks, sync=False
-    )
+    reduce_scatter.launch(at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 3, 9, together=ranks, sync=False)
     for r in range(ranks):
         mine, offset = outs[r * len(sizes) : (r + 1) * len(sizes)], 0
         for part, size in zip(mine, sizes):
             here = [t[r, offset : offset + part.numel()] for t in terms]
             assert same(part, reduce(here, how, out))
             offset += size
-        norm = sum(part.double().square().sum() for part in mine)
-        torch.testing.assert_close(squares.view(ranks, -1)[r].double().sum(), norm, rtol=1e-6, atol=0)
 
 
 def test_a_rank_that_never_comes_is_an_error():
@@ -77,7 +73,7 @@ def test_a_rank_that_never_comes_is_an_error():
         barrier.launch(late.pads, late.error, 0, 20)
 
 
-def test_the_benchmark_s_check_of_collectives(monkeypatch):
+def test_the_benchmark_checks_collectives(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     import gpu_numerics
 

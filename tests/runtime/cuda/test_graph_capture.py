@@ -1,4 +1,4 @@
-"""A step as a CUDA graph, on a GPU that is not there: what is captured is replayed on the same memory."""
+"""A step as a CUDA graph, on a simulated GPU. A replay computes the captured step again in the same memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ztrans import ops
 from ztrans.compiled import Bound
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.codegen import executable
 from ztrans.runtime.cuda.graph_capture import Capture, check_device, copied_inputs, placed, with_rates
+from ztrans.runtime.executable import executable
 
 
 def step(state, batch):
-    """Numbers and tensors in the batch; values beside the state that show it, the batch, or neither."""
+    """The batch has a number and tensors. Outputs are views of the state, of the batch, and new values."""
     lr, (x, y) = batch
     grads, loss = grad_and_value(lambda w: (x @ w - y).square().mean())(state["w"])
     new = {"w": state["w"] - lr * grads, "steps": state["steps"] + 1}
@@ -44,7 +44,7 @@ def batch_of(k):
 
 
 def captured(fn, state, batch):
-    """A compiled step whose runs are captured by the double."""
+    """A compiled step that is captured on the simulated GPU, that GPU, and a list with an entry for each run."""
     cuda = FakeCuda()
     lowered = zt.Step.of(fn).lower(state, *batch)
     run = executable(lowered.graph, None)
@@ -76,13 +76,13 @@ def test_replays_compute_what_the_step_computes():
     data = [(batch_of(k),) for k in range(5)]
     compiled, cuda, calls = captured(step, state_of(), data[0])
     state = state_of()
-    found, outputs = trained(compiled, state, data)
+    state_after, outputs = trained(compiled, state, data)
     truth, wanted = trained(zt.Step.of(step).lower(state_of(), *data[0]).compile(), state_of(), data)
-    assert same(found, truth) and same(outputs, wanted), "numbers are read anew, and outputs kept are not overwritten"
-    assert found["w"] is state["w"], "the state is updated where it lies"
+    assert same(state_after, truth) and same(outputs, wanted), "numbers are read at each call, and earlier outputs stay"
+    assert state_after["w"] is state["w"], "the state is updated in place"
     assert len(calls) == 2 and cuda.graphs[0].replays == 4
-    side, here, again = cuda.entered
-    assert side is again is not here is cuda.now, "run once and captured on one side stream"
+    first_side, default, second_side = cuda.entered
+    assert first_side is second_side is not default is cuda.now, "the first run and the capture are on one side stream"
     assert cuda.capture_modes == ["thread_local"]
 
 
@@ -91,11 +91,11 @@ def test_whole_training_steps_are_captured(name):
     case = CASES[name]
     data = batches(case, 4)
     compiled, cuda, _ = captured(case.step, case.state(), data[0])
-    found, outputs = trained(compiled, pytree.tree_map(clone, case.state()), data)
+    state_after, outputs = trained(compiled, pytree.tree_map(clone, case.state()), data)
     truth, wanted = trained(
         zt.Step.of(case.step).lower(case.state(), *data[0]).compile(), pytree.tree_map(clone, case.state()), data
     )
-    assert same(found, truth) and same(outputs, wanted) and cuda.graphs[0].replays == 3
+    assert same(state_after, truth) and same(outputs, wanted) and cuda.graphs[0].replays == 3
 
 
 def clone(x):
@@ -106,7 +106,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
     data = [(batch_of(k),) for k in range(3)]
     compiled, cuda, calls = captured(step, state_of(), data[0])
     trained(compiled, state_of(), data[:1])
-    state, _ = trained(compiled, state_of(1), data[:2])  # the state of the capture is that of the second call
+    state, _ = trained(compiled, state_of(1), data[:2])  # the second call captures, with this state
     with pytest.raises(ValueError) as refused:
         compiled(state_of(2), *data[2])
     assert str(refused.value).startswith("step: state leaf w is not where it was when the step was captured")
@@ -115,24 +115,24 @@ def test_another_state_is_refused_until_the_graph_is_closed():
     compiled.close()
     assert cuda.graphs[0].resets == 1 and cuda.synchronized == 1
     compiled.close()
-    assert cuda.graphs[0].resets == 1, "closed once"
-    found, _ = trained(compiled, state_of(2), data)
+    assert cuda.graphs[0].resets == 1, "a second close() does nothing"
+    state_after, _ = trained(compiled, state_of(2), data)
     truth, _ = trained(zt.Step.of(step).lower(state_of(), *data[0]).compile(), state_of(2), data)
-    assert same(found, truth) and len(cuda.graphs) == 2
+    assert same(state_after, truth) and len(cuda.graphs) == 2
     assert calls == [1] * 4
 
 
-def test_a_step_that_cannot_be_captured_says_why_and_leaves_the_state_alone():
+def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     data = [(batch_of(k),) for k in range(2)]
     compiled, cuda, _ = captured(step, state_of(), data[0])
     capture = compiled._bound[0][1]
     inner = capture.run
 
     def reads(inputs):
-        made = inner(inputs)
+        results = inner(inputs)
         if cuda.graphs:
             inputs[0].sum().item()
-        return made
+        return results
 
     capture.run = reads
     state, _ = trained(compiled, state_of(), data[:1])
@@ -142,7 +142,7 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_the_state_alone():
     assert same(before, state) and capture.captured is None
 
 
-def test_the_graph_goes_before_the_process_group_when_the_process_ends(monkeypatch):
+def test_the_graph_is_closed_when_the_process_ends(monkeypatch):
     ends = []
     monkeypatch.setattr("atexit.register", lambda f, *args: ends.append((f, args)))
     data = [(batch_of(k),) for k in range(2)]
@@ -153,24 +153,24 @@ def test_the_graph_goes_before_the_process_group_when_the_process_ends(monkeypat
     assert cuda.graphs[0].resets == 1
     del compiled
     gc.collect()
-    close(*args)  # what is gone already is let be
+    close(*args)  # does nothing: the graph is gone already
 
 
-def test_state_on_the_cpu_is_refused_by_name_where_it_changes():
+def test_state_on_the_cpu_is_refused_if_the_step_changes_it():
     lowered = zt.Step.of(step).lower(state_of(), batch_of(0))
     there, here = torch.empty(3, 2, device="meta"), torch.zeros(())
     given = [there if v.name == "w" else here for v in lowered.graph.inputs[:2]]
     with pytest.raises(ValueError) as refused:
         placed(lowered.graph, [*given, here], "meta")
-    said = str(refused.value)
-    assert said.startswith("step: state leaf steps lies on cpu, and a CUDA graph would not see it change.\n")
-    assert "capturable=True or fused=True" in said
+    message = str(refused.value)
+    assert message.startswith("step: state leaf steps is on cpu, and a CUDA graph would not see it change.\n")
+    assert "capturable=True or fused=True" in message
     placed_ = placed(lowered.graph, [there, there, here], "meta")
     assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"
 
 
 def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
-    """As `lift` keeps it; a fused optimizer on a GPU reads it in fp32."""
+    """`lift` keeps it in the state. A fused optimizer on a GPU reads it in fp32."""
 
     def lifted():
         torch.manual_seed(0)
@@ -202,22 +202,22 @@ def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
         names.index("lr.0"),
         names.index("x"),
     ]
-    # Here the state lies where the graph is; the rate is to come with every call all the same, as on a GPU.
+    # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
     monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("lr.0"), names.index("x")])
     compiled = lowered.compile()
     compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
-    found, losses = run(compiled, state)
+    state_after, losses = run(compiled, state)
     function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
     wanted, expected = run(plain, truth)
-    assert same(losses, expected) and same(found["params"], wanted["params"])
+    assert same(losses, expected) and same(state_after["params"], wanted["params"])
     assert [e.op for e in graph.eqns].count(torch.ops.aten._to_copy.default) == 1
     assert {e.kwargs["lr"].dtype for e in graph.eqns if "lr" in e.kwargs} == {torch.float32}
     assert cuda.graphs[0].replays == 4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
-def test_without_a_gpu_it_is_an_error_that_says_what_is_missing():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
+def test_without_a_gpu_the_error_says_what_is_missing():
     lowered = zt.Step.of(step).lower(state_of(), batch_of(0))
     with pytest.raises(ValueError, match="cuda_graph=True needs a CUDA device and a PyTorch built for it"):
         lowered.compile(cuda_graph=True)
@@ -225,7 +225,7 @@ def test_without_a_gpu_it_is_an_error_that_says_what_is_missing():
         check_device("cpu")
 
 
-def test_tables_of_kernels_are_filled_when_the_capture_is_over(monkeypatch):
+def test_tables_of_kernels_take_memory_that_is_allocated_before_the_capture(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     rows, device = torch.arange(3), torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match="run the step once on them, then capture it, or capture it in"):
@@ -234,22 +234,22 @@ def test_tables_of_kernels_are_filled_when_the_capture_is_over(monkeypatch):
     monkeypatch.setattr(FakeTensor, "copy_", lambda self, x: self, raising=False)
     with FakeTensorMode(allow_non_fake_inputs=True), ops.filled_after_capture(room=12):
         with Called() as called:
-            made = [on_device(x, device) for x in (rows, more)]
-        # Memory of the graph is used again while it runs, so nothing that stays may be allocated there.
-        assert not any(x.device.type == "cuda" for x in called.made) and called.made
-        assert {x.untyped_storage()._cdata for x in made} == {made[0].untyped_storage()._cdata}
-        assert [x.storage_offset() for x in made] == [0, 4] and made[1].shape == more.shape
+            device_tables = [on_device(x, device) for x in (rows, more)]
+        # A graph reuses its own memory while it runs, so a table that stays must not be allocated during the capture.
+        assert not any(x.device.type == "cuda" for x in called.allocated) and called.allocated
+        assert {x.untyped_storage()._cdata for x in device_tables} == {device_tables[0].untyped_storage()._cdata}
+        assert [x.storage_offset() for x in device_tables] == [0, 4] and device_tables[1].shape == more.shape
         with pytest.raises(RuntimeError, match="take more than 12 integers: run the step once before, or give them more"):
             on_device(rows, device)
 
 
-def test_a_capture_that_fails_leaves_the_stream_and_the_collector_as_they_were():
+def test_a_failed_capture_restores_the_stream_and_the_garbage_collector():
     cuda = FakeCuda()
     graph = zt.Step.of(step).lower(state_of(), batch_of(0)).graph
 
     @contextlib.contextmanager
     def leaves(graph, stream, capture_error_mode):
-        """As torch does when the end of the capture fails: the stream of the capture stays current."""
+        """Fails at its end, and leaves the stream of the capture current, as torch does."""
         cuda.now = stream
         assert not gc.isenabled()
         yield
@@ -264,8 +264,8 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_collector_as_they_were()
     assert cuda.now is here and gc.isenabled()
 
 
-def test_tables_are_filled(monkeypatch):
-    """The same on memory that is there: the CPU's."""
+def test_tables_of_kernels_are_filled_after_the_capture(monkeypatch):
+    """In memory of the CPU, whose contents can be read here."""
     memory = torch.full((8,), -1)
     monkeypatch.setattr("torch.empty", lambda *size, dtype, device: memory)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
@@ -276,21 +276,21 @@ def test_tables_are_filled(monkeypatch):
 
 
 class Called(TorchDispatchMode):
-    """What is allocated meanwhile."""
+    """Records the tensors that are allocated while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = []
+        self.allocated = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not func.is_view:
-            self.made.append(made)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.allocated.append(result)
+        return result
 
 
-def test_tables_of_addresses(monkeypatch):
-    """Made for each stream and let go in turn; a capture takes what any stream has, and keeps it for good."""
+def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
+    """The least recently used table is dropped. A capture may use the table of any stream, and keeps it for good."""
     cuda = FakeCuda()
     monkeypatch.setattr("torch.cuda.current_stream", cuda.current_stream)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", cuda.is_current_stream_capturing)
@@ -303,10 +303,10 @@ def test_tables_of_addresses(monkeypatch):
     first = of(x)
     assert first.tolist() == [x.data_ptr()] and of(x) is first
     with cuda.stream(cuda.Stream()):
-        assert of(x) is not first, "another stream might read it before it is there, or after it is let go"
+        assert of(x) is not first, "another stream might read it before it is written, or after it is freed"
     with cuda.graph(cuda.CUDAGraph(), cuda.Stream(), "thread_local"):
         assert of(x) is first and tables._captured == [first]
     of(y)
     of(x)
-    of(z)  # y has not been asked for the longest, and is let go
+    of(z)  # drops the table of y, the least recently used one
     assert [key[0] for key in tables._kept] == [(x.data_ptr(),), (z.data_ptr(),)]

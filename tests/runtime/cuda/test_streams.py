@@ -1,4 +1,4 @@
-"""Streams beside compute: real programs on a GPU that is not there, and races that must be found."""
+"""Streams for packing and communication: real programs on a simulated GPU, and a checker that must report races."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from ztrans.ir.collectives import (
     WAIT,
     all_gather,
     is_start,
-    sends_as_it_lies,
+    rules,
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
-from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
+from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import Channel
 from ztrans.tracing.arguments import Arguments, flat
 
@@ -46,7 +47,7 @@ CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Four ranks of which this is the second; what the others send does not matter here."""
+    """A mesh of four ranks of which this process is the second. The others do not exist: nothing arrives."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=WORLD, store=FakeStore())
@@ -64,7 +65,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
 
 
 def play(low, local, mesh, steps=2):
-    """Some steps of a program under the checker."""
+    """Run some steps of a program under the race checker, and return the checker."""
     with Races() as cuda:
         program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
         for _ in range(steps):
@@ -79,32 +80,31 @@ def play(low, local, mesh, steps=2):
     [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")]
     + [(name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")],
 )
-def test_no_race_and_no_host_that_waits(mesh, name, stage, chain):
+def test_programs_have_no_race_and_the_host_never_waits(mesh, name, stage, chain):
     low, local = lowered(mesh, name, stage, CHAINS[chain])
     cuda = play(low, local, mesh)
     assert cuda.races == []
-    assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and a lane"
-    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory is used again"
-    # The bytes alive at once, of all pools, are those that the cost model counts and what is being packed, but for
-    # alignment.
+    assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and at least one lane"
+    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory must be reused, else races on it cannot be seen"
+    # The peak over all pools is that of the cost model plus the gradients that are being packed, up to alignment.
     inputs = sum(x.nbytes for x in local)
     assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
 
 
 def with_packing(low):
-    """The peak of the memory analysis, with the gradients that a bucket packs until the next collective."""
+    """The peak of the memory analysis, if packed gradients stay live until the next collective, as on a GPU."""
     axes, packed, peak = low.graph.axes, 0, 0
     for e, live in zip(low.graph.eqns, low.memory_analysis().live):
         packed = 0 if is_start(e) or e.op is WAIT else packed
         peak = max(peak, live + packed)
         if is_start(e):
-            copied = (v for k, v in enumerate(e.ins) if not sends_as_it_lies(e, k, axes) and v not in low.graph.inputs)
+            copied = (v for k, v in enumerate(e.ins) if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs)
             packed = sum(v.numel * v.dtype.itemsize for v in copied)
     return peak
 
 
-def test_what_a_gather_unpacks_is_counted(mesh):
-    """Small members cross together, and are there twice while their values are made."""
+def test_the_buffer_that_a_gather_unpacks_is_counted(mesh):
+    """Small members share a message. While it is unpacked, they are live twice: in the buffer, and as values."""
 
     def step(state, x):
         for w in state.values():
@@ -118,13 +118,13 @@ def test_what_a_gather_unpacks_is_counted(mesh):
     assert len(gather.outs) == 12
     _, local = flat(low.program, low.graph, low.mesh, Arguments(step.shard(state), (x,)))
     inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
-    said = low.memory_analysis().peak - inputs
-    assert 2 * whole < play(low, local, mesh).peak <= 1.02 * said + 512
-    assert said < 2.3 * whole
+    predicted = low.memory_analysis().peak - inputs
+    assert 2 * whole < play(low, local, mesh).peak <= 1.02 * predicted + 512
+    assert predicted < 2.3 * whole
 
 
-def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
-    """bf16 on the wire, casts both ways, and parts that are not of one size."""
+def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
+    """With bf16 on the wire, casts on both sides, and shards of different sizes."""
     low, local = lowered(mesh, "uneven", 3, reduce_dtype=torch.bfloat16)
     cuda = play(low, local, mesh)
     assert cuda.races == []
@@ -132,11 +132,11 @@ def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
     packed = {stream for name, stream in cuda.launches if name == "cast_pack"}
     assert len(packed) == 1 and "compute" not in packed
     on_compute = {name for name, stream in cuda.launches if stream == "compute"}
-    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "beside compute"
+    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "they run on streams of their own"
 
 
 @pytest.mark.parametrize(
-    ("kind", "op", "wire", "said"),
+    ("kind", "op", "wire", "text"),
     [
         (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12.00 us for 64.00 KiB, NCCL 20.00 us)"),
         (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)"),
@@ -152,12 +152,12 @@ def test_half_precision_is_summed_here_and_members_may_lie_anyhow(mesh):
         (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
     ],
 )
-def test_a_transport_has_a_reason(kind, op, wire, said):
+def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
     times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32.00 MiB"}
-    assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == said
+    assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == text
 
 
-def test_who_cannot_read_the_others_memory_is_told_why(mesh):
+def test_symmetric_memory_says_why_it_cannot_be_used(mesh):
     group = mesh.get_group()
     assert SymmetricMemory().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
     assert SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
@@ -165,7 +165,7 @@ def test_who_cannot_read_the_others_memory_is_told_why(mesh):
     assert SymmetricMemory().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
 
 
-def test_the_checker_knows_what_a_kernel_reads_through_addresses():
+def test_the_checker_reports_a_race_on_memory_read_through_addresses():
     with Races() as cuda:
         memory = cuda.knows(lambda nbytes: in_one_process(1, nbytes)[0])(8)
         with cuda.stream(cuda.Stream()):
@@ -174,9 +174,9 @@ def test_the_checker_knows_what_a_kernel_reads_through_addresses():
     assert cuda.races
 
 
-def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
+def test_a_barrier_that_timed_out_is_an_error_at_the_next_check():
     memory = SymmetricMemory(lambda nbytes, group: in_one_process(2, nbytes)[0])
-    group = Channel("dp", "gathers")  # anything that can be referred to weakly
+    group = Channel("dp", "gathers")  # any object that can be weakly referenced
     memory.reserve(group, 8)
     memory.check()
     memory.buffer(group).error.fill_(2)
@@ -184,10 +184,10 @@ def test_a_rank_that_waited_in_vain_is_told_of_before_a_graph_is_replayed():
         memory.check()
 
 
-def test_the_program_says_what_carries_its_collectives(mesh):
+def test_the_printed_program_names_the_transport_of_each_collective(mesh):
     low, _ = lowered(mesh, "gpt_adam", 3)
-    said = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
-    assert "by=nccl all_gather (moves bytes" in said and "by=nccl reduce_scatter (reduces float32" in said
+    text = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
+    assert "by=nccl all_gather (moves bytes" in text and "by=nccl reduce_scatter (reduces float32" in text
 
 
 def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
@@ -205,11 +205,11 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     assert len(times.started) == len(times.done) == len(times.arrived) == len(starts)
     assert all(a < b for a, b in zip(times.started, times.done))
     lanes = [r.stream for r in TimedEvent.readings if r.stream is not None]
-    assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one of gathers, one of reductions"
+    assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one lane of gathers and one of reductions"
     assert cuda.races == []
 
 
-def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeypatch):
+def test_back_to_back_timing_launches_while_the_gpu_has_other_work(monkeypatch):
     monkeypatch.setattr("torch.Event", TimedEvent)
     monkeypatch.setattr(TimedEvent, "readings", [])
     monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
@@ -219,15 +219,15 @@ def test_what_is_timed_in_a_row_is_launched_while_the_gpu_has_other_work(monkeyp
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 
-class Hasty(Streams):
-    """Lets go of what was packed without waiting for the packing."""
+class FreesEarly(Streams):
+    """Wrong: frees the packed gradients before the packing has ended."""
 
     def release(self):
         self.packed = None
 
 
-class Early(Streams):
-    """Packs before compute has made what is packed."""
+class PacksEarly(Streams):
+    """Wrong: packs without waiting for the operations that compute the members."""
 
     @contextlib.contextmanager
     def pack(self, members):
@@ -236,8 +236,8 @@ class Early(Streams):
         self.packed = self.packing.record_event(), members
 
 
-class Unpacked(Streams):
-    """Communicates before the packing is over."""
+class SendsEarly(Streams):
+    """Wrong: sends the buffer before the packing has ended."""
 
     @contextlib.contextmanager
     def communicate(self, lane):
@@ -245,44 +245,45 @@ class Unpacked(Streams):
             yield
 
 
-def forgets(done, *_):
+def wait_without_event(done, *_):
+    """Wrong: a wait that does not wait for the event of its message."""
     done.streams.release()
 
 
-@pytest.mark.parametrize("streams", [Hasty, Early, Unpacked])
-def test_the_checker_finds_a_wait_that_is_missing(mesh, streams, monkeypatch):
+@pytest.mark.parametrize("streams", [FreesEarly, PacksEarly, SendsEarly])
+def test_the_checker_reports_a_missing_wait(mesh, streams, monkeypatch):
     monkeypatch.setattr("test_streams.Streams", streams)
+    assert play(*lowered(mesh, "cast_inside", 3), mesh).races
+
+
+def test_the_checker_reports_a_wait_without_an_event(mesh, monkeypatch):
+    monkeypatch.setattr(Done, "wait", wait_without_event)
     assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
 
 
-def test_the_checker_finds_a_wait_without_an_event(mesh, monkeypatch):
-    monkeypatch.setattr(Done, "wait", forgets)
-    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
-
-
-def test_the_checker_finds_a_buffer_that_is_let_go_too_early(mesh, monkeypatch):
+def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch):
     kept = Done.__init__
     monkeypatch.setattr(Done, "__init__", lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()))
-    assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
+    assert play(*lowered(mesh, "cast_inside", 3), mesh).races
 
 
-def test_the_checker_finds_a_host_that_waits():
+def test_the_checker_raises_if_the_host_waits():
     with Races(), pytest.raises(AssertionError, match="the host waits for a value"):
         torch.ones(1).item()
 
 
 def overwriting():
-    """A gather of w is under way while the new w is computed."""
+    """A program in which w is gathered while its new value is computed."""
     w, b = Var("w", torch.float32, (8,), (Split("dp"),)), Var("b", torch.float32, (8,))
     start = all_gather([w], ["w.full"], "dp", provenance=Provenance("param", ("w",), "dp"))
     new = Eqn(torch.ops.aten.mul.Tensor, (w, 0.5), (Var("w.new", w.dtype, w.shape, w.layout),))
-    came = wait(start.outs[0])
+    end = wait(start.outs[0])
     y = Var("y", torch.float32, (8,))
-    eqns = (start, new, came, Eqn(torch.ops.aten.add.Tensor, (came.outs[0], b), (y,)))
+    eqns = (start, new, end, Eqn(torch.ops.aten.add.Tensor, (end.outs[0], b), (y,)))
     return Graph("f", (w, b), eqns, (new.outs[0], y), 1, mesh=(("dp", WORLD),))
 
 
-def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, monkeypatch):
+def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatch):
     program = SimpleNamespace(graph=overwriting())
     new = program.graph.eqns[1]
     assert new not in donation.donation(program.graph).twins
@@ -294,11 +295,11 @@ def test_what_a_collective_reads_is_not_written_in_place_while_it_does(mesh, mon
 
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_bits_on_streams():
-    """Over gloo, whose calls of the same names give what NCCL's do."""
+    """Over gloo, whose collectives have the same names and results as NCCL's."""
     figures = torchrun(2, "streamed.py")
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
-    assert [f["said"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
+    assert [f["times"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
     assert len(figures) == 4 * 6 + 5
     assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
     for f in figures:

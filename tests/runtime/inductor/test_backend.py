@@ -1,4 +1,4 @@
-"""compile(backend="inductor") computes what the eager backend does, with few kernels."""
+"""`compile(backend="inductor")` computes what the eager backend computes, with few kernels."""
 
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, token
 from tests.support.torchrun import torchrun
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
-from ztrans.runtime.codegen import fused
 from ztrans.runtime.inductor import cpu_matmul as products
+from ztrans.runtime.inductor.backend import KernelCall
+from ztrans.runtime.inductor.compiler import fused
 from ztrans.runtime.inductor.fake_layouts import Strided
 
 
 def both(lowered, state, data) -> list:
-    """Final state and outputs with either backend."""
+    """The final state, the outputs and the compiled step of the eager backend, and of Inductor."""
     results = []
     for backend in ("eager", "inductor"):
         compiled, mine, outputs = lowered.compile(backend=backend), clone(state), []
@@ -39,8 +40,8 @@ QUICK = ("mlp_momentum", "adamw_fused", "lstm")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)])
-def test_steps_compute_what_eager_ones_do(name):
-    """To 1e-5 in fp32: a fused sum is made in another order, and a product by another library."""
+def test_steps_compute_what_the_eager_backend_does(name):
+    """To 1e-5 in fp32: a fused sum has another order, and a product may use another library."""
     case = CASES[name]
     (state, outputs, _), (mine, mines, _) = both(on_ranks(case, 1), case.state(), batches(case, 3))
     half = name in ("autocast", "cast_inside", "cast_outside")
@@ -49,7 +50,7 @@ def test_steps_compute_what_eager_ones_do(name):
 
 
 def drop(state, x):
-    """Random draws between fused equations, an output that shows the state, and AdamW's state replaced."""
+    """A step with a random draw between fused equations, an output that is a view of the state, and Adam's update."""
     w = state["w"].detach().requires_grad_()
     h = F.dropout(F.gelu(torch.cat([x @ w]).sin() + 1), 0.5).cos()
     (g,) = torch.autograd.grad(h.square().mean(), w)
@@ -62,7 +63,7 @@ def of(*shape: int) -> dict:
     return {"w": torch.randn(*shape), "m": torch.zeros(*shape), "v": torch.zeros(*shape)}
 
 
-def test_draws_are_the_same_and_state_is_written_where_it_is():
+def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     data = [(torch.randn(8, 16),) for _ in range(3)]
     lowered = zt.Step.of(drop).lower(of(16, 32), *data[0])
     (state, outputs, _), (mine, mines, compiled) = both(lowered, of(16, 32), data)
@@ -71,12 +72,13 @@ def test_draws_are_the_same_and_state_is_written_where_it_is():
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
     program = compiled._bound[0][1].program
-    written = [k for name, m in program.named_children() if name.startswith("kernel") for k in m.written if k is not None]
-    assert len(written) == 2, "w and v are written by a kernel; the old m is an output"
-    assert not torch.equal(held.t(), before), "what was handed out is not what the next step writes"
+    kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
+    written = [k for kernel in kernels for k in kernel.written if k is not None]
+    assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
+    assert not torch.equal(held.t(), before), "the next step does not write into an output of this one"
 
 
-def test_batches_may_lie_otherwise_in_memory():
+def test_the_strides_of_a_batch_may_change_between_calls():
     compiled = zt.Step.of(drop).lower(of(4, 8), torch.randn(2, 4)).compile(backend="inductor")
     x, results = torch.randn(2, 4), []
     for batch in (x, x.t().contiguous().t()):
@@ -87,7 +89,7 @@ def test_batches_may_lie_otherwise_in_memory():
 
 
 def deep(layers: int):
-    """A GPT of equal layers, lowered and compiled, with what it was called with."""
+    """A GPT of equal layers: lowered, compiled, its state, and its batch."""
     model = GPT(layers=layers)
     loss = gpt_loss(model)
 
@@ -121,18 +123,18 @@ def test_the_program_that_runs_is_printed_and_profiled(two_layers):
     assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
 
 
-def test_a_kernel_writes_over_what_is_donated_and_nothing_else():
-    """The same function twice: what is compiled for a donated argument must not be taken for another's."""
+def test_a_kernel_overwrites_only_donated_arguments():
+    """One function is compiled for three sets of donated arguments. Each needs a kernel of its own."""
     kernels = [fused(lambda x, y: [x * y + 1], lambda: [torch.empty(64), torch.empty(64)], d) for d in ([], [1], [0])]
     for kernel, over in zip(kernels, (None, 1, 0)):
         given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
-        (made,) = kernel(list(given))
-        assert torch.equal(made, torch.full((64,), 7.0))
-        assert [x.data_ptr() == made.data_ptr() for x in given] == [over == 0, over == 1]
+        (result,) = kernel(list(given))
+        assert torch.equal(result, torch.full((64,), 7.0))
+        assert [x.data_ptr() == result.data_ptr() for x in given] == [over == 0, over == 1]
 
 
-def test_no_result_of_a_kernel_is_an_argument_that_it_was_given():
-    """What reads nothing but it, and what would be equal to it, is a value of its own: both may be written over."""
+def test_no_result_of_a_kernel_shares_memory_with_an_argument():
+    """Not even a result that equals the argument: later kernels may overwrite either of them."""
     aten = torch.ops.aten
 
     def same(x, h):
@@ -140,8 +142,8 @@ def test_no_result_of_a_kernel_is_an_argument_that_it_was_given():
         return [x * aten.ones_like(x), x + aten.zeros_like(x), aten.clone(x), x / 1, cast, wide.bfloat16(), wide + 0]
 
     x, h = torch.randn(64), torch.randn(64).bfloat16()
-    made = fused(same, lambda: [torch.empty(64), torch.empty(64, dtype=torch.bfloat16)])([x, h])
-    assert len({v.data_ptr() for v in (x, h, *made)}) == 2 + len(made)
+    results = fused(same, lambda: [torch.empty(64), torch.empty(64, dtype=torch.bfloat16)])([x, h])
+    assert len({v.data_ptr() for v in (x, h, *results)}) == 2 + len(results)
 
 
 def alone(a):
@@ -160,7 +162,7 @@ def in_part(a):
 
 
 def turned(a):
-    """The kernel reads a value and a view of it that others read too."""
+    """A kernel reads `h` and a view of it, and another operation reads that view too."""
     h = a @ a
     t = h.t()
     b = a @ t
@@ -168,7 +170,7 @@ def turned(a):
 
 
 @pytest.mark.parametrize("function, donates", [(alone, True), (returned, False), (in_part, False), (turned, False)])
-def test_kernels_are_donated_what_dies_with_them_and_lies_alone(function, donates):
+def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donates):
     step = lambda state, a: (state, function(a))
     a = torch.randn(65, 65) / 8
     compiled = zt.Step.of(step).lower(torch.ones(1), a).compile(backend="inductor")
@@ -179,26 +181,26 @@ def test_kernels_are_donated_what_dies_with_them_and_lies_alone(function, donate
 
 
 def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
-    """What is scattered into zeros is compared with an index instead."""
+    """A scatter into zeros is fused as a comparison with the index."""
     aten = torch.ops.aten
 
-    def grads(logits, target, one):
+    def grads(logits, target, unit):
         log = aten._log_softmax(logits, 1, False)
         loss, weight = aten.nll_loss_forward(log, target, None, 1, -100)
-        scattered = aten.nll_loss_backward(one, log, target, None, 1, -100, weight)
+        scattered = aten.nll_loss_backward(unit, log, target, None, 1, -100, weight)
         return [loss, aten._log_softmax_backward_data(scattered, log, 1, torch.float32)]
 
-    logits, target, one = torch.randn(64, 512), torch.randint(512, (64,)), torch.ones(())
+    logits, target, unit = torch.randn(64, 512), torch.randint(512, (64,)), torch.ones(())
     target[3] = -100
     kernel = fused(grads, lambda: [torch.empty(64, 512), torch.empty(64, dtype=torch.int64), torch.empty(())])
-    for a, b in zip(kernel([logits, target, one]), grads(logits, target, one)):
+    for a, b in zip(kernel([logits, target, unit]), grads(logits, target, unit)):
         torch.testing.assert_close(a, b)
     code = Path(kernel.current_callable.__globals__["__file__"]).read_text()
     assert code.count("empty_strided_cpu((64, 512)") == 1
 
 
-def test_the_rms_norm_of_a_gpu_is_fused_with_what_is_around_it():
-    """A CPU has none of its own, so that PyTorch records other operations for it."""
+def test_the_fused_rms_norm_of_gpus_joins_a_kernel():
+    """On a CPU, PyTorch records other operations for an RMS norm, so the test calls the fused one directly."""
     aten = torch.ops.aten
 
     def both_ways(x, w, grad):
@@ -213,7 +215,7 @@ def test_the_rms_norm_of_a_gpu_is_fused_with_what_is_around_it():
         torch.testing.assert_close(a, b.detach())
 
 
-def test_products_by_another_library():
+def test_products_can_use_another_library():
     a, b, bias = torch.randn(64, 32), torch.randn(48, 32).t(), torch.randn(48)
     assert torch.allclose(products.mm(a, b), a @ b, atol=1e-5)
     assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)

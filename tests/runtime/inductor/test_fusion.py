@@ -1,4 +1,4 @@
-"""Groups of equations that run as one: what is in them, and that their order keeps the program."""
+"""Fusion: which equations form a group that runs as one kernel, and an order in which each group is contiguous."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ aten = torch.ops.aten
 
 
 def kept_in_order(graph: Graph) -> list:
-    """What must not change places: starts of collectives, first waits for them, random draws."""
-    made, seen, found = producers(graph.eqns), set(), []
+    """The equations whose order must not change: starts of collectives, first waits for them, and random draws."""
+    producer, seen, keys = producers(graph.eqns), set(), []
     for e in graph.eqns:
-        key = ("wait", made[e.args[0]]) if e.op is WAIT else ("start", e)
+        key = ("wait", producer[e.args[0]]) if e.op is WAIT else ("start", e)
         if (is_start(e) or e.op is WAIT or is_random(e.op)) and key not in seen:
             seen.add(key)
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_order_that_fuses_is_an_order_of_the_same_program(name, stage):
+def test_fusion_only_reorders_the_program(name, stage):
     case = CASES[name]
     graph = on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL).graph
     state, (batch,) = case.state(), batches(case, 1)
@@ -39,7 +39,7 @@ def test_the_order_that_fuses_is_an_order_of_the_same_program(name, stage):
     place = {e: i for i, e in enumerate(fused.eqns)}
     for group in groups:
         first = place[group.eqns[0]]
-        assert [place[e] for e in group.eqns] == [*range(first, first + len(group.eqns))], "side by side"
+        assert [place[e] for e in group.eqns] == [*range(first, first + len(group.eqns))], "a group is contiguous"
     flat = [torch.as_tensor(x) for x in pytree.tree_leaves(clone(state))]
     rest = [[torch.as_tensor(x) for x in pytree.tree_leaves(part)] for part in slices(batch, 2)]
     ranks = [mine + part for mine, part in zip(scatter(graph, flat), rest)]
@@ -53,22 +53,25 @@ def test_the_order_that_fuses_is_an_order_of_the_same_program(name, stage):
 
 
 def program(*eqns: tuple, outputs: str) -> Graph:
-    """Equations `(name, op, *args)` over x: f32[4,4] and s: f32[], results as large as their first argument."""
+    """A program of equations `(name, op, *args)` over x: f32[4,4] and s: f32[].
+
+    A result whose name starts with s is a scalar, any other is f32[4,4].
+    """
     env = {"x": Var("x", torch.float32, (4, 4)), "s": Var("s", torch.float32, ())}
-    made = []
+    equations = []
     for name, op, *args in eqns:
         args = tuple(env.get(a, a) if isinstance(a, str) else a for a in args)
         env[name] = Var(name, torch.float32, () if name[0] == "s" else (4, 4))
-        made.append(Eqn(op, args, (env[name],)))
-    return Graph("f", (env["x"], env["s"]), tuple(made), tuple(env[o] for o in outputs.split()), 0)
+        equations.append(Eqn(op, args, (env[name],)))
+    return Graph("f", (env["x"], env["s"]), tuple(equations), tuple(env[o] for o in outputs.split()), 0)
 
 
 def names(graph: Graph) -> list[str]:
     return [" ".join(e.outs[0].name for e in group.eqns) for group in fuse(graph)[1]]
 
 
-def test_updates_of_one_call_are_of_one_dtype():
-    """As `torch.optim` groups them: on a GPU a call takes no others."""
+def test_fused_optimizer_updates_are_grouped_by_dtype():
+    """As `torch.optim` groups them. On a GPU a call with several dtypes would fail."""
     model = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -79,11 +82,11 @@ def test_updates_of_one_call_are_of_one_dtype():
 
     step, state = zt.lift(loop_step, model, optimizer)
     _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
-    found = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
-    assert sorted(map(len, found)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in found)
+    dtypes_by_group = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
+    assert sorted(map(len, dtypes_by_group)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in dtypes_by_group)
 
 
-def test_what_reads_a_group_joins_it_past_a_product():
+def test_a_reader_of_a_group_joins_it_across_a_product():
     graph = program(
         ("a", aten.relu.default, "x"),
         ("b", aten.mm.default, "a", "x"),
@@ -96,7 +99,7 @@ def test_what_reads_a_group_joins_it_past_a_product():
     assert [e.outs[0].name for e in fuse(graph)[0].eqns] == ["a", "c", "b", "d", "e"]
 
 
-def test_random_draws_products_and_scatters_stand_alone():
+def test_random_draws_and_scatters_are_not_fused():
     graph = program(
         ("a", aten.relu.default, "x"),
         ("b", aten.bernoulli.p, "a", 0.5),
@@ -107,7 +110,7 @@ def test_random_draws_products_and_scatters_stand_alone():
 
 
 def test_updates_that_share_a_scalar_are_not_one_group():
-    """A clip coefficient is read by every update: they would be one kernel as long as the model."""
+    """Every update reads the clip coefficient. Otherwise all updates would be one kernel as long as the model."""
     graph = program(
         ("s1", aten.add.Tensor, "s", 1),
         ("s2", aten.sqrt.default, "s1"),
@@ -133,8 +136,8 @@ def test_views_stay_out_unless_they_are_read_inside():
     assert names(graph) == ["a b w c"]
 
 
-def test_what_only_a_group_reads_waits_for_it():
-    """As the second moment in AdamW's update, whose decay is written before the gradient is squared."""
+def test_an_equation_that_only_a_later_group_reads_joins_that_group():
+    """As in AdamW, where the decay of the second moment comes before the square of the gradient."""
     graph = program(
         ("a", aten.mul.Tensor, "x", 0.9),
         ("g", aten.mm.default, "x", "x"),
@@ -145,7 +148,7 @@ def test_what_only_a_group_reads_waits_for_it():
     assert names(graph) == ["a b c"]
 
 
-def test_what_is_made_of_nothing_stands_with_who_reads_it():
+def test_a_constant_is_computed_just_before_its_first_reader():
     make = [("o", aten.full.default, [4, 4], 1.0), ("v", aten.t.default, "o")]
     used = program(*make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a")
     assert names(used) == []

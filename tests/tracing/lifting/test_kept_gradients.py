@@ -1,4 +1,7 @@
-"""Gradients from call to call of a lifted loop, and parameters from outside of it: as in the loop, or an error."""
+"""Gradients that a lifted loop keeps between its calls, and parameters that were taken from the module before the loop.
+
+The lifted step computes what the loop computes, or raises an error.
+"""
 
 import copy
 
@@ -15,7 +18,7 @@ ADAMW = of("AdamW", lr=0.05)
 
 
 def never(model, optimizer):
-    """A loop that adds to the gradients of all calls before."""
+    """A loop that never resets gradients, so each call adds to those of the calls before."""
 
     def loop_step(x, y):
         loss = F.mse_loss(model(x), y)
@@ -59,7 +62,7 @@ def by_hand(model, optimizer):
 
 
 def every_second(model, optimizer):
-    """A loop that keeps the gradient of the first half of its batch for the next call's step."""
+    """A loop that takes its step after the first half of the batch, and keeps the second half's gradient."""
 
     def loop_step(x, y):
         F.mse_loss(model(x[:6]), y[:6]).backward()
@@ -73,17 +76,18 @@ def every_second(model, optimizer):
 
 
 def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, before=0, **how):
-    """The loop, and the lifted step on a copy, for some calls: the largest distance between them."""
+    """Run the loop, and the lifted step on a copy. Returns the largest distance of losses, state and gradients."""
     model = make()
     optimizer = make_optimizer(model)
     for batch in data(steps=before):
         never(model, optimizer)(*batch)
-    other = make()
-    twin = make_optimizer(other)
-    other.load_state_dict(model.state_dict()), twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p, q in zip(model.parameters(), other.parameters()):
+    lifted_model = make()
+    lifted_optimizer = make_optimizer(lifted_model)
+    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(model.parameters(), lifted_model.parameters()):
         q.grad = None if p.grad is None else p.grad.clone()
-    plain, (step, state) = make_loop(model, optimizer), zt.lift(make_loop(other, twin), other, twin, **how)
+    plain, lifted_loop = make_loop(model, optimizer), make_loop(lifted_model, lifted_optimizer)
+    step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer, **how)
     run = zt.Step(step)
     if ranks > 1:
         run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
@@ -94,18 +98,18 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
         want = plain(x, y).detach()
         state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
         worst = max(worst, distance(torch.stack(got).mean() if ranks > 1 else got, want))
-    zt.restore(other, twin, state)
-    mine, theirs = everything(other, twin), everything(model, optimizer)
+    zt.restore(lifted_model, lifted_optimizer, state)
+    mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     worst = max(worst, distance({k: mine[k] for k in theirs}, theirs))
-    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), "made before the first step, and still so"
+    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), "state that only the lifted side has must still be zero"
     if how.get("carry_grads"):
-        for p, q in zip(model.parameters(), other.parameters()):
+        for p, q in zip(model.parameters(), lifted_model.parameters()):
             worst = max(worst, distance(q.grad, p.grad) if p.grad is not None else float(q.grad is not None))
     return worst
 
 
 def test_a_loop_that_never_resets_is_refused():
-    """It would go on as if it did: 1.275 where PyTorch has 1.232."""
+    """Without the error the step would compute as if the loop reset them: a loss of 1.275 instead of 1.232."""
     with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_kept_gradients.py:\d+(?s:.)*carry_grads=True"):
         compare(never)
     with pytest.raises(ValueError, match=r"adds to the gradient"):
@@ -113,11 +117,11 @@ def test_a_loop_that_never_resets_is_refused():
 
 
 @pytest.mark.parametrize("make_loop", [at_the_end, to_zeros, by_hand])
-def test_a_loop_that_resets_is_lifted_as_it_is(make_loop):
+def test_a_loop_that_resets_its_gradients_is_lifted_unchanged(make_loop):
     assert compare(make_loop) == 0
 
 
-def test_gradients_are_carried():
+def test_carry_grads_carries_gradients_in_the_state():
     assert compare(never, carry_grads=True) == 0
     assert compare(never, carry_grads=True, before=2) == 0
     assert compare(every_second, carry_grads=True, before=1) == 0
@@ -125,14 +129,14 @@ def test_gradients_are_carried():
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_carried_gradients_on_many_ranks(stage):
+def test_gradients_are_carried_on_several_ranks(stage):
     with default_dtype(torch.float64):
         assert compare(never, carry_grads=True, ranks=3, stage=stage) < 1e-12
         assert compare(never, make_optimizer=of("SGD", lr=0.1), carry_grads=True, before=1, ranks=2, stage=stage) < 1e-12
 
 
-def test_a_step_before_its_backward():
-    """The first call finds no gradients, and leaves parameters alone; the second finds some."""
+def test_a_loop_may_step_before_its_backward():
+    """Its first call has no gradients, and updates nothing. The second call has some."""
 
     def early(model, optimizer):
         def loop_step(x, y):
@@ -152,7 +156,7 @@ def test_a_step_before_its_backward():
 
 
 class Partly(nn.Module):
-    """Half of it is never used."""
+    """A module of which one layer is never used."""
 
     def __init__(self):
         super().__init__()
@@ -165,12 +169,12 @@ class Partly(nn.Module):
 
 @pytest.mark.parametrize("make_loop, how", [(never, {"carry_grads": True}), (to_zeros, {}), (at_the_end, {})])
 def test_parameters_without_gradients_stay_as_they_are(make_loop, how):
-    """Zeros in the place of None would decay their weights."""
+    """With gradients of zeros instead of None, AdamW would decay their weights."""
     assert compare(make_loop, Partly, of("AdamW", lr=0.05, weight_decay=0.5), **how) == 0
 
 
-def test_zeros_are_gradients():
-    """A parameter that has had a gradient keeps it as zeros, and its momentum and its decay go on."""
+def test_a_gradient_of_zeros_still_counts_as_a_gradient():
+    """A parameter that has had a gradient keeps it as zeros, and its momentum and weight decay go on."""
 
     def half(model, optimizer):
         def loop_step(x, y):
@@ -188,19 +192,20 @@ def test_zeros_are_gradients():
         return model
 
     def optimizer(model):
-        made = optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+        adamw = optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
         if model.unused.weight.grad is not None:
-            made.step()
-        return made
+            adamw.step()
+        return adamw
 
     assert compare(half, with_gradients, optimizer) == 0
 
 
-def test_a_parameter_that_is_frozen_on_the_way():
-    """With zeros for gradients, AdamW goes on to move what it has momentum for."""
-    model, other = make_model(), make_model()
-    optimizer, twin = (optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, other))
-    plain, (step, state) = to_zeros(model, optimizer), zt.lift(to_zeros(other, twin), other, twin)
+def test_a_parameter_may_be_frozen_during_training():
+    """Its gradient stays zeros, and AdamW goes on to move it by its momentum."""
+    model, lifted_model = make_model(), make_model()
+    optimizer, lifted_optimizer = (optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, lifted_model))
+    plain, lifted_loop = to_zeros(model, optimizer), to_zeros(lifted_model, lifted_optimizer)
+    step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
     for k, batch in enumerate(data()):
@@ -208,12 +213,12 @@ def test_a_parameter_that_is_frozen_on_the_way():
         state, got = run(state, *batch)
         assert torch.equal(got, want)
         if k == 1:
-            model[0].requires_grad_(False), other[0].requires_grad_(False)
-    zt.restore(other, twin, state)
-    assert distance(everything(other, twin), everything(model, optimizer)) == 0
+            model[0].requires_grad_(False), lifted_model[0].requires_grad_(False)
+    zt.restore(lifted_model, lifted_optimizer, state)
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) == 0
 
 
-def test_gradients_that_were_there_before_lift():
+def test_gradients_from_before_lift_are_refused():
     with pytest.raises(ValueError, match=r"adds to the gradient(?s:.)*and before lift"):
         compare(at_the_end, before=1)
 
@@ -226,7 +231,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_reading_them_is_refused(read):
+def test_reading_the_gradients_of_an_earlier_call_is_refused(read):
     def reads(model, optimizer):
         def loop_step(x, y):
             read(model)
@@ -239,8 +244,7 @@ def test_reading_them_is_refused(read):
         compare(reads, before=1)
 
 
-def test_written_gradients():
-    """A loop that writes gradients itself needs no zero_grad."""
+def test_a_loop_that_writes_its_gradients_itself_needs_no_zero_grad():
 
     def written(model, optimizer):
         def loop_step(x, y):
@@ -258,7 +262,7 @@ def test_written_gradients():
     assert compare(written) == 0
 
 
-def test_an_optimizer_that_steps_in_backward():
+def test_an_optimizer_may_step_during_backward():
     def hooked(model, optimizer):
         def step(p):
             optimizer.step()
@@ -293,8 +297,8 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)
-def test_parameters_from_outside(use):
-    """A list that was made before the loop holds the module's own parameters, and others are trained."""
+def test_parameters_taken_before_the_loop_are_refused(use):
+    """A list made before the loop holds the module's own parameters, but the lifted step trains stand-ins."""
     model = make_model()
     optimizer, held = of("SGD", lr=0.1)(model), list(model.parameters())
     before = [p.detach().clone() for p in held]
@@ -305,7 +309,7 @@ def test_parameters_from_outside(use):
     assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
 
 
-def test_what_parameters_from_outside_are_asked():
+def test_parameters_taken_before_the_loop_may_be_asked_for_their_type():
     def sized(model, optimizer):
         held = list(model.parameters())
 
@@ -319,7 +323,7 @@ def test_what_parameters_from_outside_are_asked():
 
 
 def switched(model, optimizer, last):
-    """A loop that trains half of the model, and switches before or after."""
+    """A loop that freezes the first layer, before its step or (with `last`) after it."""
     plain = at_the_end(model, optimizer)
 
     def loop_step(x, y):
@@ -333,14 +337,14 @@ def switched(model, optimizer, last):
     return loop_step
 
 
-def test_a_loop_that_freezes_parameters():
+def test_a_loop_may_freeze_parameters_before_its_step_only():
     assert compare(lambda m, o: switched(m, o, last=False)) == 0
     with pytest.raises(ValueError, match=r"leaves requires_grad=False on 0.weight"):
         compare(lambda m, o: switched(m, o, last=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_is_refused_and_left_as_it_was(fused):
+def test_a_grad_scaler_is_refused_and_not_changed(fused):
     model = make_model()
     optimizer, scaler = of("AdamW", lr=0.05, fused=fused)(model), torch.amp.GradScaler("cpu")
 
@@ -355,11 +359,11 @@ def test_a_scaler_is_refused_and_left_as_it_was(fused):
     step, state = zt.lift(loop_step, model, optimizer)
     with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_kept_gradients.py:\d+(?s:.)*bfloat16"):
         zt.Step(step).trace(state, *data()[0])
-    loop_step(*data()[0])  # the loop itself goes on with the same scaler
+    loop_step(*data()[0])  # the plain loop can still use the scaler
     assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)
 
 
-def test_a_scaler_that_is_off_does_nothing():
+def test_a_disabled_grad_scaler_is_allowed():
     def scaled(model, optimizer):
         scaler = torch.amp.GradScaler("cpu", enabled=False)
 

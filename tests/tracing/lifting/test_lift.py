@@ -1,4 +1,4 @@
-"""lift: the untouched loop and the lifted step, on the same data, end in the same place."""
+"""`lift`: on the same data, the lifted step computes what the untouched loop computes."""
 
 import copy
 
@@ -29,7 +29,7 @@ def data(n=12, steps=STEPS):
 
 
 def loop(model, optimizer):
-    """A training loop's body, as people write it."""
+    """The body of an ordinary training loop."""
 
     def loop_step(x, y):
         optimizer.zero_grad()
@@ -42,7 +42,7 @@ def loop(model, optimizer):
 
 
 def everything(model, optimizer):
-    """The numbers that a training run consists of, by name."""
+    """All numbers of a training run by name: parameters, buffers, optimizer state and learning rates."""
     own = {f"param {n}": v for n, v in model.state_dict().items()}
     for n, p in model.named_parameters():
         for k, kept in optimizer.state.get(p, {}).items():
@@ -53,11 +53,14 @@ def everything(model, optimizer):
 
 
 def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=None):
-    """Run the loop, and the lifted step on a copy; both worlds, and the lifted step."""
-    model, other = make(), make()
-    optimizer, twin = make_optimizer(model), make_optimizer(other)
+    """Run the loop, and the lifted step on a copy, and compare them.
+
+    Returns the model and the optimizer of the lifted step, and the step.
+    """
+    model, lifted_model = make(), make()
+    optimizer, lifted_optimizer = make_optimizer(model), make_optimizer(lifted_model)
     plain = loop(model, optimizer)
-    step, state = zt.lift(loop(other, twin), other, twin)
+    step, state = zt.lift(loop(lifted_model, lifted_optimizer), lifted_model, lifted_optimizer)
     run = zt.chain(*transforms)(step) if transforms else zt.Step(step)
     if ranks > 1:
         lowered = run.lower(state, *slices(data()[0], ranks)[0])
@@ -69,13 +72,13 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
             optimizer.param_groups[0]["lr"] = rates[i]
         want = plain(x, y).detach()
         state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
-        assert all(distance(each, want) <= tolerance for each in (got if ranks > 1 else [got]))
-    zt.restore(other, twin, run.unshard(state))
-    assert everything(other, twin).keys() == everything(model, optimizer).keys()
-    assert distance(everything(other, twin), everything(model, optimizer)) <= tolerance
-    plain(x, y), loop(other, twin)(x, y)  # ordinary training goes on from what was restored
-    assert distance(everything(other, twin), everything(model, optimizer)) <= tolerance
-    return other, twin, run
+        assert all(distance(output, want) <= tolerance for output in (got if ranks > 1 else [got]))
+    zt.restore(lifted_model, lifted_optimizer, run.unshard(state))
+    assert everything(lifted_model, lifted_optimizer).keys() == everything(model, optimizer).keys()
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= tolerance
+    plain(x, y), loop(lifted_model, lifted_optimizer)(x, y)  # ordinary training can go on from the restored state
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= tolerance
+    return lifted_model, lifted_optimizer, run
 
 
 def of(kind, **how):
@@ -108,12 +111,12 @@ def started(make_optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
+def test_the_lifted_step_agrees_with_the_loop_for_each_optimizer(name):
     compare(make_matrices if name == "muon" else make_model, OPTIMIZERS[name])
 
 
 class Turned(nn.Module):
-    """Gradients that autograd makes transposed and expanded."""
+    """A model whose gradients are transposed and expanded when autograd returns them."""
 
     def __init__(self):
         super().__init__()
@@ -125,12 +128,12 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["sgd_fused", "adam", "adamw_fused", "adagrad_fused"])
-def test_gradients_lie_as_parameters_do(name):
-    """Fused optimizers read both from end to end; `.backward()` of PyTorch sees to it, too."""
+def test_gradients_have_the_strides_of_their_parameters(name):
+    """Fused optimizers read both in memory order. PyTorch's `.backward()` ensures equal strides, too."""
     compare(Turned, OPTIMIZERS[name])
 
 
-def test_what_the_optimizer_counts_in_its_groups_is_refused():
+def test_an_optimizer_that_changes_its_parameter_groups_is_refused():
     class Counts(optim.SGD):
         def step(self, closure=None):
             for group in self.param_groups:
@@ -145,7 +148,7 @@ def test_what_the_optimizer_counts_in_its_groups_is_refused():
 
 
 def test_settings_that_change_between_steps_are_traced_anew():
-    """Modes, frozen parameters and hyperparameters: as the loop would see them."""
+    """Training mode, frozen parameters, hyperparameters: the lifted step notices each change, as the loop does."""
 
     def change(k, model, optimizer):
         if k == 1:
@@ -158,22 +161,23 @@ def test_settings_that_change_between_steps_are_traced_anew():
     make = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     torch.manual_seed(0)
     model = make()
-    other = copy.deepcopy(model)
-    optimizer, twin = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
-    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    lifted_model = copy.deepcopy(model)
+    optimizer, lifted_optimizer = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, lifted_model))
+    plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
+    step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
     for k, batch in enumerate(data()):
         want = plain(*batch)
         state, got = run(state, *batch)
         assert distance(got, want.detach()) < 1e-6
-        change(k, model, optimizer), change(k, other, twin)
+        change(k, model, optimizer), change(k, lifted_model, lifted_optimizer)
     assert len(run._cache) == 4
-    zt.restore(other, twin, state)
-    assert distance(everything(other, twin), everything(model, optimizer)) < 1e-6
+    zt.restore(lifted_model, lifted_optimizer, state)
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) < 1e-6
 
 
-def test_memory_that_a_parameter_shares_is_refused():
+def test_parameters_that_share_memory_are_refused():
     class Shares(nn.Module):
         def __init__(self, tied):
             super().__init__()
@@ -189,7 +193,7 @@ def test_memory_that_a_parameter_shares_is_refused():
         if tied:
             zt.lift(lambda x: None, model, optimizer)
         else:
-            with pytest.raises(ValueError, match=r"first\.weight and second\.weight lie in the same memory"):
+            with pytest.raises(ValueError, match=r"first\.weight and second\.weight share memory"):
                 zt.lift(lambda x: None, model, optimizer)
 
 
@@ -203,24 +207,24 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x[:, None])[0][:, 0])
 
 
-def test_recurrent_layers():
-    """Those of oneDNN give backward what it needs under autograd alone."""
+def test_recurrent_layers_can_be_lifted():
+    """The kernel of oneDNN saves what backward needs only if it runs under autograd."""
     compare(Recurrent, OPTIMIZERS["adam"])
 
 
 def test_lift_in_the_middle_of_training():
     compare(make_model, started(OPTIMIZERS["adam"]))
-    compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # not for its first gradient
+    compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # it dampens all gradients but the first
 
 
-def test_learning_rate_is_an_input():
-    _, twin, run = compare(make_model, OPTIMIZERS["adamw"], rates=[0.01, 0.02, 0.005, 0.03, 0.002])
+def test_the_learning_rate_is_an_input():
+    _, lifted_optimizer, run = compare(make_model, OPTIMIZERS["adamw"], rates=[0.01, 0.02, 0.005, 0.03, 0.002])
     _, _, same = compare(make_model, OPTIMIZERS["sgd"])
-    assert len(run._cache) == len(same._cache) == 1, "numbers in the state are traced once"
-    assert twin.param_groups[0]["lr"] == 0.002
+    assert len(run._cache) == len(same._cache) == 1, "other numbers in the state need no new trace"
+    assert lifted_optimizer.param_groups[0]["lr"] == 0.002
 
 
-def test_a_scheduler_is_stepped_outside():
+def test_a_scheduler_inside_the_loop_is_refused():
     for lr in (0.1, torch.tensor(0.1)):
         model = make_model()
         optimizer = of("SGD", lr=lr)(model)
@@ -240,17 +244,17 @@ def test_hooks_of_parameters_run():
     compare(hooked, OPTIMIZERS["momentum"])
 
 
-def test_learning_rates_of_groups():
+def test_each_parameter_group_has_its_learning_rate():
     def grouped(model):
         first, *rest = model.parameters()
         return optim.AdamW([{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": [first], "lr": 0.003}])
 
-    _, twin, _ = compare(make_model, grouped)
-    assert [g["lr"] for g in twin.param_groups] == [0.02, 0.003]
+    _, lifted_optimizer, _ = compare(make_model, grouped)
+    assert [g["lr"] for g in lifted_optimizer.param_groups] == [0.02, 0.003]
 
 
 @pytest.mark.parametrize("given", ["all", "trained"])
-def test_frozen_parameters(given):
+def test_frozen_parameters_stay_and_have_no_optimizer_state(given):
     def frozen():
         model = make_model()
         model[0].requires_grad_(False)
@@ -259,15 +263,15 @@ def test_frozen_parameters(given):
     def optimizer(model):
         return optim.Adam([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
 
-    other, twin, _ = compare(frozen, optimizer)
-    assert torch.equal(other[0].weight, frozen()[0].weight)
-    assert other[0].weight not in twin.state and len(twin.state) == 4
+    lifted_model, lifted_optimizer, _ = compare(frozen, optimizer)
+    assert torch.equal(lifted_model[0].weight, frozen()[0].weight)
+    assert lifted_model[0].weight not in lifted_optimizer.state and len(lifted_optimizer.state) == 4
 
 
-def test_batch_norm():
-    other, _, _ = compare(lambda: make_model(nn.BatchNorm1d, bias=False), OPTIMIZERS["adam"])
-    assert other[1].num_batches_tracked == STEPS + 1
-    assert not torch.equal(other[1].running_mean, torch.zeros(16))
+def test_batch_norm_buffers_are_restored():
+    lifted_model, _, _ = compare(lambda: make_model(nn.BatchNorm1d, bias=False), OPTIMIZERS["adam"])
+    assert lifted_model[1].num_batches_tracked == STEPS + 1
+    assert not torch.equal(lifted_model[1].running_mean, torch.zeros(16))
 
 
 class Tied(nn.Module):
@@ -281,19 +285,19 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.encode(x)) @ self.decode.weight)
 
 
-def test_tied_weights():
-    other, twin, run = compare(Tied, OPTIMIZERS["adam"])
-    assert other.decode.weight is other.encode.weight
+def test_tied_weights_are_one_leaf():
+    lifted_model, lifted_optimizer, run = compare(Tied, OPTIMIZERS["adam"])
+    assert lifted_model.decode.weight is lifted_model.encode.weight
     graph = next(iter(run._cache.values())).lowered.graph
     assert not any("decode.weight" in v.name for v in graph.inputs)
-    step, state = zt.lift(loop(other, twin), other, twin)
+    step, state = zt.lift(loop(lifted_model, lifted_optimizer), lifted_model, lifted_optimizer)
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=2)
     eqns = shard(step).lower(state, *data()[0]).graph.eqns
     uses = [e.provenance.role for e in eqns if e.provenance and e.provenance.paths == ("params.encode.weight",)]
     assert uses == ["param", "grad"], "one gather and one reduction for both uses"
 
 
-def test_nothing_is_changed_by_lifting_and_tracing():
+def test_lifting_and_tracing_change_nothing():
     model = make_model()
     optimizer = started(OPTIMIZERS["adam"])(model)
     before, grads = copy.deepcopy(everything(model, optimizer)), [p.grad.clone() for p in model.parameters()]
@@ -310,7 +314,7 @@ def test_nothing_is_changed_by_lifting_and_tracing():
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
 
-def test_a_fresh_optimizer_keeps_its_parameters():
+def test_lifting_a_fresh_optimizer_takes_no_step():
     model = make_model()
     optimizer = of("AdamW", lr=0.01, weight_decay=0.5)(model)
     zt.lift(loop(model, optimizer), model, optimizer)
@@ -320,26 +324,26 @@ def test_a_fresh_optimizer_keeps_its_parameters():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sharded_in_lockstep(name):
+def test_the_sharded_step_agrees_with_the_loop_for_each_optimizer(name):
     transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
     make, tolerance = (make_matrices, 5e-3) if name == "muon" else (make_model, 1e-5)  # Muon works in bf16
     compare(make, OPTIMIZERS[name], tolerance, transforms, ranks=4)
 
 
-def test_on_a_mesh_of_one():
+def test_a_lifted_step_runs_on_a_mesh_of_one():
     compare(make_model, OPTIMIZERS["adamw"], transforms=(zt.shard_params(zt.make_mesh(dp=1)), *ALL))
     torch.distributed.destroy_process_group()
 
 
 ERRORS = {
     "foreign": (lambda m: optim.SGD([*m.parameters(), nn.Linear(2, 3).weight], lr=0.1), r"a parameter \[3, 2\] that is not"),
-    "dampening": (of("SGD", momentum=0.9, dampening=0.5), "SGD makes its state in its first step.*0.weight.*'momentum_buffer'"),
+    "dampening": (of("SGD", momentum=0.9, dampening=0.5), "SGD makes its state in its first step.*'momentum_buffer' for 0.weight"),
     "closure": (of("LBFGS"), "LBFGS runs the loss several times in a closure; use an optimizer"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("make, message", ERRORS.values(), ids=ERRORS)
-def test_what_lift_refuses(make, message):
+def test_lift_refuses_some_optimizers(make, message):
     model = make_model()
     optimizer = make(model)
     with pytest.raises(ValueError, match=f"lift: .*{message}"):
@@ -354,15 +358,15 @@ def trace_of(loop_step, model, optimizer):
 
 def test_an_optimizer_that_is_not_lifted_is_refused():
     model = make_model()
-    optimizer, other = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
+    optimizer, second_optimizer = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
     plain = loop(model, optimizer)
     with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
-        trace_of(lambda *xy: (plain(*xy), other.step())[0], model, optimizer)()
-    plain(*data()[0]), other.step()
+        trace_of(lambda *xy: (plain(*xy), second_optimizer.step())[0], model, optimizer)()
+    plain(*data()[0]), second_optimizer.step()
 
 
 def adversaries():
-    """A generator and a discriminator, each with its optimizer; the one reads what the other has just learnt."""
+    """A generator and a discriminator, each with its optimizer. The generator's loss uses the updated discriminator."""
     torch.manual_seed(0)
     nets = nn.ModuleDict({"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)})
     optimizers = [optim.AdamW(nets["G"].parameters(), lr=0.02), optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9)]
@@ -389,7 +393,7 @@ def doubles():
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_several_optimizers(stage, doubles):
+def test_a_loop_may_have_several_optimizers(stage, doubles):
     draw = torch.Generator().manual_seed(1)
     batches = [(torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)) for _ in range(3)]
     plain, plain_optimizers, plain_loop = adversaries()
@@ -410,15 +414,15 @@ def test_several_optimizers(stage, doubles):
         assert distance(mine.state_dict()["state"], theirs.state_dict()["state"]) <= 1e-9
 
 
-def test_several_optimizers_that_are_refused():
+def test_wrong_uses_of_several_optimizers_are_refused():
     nets, optimizers, loop_step = adversaries()
-    with pytest.raises(TypeError, match=r"lift: the model is a list; several modules are one, nn.ModuleList"):
+    with pytest.raises(TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one: nn.ModuleList"):
         zt.lift(loop_step, [*nets.values()], optimizers)
     with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
         zt.lift(loop_step, nets, [*optimizers, optimizers[0]])
     optimizers[0].step, data = lambda: None, (torch.randn(2, 4), torch.randn(2, 3))
     step, state = zt.lift(loop_step, nets, optimizers)
-    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW, and"):
+    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW while it was traced, so"):
         zt.Step(step).trace(state, *data)
 
 
@@ -429,8 +433,8 @@ def test_a_loop_that_takes_no_step_is_refused():
         trace_of(lambda x, y: F.mse_loss(model(x), y).backward(), model, optimizer)()
 
 
-def test_gradients_of_parameters_from_outside_are_refused():
-    """A list made before the loop holds the module's own parameters, which have no gradients while it is traced."""
+def test_gradients_of_parameters_taken_before_the_loop_are_refused():
+    """A list made before the loop holds the module's own parameters. They get no gradients during the trace."""
     model = make_model()
     optimizer, params = of("SGD", lr=0.1)(model), list(model.parameters())
 
@@ -448,7 +452,7 @@ def test_gradients_of_parameters_from_outside_are_refused():
     trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
 
 
-def test_a_parameter_that_is_trained_only_later_is_refused():
+def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     model = make_model()
     model[0].requires_grad_(False)
     optimizer = of("Adam", lr=0.1)(model)

@@ -1,4 +1,7 @@
-"""The state of an optimizer before its first step: known, tried on copies, or asked for in a way that works."""
+"""The state of an optimizer before its first step.
+
+`lift` knows it, or finds it by a first step on copies, or raises an error whose advice works.
+"""
 
 import copy
 import json
@@ -27,16 +30,16 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("make_optimizer", WRITTEN.values(), ids=WRITTEN)
-def test_optimizers_from_elsewhere_begin_as_they_would(make_optimizer):
-    """By the names of its keys alone, RMSpropTF would take a first step that is 14 times as long."""
+def test_optimizers_outside_of_pytorch_start_from_their_own_first_state(make_optimizer):
+    """With the first state of PyTorch's RMSprop, which has the same keys, RMSpropTF's step would be 14 times longer."""
     compare(make_model, make_optimizer, tolerance=1e-6)
     compare(make_model, make_optimizer, transforms=(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL), ranks=4)
 
 
-def test_a_trial_changes_nothing():
+def test_the_first_step_on_copies_changes_nothing():
     model = make_model()
     optimizer = written.RMSpropTF(model.parameters())
-    optim.lr_scheduler.ConstantLR(optimizer)  # puts a wrapper of step() on the optimizer, which knows it
+    optim.lr_scheduler.ConstantLR(optimizer)  # replaces `optimizer.step` by a wrapper that refers to the optimizer
     before, generator, attributes = dict(make_model().state_dict()), torch.get_rng_state(), set(vars(optimizer))
     _, state = zt.lift(loop(model, optimizer), model, optimizer)
     assert distance(dict(model.state_dict()), before) == 0 and torch.equal(torch.get_rng_state(), generator)
@@ -44,8 +47,8 @@ def test_a_trial_changes_nothing():
     assert all((s["square_avg"] == 1).all() and s["step"] == 0 for s in state["optimizer"].values())
 
 
-def test_state_that_is_there_is_kept():
-    """Some parameters have been trained before, others have not."""
+def test_existing_optimizer_state_is_kept():
+    """Also if only some parameters have been trained before."""
     model = make_model()
     optimizer = WRITTEN["ones"](model)
     model[0].requires_grad_(False)
@@ -65,7 +68,7 @@ def test_state_that_is_there_is_kept():
     lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
     lambda m: optim.SparseAdam(m.parameters()),
 ])  # fmt: skip
-def test_a_first_step_apart_is_asked_for(make_optimizer):
+def test_an_optimizer_with_a_special_first_step_must_take_it_before_lift(make_optimizer):
     model = make_model()
     optimizer = make_optimizer(model)
     with pytest.raises(ValueError, match=r"makes its state in its first step(?s:.)*on every rank(?s:.)*source=0"):
@@ -73,7 +76,7 @@ def test_a_first_step_apart_is_asked_for(make_optimizer):
     assert not any(optimizer.state.values()) and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
 
 
-def test_after_its_first_step_it_is_lifted():
+def test_after_its_first_step_such_an_optimizer_is_lifted():
     def started(model):
         optimizer = written.Adopt(model.parameters())
         loop(model, optimizer)(*data()[0])
@@ -82,7 +85,7 @@ def test_after_its_first_step_it_is_lifted():
     compare(make_model, started, tolerance=1e-6)
 
 
-def test_meta_parameters_cannot_be_tried():
+def test_meta_parameters_cannot_take_a_first_step():
     model = make_model().to("meta")
     optimizer = WRITTEN["ones"](model)
     with pytest.raises(ValueError, match=r"RMSpropTF makes its state.*its parameters are on the meta device"):
@@ -92,7 +95,7 @@ def test_meta_parameters_cannot_be_tried():
     assert state["optimizer"]["0.weight"]["exp_avg"].is_meta and state["optimizer"]["0.weight"]["step"] == 0
 
 
-def test_state_that_is_no_state():
+def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():
     class Mixed(optim.SGD):
         def step(self, closure=None):
             for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
@@ -105,7 +108,7 @@ def test_state_that_is_no_state():
         zt.lift(loop(model, optimizer), model, optimizer)
 
 
-def test_what_an_optimizer_counts_itself_is_refused():
+def test_an_optimizer_that_counts_in_an_attribute_is_refused():
     class Counts(optim.SGD):
         count = 0
 
@@ -122,7 +125,7 @@ def test_what_an_optimizer_counts_itself_is_refused():
 
 @pytest.mark.distributed
 def test_the_advice_works_on_two_ranks():
-    """Each rank takes its first step on a batch of its own, and then begins from rank 0's state."""
+    """Each rank takes its first step on its own batch, and then all ranks start from rank 0's state."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True, timeout=120)
@@ -130,12 +133,12 @@ def test_the_advice_works_on_two_ranks():
     rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
     assert [row["stage"] for row in rows] == [0, 3]
     for row in rows:
-        assert row["apart before"] > 1e-3, "the ranks' first steps part them"
+        assert row["apart before"] > 1e-3, "the first steps must differ, else source=0 has nothing to do"
         assert row["apart after"] == 0 and row["from plain"] < 1e-5, row
 
 
 def follow_the_advice() -> None:
-    """Run by torchrun: what follows from the first step on every rank, and `source=0`."""
+    """Run by torchrun: take the first step on every rank, shard with `source=0`, train, and report distances."""
     rank, mesh = int(os.environ["RANK"]), zt.make_mesh(dp=2)
 
     def gathered(x: torch.Tensor) -> list[torch.Tensor]:

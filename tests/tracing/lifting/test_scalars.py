@@ -1,4 +1,4 @@
-"""Numbers of lifted optimizers: counts, corrections and rates as the untouched optimizer computes them, bit for bit."""
+"""Numbers in lifted optimizers: step counts, bias corrections and rates have the bits of the untouched optimizer."""
 
 import copy
 
@@ -12,8 +12,8 @@ from tests.support import optimizers as written
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.tracing.lifting.scalars import with_tensor_scalar
 
-# RAdam and ASGD choose between two updates by a value. Their capturable forms choose by torch.where instead, and
-# multiply in another order.
+# RAdam and ASGD choose between two updates by a value. Their capturable forms, which choose by torch.where, multiply in
+# another order.
 REORDERED = {"radam", "asgd"}
 MORE = {
     "counting": lambda m: written.Counting(m.parameters()),
@@ -24,7 +24,7 @@ MORE = {
 
 
 class Small(nn.Module):
-    """Parameters with no dims and with one element, beside others."""
+    """A model that also has a parameter without dims, and one with a single element."""
 
     def __init__(self):
         super().__init__()
@@ -42,43 +42,44 @@ def batches(dtype, steps=8):
 
 
 def compare(make, make_optimizer, dtype, steps=8):
-    """The untouched loop and the lifted step: their distance, what differs in any bit, and the step."""
+    """Run the untouched loop and the lifted step. Returns their distance, and the names of values whose bits differ."""
     model = make().to(dtype)
     optimizer = make_optimizer(model)
-    other = copy.deepcopy(model)
-    twin = make_optimizer(other)
-    other.load_state_dict(model.state_dict()), twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    lifted_model = copy.deepcopy(model)
+    lifted_optimizer = make_optimizer(lifted_model)
+    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
+    step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
     for batch in batches(dtype, steps):
         plain(*batch)
         state, _ = run(state, *batch)
-    zt.restore(other, twin, state)
-    mine, theirs = everything(other, twin), everything(model, optimizer)
+    zt.restore(lifted_model, lifted_optimizer, state)
+    mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     differ = [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
-    assert len(run._cache) == 1, "counts and rates are inputs of one program"
+    assert len(run._cache) == 1, "counts and rates are inputs, so one program suffices"
     return distance(mine, theirs), differ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
-def test_bit_for_bit_as_the_loop(name, dtype):
-    """Also of fp64 parameters whose counts PyTorch keeps in fp32: it computes with their values in Python."""
+def test_the_lifted_step_has_the_bits_of_the_loop(name, dtype):
+    """Also with fp64 parameters, whose counts PyTorch stores in fp32 but computes with as Python numbers."""
     make_optimizer = {**OPTIMIZERS, **MORE}[name]
-    far, differ = compare(make_matrices if name == "muon" else Small, make_optimizer, dtype)
-    assert far <= (1e-6 if dtype == torch.float32 else 1e-12)
+    error, differ = compare(make_matrices if name == "muon" else Small, make_optimizer, dtype)
+    assert error <= (1e-6 if dtype == torch.float32 else 1e-12)
     assert not differ or name in REORDERED, differ
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "adagrad_initial", "adamax"])
-def test_counts_that_are_high(name):
-    """A count is an input: one that begins at 3 gives the program of one that begins at 0."""
+def test_an_optimizer_that_has_taken_steps_has_the_bits_of_the_loop(name):
+    """The step count is an input, so a program does not depend on where it starts."""
     assert compare(Small, started(OPTIMIZERS[name]), torch.float32)[1] == []
 
 
-def test_in_bfloat16():
-    """Where PyTorch computes a row of 32 at once; it rounds what is left of a tensor twice."""
+def test_bfloat16_parameters_have_the_bits_of_the_loop():
+    """If 32 divides their sizes. PyTorch computes 32 elements at once, and rounds the remaining ones twice."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
     for name in ("sgd", "momentum", "adam", "adamw", "rmsprop"):
@@ -87,21 +88,22 @@ def test_in_bfloat16():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["adamw", "nadam", "counting"])
-def test_on_many_ranks(name, stage):
-    """In fp64 under a default dtype of fp32, where an fp32 correction is 1e-5 off."""
+def test_scalars_stay_fp64_on_several_ranks(name, stage):
+    """The parameters are fp64 and the default dtype is fp32. A bias correction in fp32 would be off by 1e-5."""
     make_optimizer = {**OPTIMIZERS, **MORE}[name]
     model = Small().double()
-    other = copy.deepcopy(model)
-    optimizer, twin = make_optimizer(model), make_optimizer(other)
-    plain, (step, state) = loop(model, optimizer), zt.lift(loop(other, twin), other, twin)
+    lifted_model = copy.deepcopy(model)
+    optimizer, lifted_optimizer = make_optimizer(model), make_optimizer(lifted_model)
+    plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
+    step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     data = batches(torch.float64)
     run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=3), stage=stage), *ALL)(step)
     lowered, state = run.lower(state, *slices(data[0], 3)[0]), clone(state)
     for batch in data:
         plain(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 3))
-    zt.restore(other, twin, state)
-    assert distance(everything(other, twin), everything(model, optimizer)) <= 1e-12
+    zt.restore(lifted_model, lifted_optimizer, state)
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= 1e-12
 
 
 SIZES = [(), (1,), (7,), (16,), (33,), (1000,), (65, 67)]
@@ -109,8 +111,8 @@ SIZES = [(), (1,), (7,), (16,), (33,), (1000,), (65, 67)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_scalars_that_are_tensors(shape, dtype):
-    """What PyTorch computes with a Python number: a sum with a scaled term is rounded once."""
+def test_a_tensor_scalar_gives_the_bits_of_a_python_number(shape, dtype):
+    """With a Python number, PyTorch rounds the sum of a value and a scaled term only once."""
     x, y, z = (torch.randn(shape, dtype=dtype) for _ in range(3))
     number = -0.0123456789
     scalar = torch.tensor(number, dtype=torch.float64)
@@ -120,12 +122,12 @@ def test_scalars_that_are_tensors(shape, dtype):
         changed = x.clone()
         with_tensor_scalar(getattr(torch.Tensor, f"{op}_"), (changed, *args), {key: scalar})
         assert torch.equal(changed, wanted), f"{op}_"
-        each = with_tensor_scalar(getattr(torch, f"_foreach_{op}"), ([x, x], *([a, a] for a in args)), {key: scalar})
-        assert all(torch.equal(e, wanted) for e in each), f"_foreach_{op}"
+        results = with_tensor_scalar(getattr(torch, f"_foreach_{op}"), ([x, x], *([a, a] for a in args)), {key: scalar})
+        assert all(torch.equal(e, wanted) for e in results), f"_foreach_{op}"
 
 
-def test_a_value_is_not_chosen_by():
-    """A number that is read may be computed with. What depends on its value is an error with the line."""
+def test_branching_on_a_number_is_refused():
+    """A number that the optimizer reads may be used in arithmetic. An `if` on it is an error with the line."""
 
     class Chooses(optim.Optimizer):
         def __init__(self, params):
@@ -146,8 +148,8 @@ def test_a_value_is_not_chosen_by():
         zt.Step(step).trace(state, *batches(torch.float32)[0])
 
 
-def test_elsewhere_a_value_is_not_read():
-    """`.item()` in the loop itself is refused as before, and PyTorch's flag of compilation is as it was."""
+def test_reading_a_value_outside_of_the_optimizer_is_refused():
+    """`.item()` in the loop itself is refused. PyTorch's flag `is_compiling` is restored."""
     model = Small()
     optimizer = of("AdamW", lr=0.1)(model)
     plain = loop(model, optimizer)

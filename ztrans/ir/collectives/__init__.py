@@ -1,15 +1,15 @@
-"""Collectives as equations over lists, and the marks that a trace carries for them.
+"""Collectives as equations over lists, and the marks in a trace that say where to place them.
 
-    f, g   = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast before the wire
-    f, g   = reduce_scatter([a, b], mean, axis=dp)       one term a rank -> shards of the sum
-    f, g   = all_reduce([a, b], mean, axis=dp)           one term a rank -> the sum, everywhere
+    f, g   = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast before they are sent
+    f, g   = reduce_scatter([a, b], mean, axis=dp)       one term on each rank -> shards of the mean
+    f, g   = all_reduce([a, b], mean, axis=dp)           one term on each rank -> the mean, on every rank
     x      = wait(f)                                     a future -> its value
     s      = shard(x, dim, axis=dp)                      whole -> this rank's part; nothing moves
-    g      = gradient(g0, w)                             marks g0 as the gradient of w (from the trace)
-    y      = pmean(x, axis) | psum(x, axis)              what the user asked for (from the trace)
+    g      = gradient(g0, w)                             marks g0 as the gradient of w
+    y      = pmean(x, axis) | psum(x, axis)              marks a reduction that the user asked for
 
-A list is a bucket: packing, casting and unpacking belong to the operation, not to the program. Each collective has a
-file here, with all of its rules (see `interface`); `rules(eqn)` gives those of any equation.
+A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
+collective has a file here, with all of its rules (see `interface`). `rules(eqn)` gives the rules of any equation.
 """
 
 from ..layout import without
@@ -23,23 +23,5 @@ from .pairing import Pairs, Started, Waited, pair
 from .reduction import ALL_REDUCE, REDUCE_SCATTER, reduce
 from .shard import SHARD
 from .start import Start
-from .table import (
-    PRIMITIVES,
-    STARTS,
-    is_start,
-    lane,
-    received_bytes,
-    rules,
-    sends_as_it_lies,
-    sent_bytes,
-    unpacked_bytes,
-    wire_bytes,
-)
+from .table import PRIMITIVES, STARTS, is_start, lane, rules
 from .trivial import erase_trivial
-
-__all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "ALONE", "GRADIENT", "PMEAN", "PRIMITIVES", "PSUM", "REDUCE_SCATTER", "SHARD", "STARTS",
-    "WAIT", "Memberwise", "Pairs", "Rules", "Start", "Started", "Waited", "all_gather", "bucket_key", "buffer_bytes",
-    "coalesce", "erase_marks", "erase_trivial", "is_alone", "is_start", "lane", "pair", "received_bytes", "reduce",
-    "rules", "sends_as_it_lies", "sent_bytes", "unpacked_bytes", "wait", "wire_bytes", "wire_dtype", "without",
-]  # fmt: skip

@@ -10,7 +10,7 @@ from .buffers import wire_dtype
 
 
 def bucket_key(start: Eqn) -> tuple:
-    """What the members of one bucket have in common.
+    """The properties that all members of a bucket share.
 
     >>> import torch
     >>> from ztrans.ir import Provenance, Var, all_gather
@@ -27,9 +27,9 @@ def bucket_key(start: Eqn) -> tuple:
 
 
 def coalesce(starts: Sequence[Eqn]) -> Eqn:
-    """One equation that starts all of `starts`, which have one key. Their futures stay the same.
+    """One equation that starts all of `starts`, which have the same key. Their futures stay the same.
 
-    Raises: ValueError for starts with different keys.
+    Raises: ValueError if their keys differ.
     """
     first, *rest = starts
     if not rest:

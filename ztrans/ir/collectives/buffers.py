@@ -1,4 +1,4 @@
-"""Bytes of the buffers through which the members of a started collective travel, padding included."""
+"""The sizes of the buffers in which a collective sends and receives its members, padding included."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from ..graph import Eqn, Split, Var
 
-ALONE = 1 << 16  # bytes of one rank's part from which on a member crosses in a message of its own
+ALONE = 1 << 16  # bytes; a member of which a rank holds this much or more is sent in a message of its own
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype in which a member of a started collective crosses the wire."""
+    """The dtype in which a collective sends a member."""
     return eqn.kwargs.get("dtype") or member.dtype
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-    """Bytes of a member of a started collective on the wire: the padded parts of all ranks together."""
+    """The bytes of a member as it is sent: the padded parts of all ranks together."""
     member, future, axis = eqn.ins[index], eqn.results[index], eqn.kwargs["axis"]
     total = wire_dtype(eqn, member).itemsize
     cuts = {s.dim: s.axis for v in (member, future) for s in v.layout if isinstance(s, Split)}
@@ -28,10 +28,10 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
 
 
 def is_alone(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-    """Whether a member of a started collective crosses in a message of its own, instead of packed with others.
+    """Whether a collective sends a member in a message of its own, instead of packed with other members.
 
-    A large member does, because copying it would cost more than a message. So does a small one that has no other
-    small one to be packed with.
+    It does so for a large member, because a copy would cost more than a message, and for the only small one, because
+    there is no other to pack it with.
     """
     enough = ALONE * sizes[eqn.kwargs["axis"]]
     small = [k for k in range(len(eqn.outs)) if buffer_bytes(eqn, k, sizes) < enough]

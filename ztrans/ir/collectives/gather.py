@@ -1,6 +1,6 @@
 """all_gather: every rank's shard of a value becomes the whole value, on every rank.
 
-f, g = all_gather([a, b], dtype, axis=dp)       shards -> whole values, cast to dtype before the wire
+f, g = all_gather([a, b], dtype, axis=dp)       shards -> whole values, cast to dtype before they are sent
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .start import Start
 class Gather(Start):
     """Rules of all_gather.
 
-    A rank copies its part to where the whole value will be, so it never sends from the member's own storage. It needs
-    a send buffer only for members that are packed together.
+    A rank copies its part into the buffer of the whole value, and sends it from there. It needs a send buffer only for
+    members that are packed together.
     """
 
     moves = True
@@ -40,6 +40,6 @@ ALL_GATHER = Primitive("all_gather", Gather())
 
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn) -> Eqn:
-    """Start a gather of `shards`, each cut over `axis`."""
+    """Start a gather of `shards`, each of which is split over `axis`."""
     futures = (Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True) for s, name in zip(shards, names))
     return Eqn(ALL_GATHER, (list(shards),), tuple(futures), {"dtype": None, "axis": axis}, **eqn)

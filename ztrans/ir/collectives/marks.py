@@ -1,9 +1,9 @@
-"""Marks of the trace: where a gradient arises, and what the user asked to be reduced.
+"""Marks of the trace: which values are gradients, and which reductions the user asked for.
 
 g = gradient(g0, w)                   g0 is the gradient of w
 y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step
 
-A transform that shards a program puts reductions in their place. Marks that no transform uses are the identity.
+A transform that shards a program replaces the marks by reductions. A mark that no transform replaces is the identity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOWHERE: frozenset[str] = frozenset()
 
 
 class Mark(Memberwise):
-    """What all marks share: the result is the first argument."""
+    """The rules that all marks share: the result is the first argument."""
 
     strides = "argument"
 
@@ -26,7 +26,7 @@ class Mark(Memberwise):
 
 
 class Gradient(Mark):
-    """Rules of gradient: it differs only where the value does of which it is the gradient, for it will be reduced."""
+    """Rules of gradient: it varies only over axes that its value varies over, because it is reduced over the others."""
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
         gradient, value = eqn.args
@@ -34,8 +34,7 @@ class Gradient(Mark):
 
 
 class Mean(Mark):
-    """Rules of pmean: the mean over an axis, so the same on all its ranks."""
-
+    """Rules of pmean: the mean over an axis, which is the same on all ranks of that axis."""
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
         value, axis = eqn.args
@@ -46,7 +45,6 @@ class Sum(Mean):
     """Rules of psum: the sum over an axis."""
 
 
-
 GRADIENT = Primitive("gradient", Gradient())
 PMEAN = Primitive("pmean", Mean())
 PSUM = Primitive("psum", Sum())
@@ -54,7 +52,7 @@ MARKS = (GRADIENT, PMEAN, PSUM)
 
 
 def erase_marks(graph: Graph) -> Graph:
-    """Drop the marks that no transform has used; without a transform they are the identity."""
+    """Drop the marks that no transform has replaced; they are the identity."""
     marked = {e.results[0]: e.args[0] for e in graph.eqns if e.op in MARKS}
     eqns = tuple(e for e in graph.eqns if e.op not in MARKS)
     return rename(graph.replace(eqns=eqns), marked)

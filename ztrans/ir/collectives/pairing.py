@@ -1,4 +1,4 @@
-"""Pairing: which waits belong to which start, and where they stand in a program.
+"""Pairing: which waits belong to which start, and at which index of the program they are.
 
     equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
     equation 5:  x = wait(f)                               Waited(that, member=0)
@@ -21,8 +21,8 @@ class Started:
     Attributes:
         start: the equation that starts it.
         index: the index of that equation in the program.
-        waits: by member, the index of its wait. Not every result of the user's own collectives need have one.
-        first_wait: the least of these; the number of equations where nothing waits.
+        waits: the index of the wait for each member. A result of the user's own collective may have no wait.
+        first_wait: the least of these, or the number of equations of the program if there is no wait.
     """
 
     start: Eqn
@@ -33,7 +33,7 @@ class Started:
 
 @dataclass(frozen=True, eq=False)
 class Waited:
-    """A wait of a program: the collective for which it waits, and the number of its member."""
+    """A wait of a program: the collective that it waits for, and the number of the member."""
 
     started: Started
     member: int
@@ -46,10 +46,10 @@ class Waited:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The collectives of a program by their starts, in program order, and its waits by themselves."""
+    """The collectives of a program, and the waits for them."""
 
-    starts: Mapping[Eqn, Started]
-    waits: Mapping[Eqn, Waited]
+    starts: Mapping[Eqn, Started]  # by the equation that starts it, in program order
+    waits: Mapping[Eqn, Waited]  # by the equation that waits
 
 
 def pair(graph: Graph, own: bool = False) -> Pairs:
@@ -59,7 +59,7 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
         graph: the program.
         own: include the collectives that the user's step calls itself.
     """
-    indices: dict[Var, int] = {}  # by future, of its first wait
+    indices: dict[Var, int] = {}  # for each future, the index of its first wait
     waiting: dict[Eqn, Var] = {}
     for i, e in enumerate(graph.eqns):
         if rules(e).waits and (own or rules(e).reads_futures):

@@ -1,7 +1,7 @@
-"""reduce_scatter and all_reduce: the terms of a sum, one on each rank, become the sum.
+"""reduce_scatter and all_reduce: reduce terms, of which each rank has one, to their sum, mean, maximum or minimum.
 
-f, g = reduce_scatter([a, b], mean, axis=dp)    one term a rank -> this rank's shard of the sum
-f, g = all_reduce([a, b], mean, axis=dp)        one term a rank -> the whole sum, on every rank
+f, g = reduce_scatter([a, b], mean, axis=dp)    one term on each rank -> this rank's shard of the mean
+f, g = all_reduce([a, b], mean, axis=dp)        one term on each rank -> the whole mean, on every rank
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .start import Start
 
 
 class Reduction(Start):
-    """What reduce_scatter and all_reduce share: the sum of the terms, which is the same on every rank."""
+    """The rules that reduce_scatter and all_reduce share: the total of the terms is the same on every rank."""
 
     lane = "reduce"
 
@@ -30,7 +30,7 @@ class Reduction(Start):
         return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-        """A member is sent as it is where it crosses alone and needs neither a cast nor padding."""
+        """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
         member, ranks = eqn.ins[index], sizes[self.axis(eqn)]
         split = eqn.results[index].split
         even = split is None or (split.dim == 0 and member.shape[0] % ranks == 0)
@@ -38,11 +38,11 @@ class Reduction(Start):
 
 
 class ReduceScatter(Reduction):
-    """Rules of reduce_scatter. A rank receives its shard of each other rank's term, and adds these up."""
+    """Rules of reduce_scatter. A rank receives its shard of the term of every other rank, and reduces these."""
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole, split = self.total(eqn, index, terms), cut_over(eqn.results[index], self.axis(eqn))
-        # clone: a part must not keep the whole alive
+        # Cloned, because a view would keep the whole value alive.
         return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
 
     def shares_buffer(self, eqn: Eqn, index: int) -> bool:
@@ -54,8 +54,11 @@ class ReduceScatter(Reduction):
 
 
 class AllReduce(Reduction):
-    """Rules of all_reduce. Between two ranks each sends its whole term to the other. Among more the sum is made in
-    the buffer that is sent, which is then the buffer in which it is received."""
+    """Rules of all_reduce.
+
+    Two ranks send each other their whole terms. Among more ranks, the total is computed in the send buffer, which is
+    then the receive buffer too.
+    """
 
     crossings = 2
 
@@ -77,9 +80,9 @@ ALL_REDUCE = Primitive("all_reduce", AllReduce())
 def reduce(
     terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, result=None, **eqn
 ) -> Eqn:
-    """Start the reduction of `terms` over `axis`: a reduce_scatter when `to` cuts the result, else an all_reduce.
+    """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
 
-    Terms cross the wire as `dtype` and become a sum of dtype `result`; both default to the terms' own.
+    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms.
     """
     futures = (
         Var(f"{name}'", result or t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)

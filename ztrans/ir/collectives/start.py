@@ -13,9 +13,9 @@ from .interface import Memberwise
 
 
 class Start(Memberwise):
-    """Rules of an equation that starts a collective: its members become futures, and other ranks take part.
+    """Rules of an equation that starts a collective: its results are futures, and other ranks take part.
 
-    `crossings` says how often the whole value crosses the wire of a rank.
+    `crossings` is how often a rank receives a whole value: once in a gather, twice in an all_reduce.
     """
 
     starts = True

@@ -1,13 +1,11 @@
-"""The primitives of ztrans, and the rules of every operation: of ours, of the user's collectives, of PyTorch's."""
+"""The primitives of ztrans, and the rules of every operation, be it a primitive, a collective of the user, or other."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from ..graph import Eqn, Primitive
-from ..user_collectives import functional_name
 from .future import WAIT
 from .gather import ALL_GATHER
 from .interface import Rules
@@ -15,6 +13,7 @@ from .marks import MARKS
 from .reduction import ALL_REDUCE, REDUCE_SCATTER
 from .shard import SHARD
 from .start import Start
+from .user_collectives import functional_name
 from .user_rules import USER_START, USER_WAIT
 
 STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
@@ -48,36 +47,5 @@ def is_start(eqn: Eqn) -> bool:
 
 
 def lane(eqn: Eqn) -> str:
-    """The queue of a collective: gathers and reductions of an axis never queue behind each other."""
+    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own."""
     return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"
-
-
-def wire_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes that one rank must receive for a started collective, padding included; 0 for another operation.
-
-    A gather or a scatter over n ranks moves (n-1)/n of the whole value, an all_reduce twice that.
-    """
-    return rules(eqn).wire_bytes(eqn, sizes)
-
-
-def sends_as_it_lies(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
-    """Whether a collective sends a member from its own storage, which must then live until the wait."""
-    return rules(eqn).sends_own(eqn, index, sizes)
-
-
-def received_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a member of a started collective is received: for a gather, the value's."""
-    return rules(eqn).received_bytes(eqn, index, sizes)
-
-
-def unpacked_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffer in which a gather receives the members that cross together.
-
-    Their values are copied out of it: on a GPU when they have arrived, on a CPU when the first is waited for.
-    """
-    return rules(eqn).unpacked_bytes(eqn, sizes)
-
-
-def sent_bytes(eqn: Eqn, sizes: Mapping[str, int]) -> int:
-    """Bytes of the buffers into which a collective packs, casts or pads what it sends."""
-    return rules(eqn).sent_bytes(eqn, sizes)

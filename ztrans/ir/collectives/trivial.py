@@ -1,4 +1,4 @@
-"""Collectives over an axis of one rank, which move nothing."""
+"""Erase the collectives over mesh axes of one rank, which move nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def erase_trivial(graph: Graph) -> Graph:
-    """Drop the collectives of axes of size 1: each member becomes its own result, cast as on the wire."""
+    """Replace each collective over an axis of size 1 by its members, cast as if they had been sent."""
     trivial = {axis for axis, size in graph.mesh if size == 1}
     if not trivial:
         return graph
@@ -32,7 +32,7 @@ def erase_trivial(graph: Graph) -> Graph:
 
 
 def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
-    """The casts that round a member to the dtype of the wire and to that of its result, and their value."""
+    """The casts of a member to the dtype in which it would be sent and to that of its result, and the result."""
     casts: list[Eqn] = []
     for dtype in (start.kwargs.get("dtype"), out.dtype):
         if dtype is not None and dtype != member.dtype:
@@ -44,7 +44,7 @@ def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
 
 
 def _without_axes(graph: Graph, axes: set[str]) -> Graph:
-    """The program with nothing laid out over `axes`, which have one rank each."""
+    """The program without `axes`, of one rank each, in the layouts of its values."""
     values = {*graph.inputs, *(out for e in graph.eqns for out in e.results)}
     whole = {
         v: dataclasses.replace(v, layout=tuple(part for part in v.layout if part.axis not in axes))

@@ -1,6 +1,6 @@
-"""The rules of collectives that the user's own step calls (tensor parallel, expert parallel).
+"""The rules of collectives that the user's step calls itself (tensor parallel, expert parallel).
 
-They stay where the user wrote them. In a program they name the mesh axis (see `user_collectives`).
+These collectives stay where the user put them. In a program they name the mesh axis (see `user_collectives`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from ... import ops
 from ..graph import Eqn
 from ..source import where
-from ..user_collectives import functional_name
 from .interface import Memberwise
+from .user_collectives import functional_name
 
 
 class UserStart(Memberwise):

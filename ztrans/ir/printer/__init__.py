@@ -1,16 +1,12 @@
-"""Programs as text: for a screen, for a comparison, for a notebook.
+"""Print programs: on a screen, as the difference of two, in a notebook.
 
-Every printed line has at most `WIDTH` columns. The names of values are stable across passes, so two stages of a
-program differ only where a pass changed it.
+Every printed line has at most `WIDTH` columns. A pass does not rename values, so two stages of a program print
+differently only where a pass changed the program.
 """
 
 from .differences import Traffic, diff, traffic
 from .equations import WIDTH, equation, fold, op_name, wrap
 from .notebook import html
 from .programs import header, program
+from .stages import Printed
 from .units import format_bytes, format_seconds
-
-__all__ = [
-    "WIDTH", "Traffic", "diff", "equation", "fold", "format_bytes", "format_seconds", "header", "html", "op_name",
-    "program", "traffic", "wrap",
-]  # fmt: skip

@@ -1,4 +1,4 @@
-"""differences: what a pass changed in a program, equation by equation, with a summary first."""
+"""differences: print what a pass changed in a program, a summary first, then equation by equation."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..collectives import is_start, wire_bytes
+from ..collectives import is_start, rules
 from ..graph import Eqn, Graph
 from .programs import entries
+from .stages import HasGraph
 from .units import format_bytes
 
-_RUN = 16  # entries that are added or removed in a row, from which on they fold
-_PLACES = 24  # places in which two programs differ, from which on they fold
+_RUN = 16  # a longer run of added or removed entries folds
+_PLACES = 24  # the places that print; more of them fold
 
-Code = tuple[str, int, int, int, int]  # of difflib: what to do, and the range of entries before and after
-
-
-class HasGraph(Protocol):
-    """A stage of a step: `Traced`, `Lowered` or `Compiled`."""
-
-    @property
-    def graph(self) -> Graph: ...
+Code = tuple[str, int, int, int, int]  # of difflib: an action, and the ranges of entries in the old and the new program
 
 
 class Traffic(NamedTuple):
-    """The collectives of one mesh axis and role: how many, of how many values, and the bytes that a rank receives."""
+    """The traffic of a mesh axis and role: the numbers of collectives and of values, and the bytes a rank receives."""
 
     collectives: int = 0
     values: int = 0
@@ -38,17 +32,18 @@ class Traffic(NamedTuple):
 
 
 def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
-    """What a program sends, by mesh axis and role."""
+    """The traffic of a program, by mesh axis and role."""
     totals: dict[tuple[str, str], Traffic] = {}
     for eqn in filter(is_start, graph.eqns):
         key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
-        collectives, values, received = totals.get(key, Traffic())
-        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), received + wire_bytes(eqn, graph.axes))
+        collectives, values, total = totals.get(key, Traffic())
+        received = rules(eqn).wire_bytes(eqn, graph.axes)
+        totals[key] = Traffic(collectives + 1, values + len(eqn.outs), total + received)
     return dict(sorted(totals.items()))
 
 
 def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False) -> str:
-    """What a pass changed: a summary, then each place where the programs differ, as in a unified diff.
+    """Print what a pass changed: a summary, then each place where the programs differ, as a unified diff.
 
     Args:
         before, after: two programs, or two stages of a step.
@@ -57,7 +52,7 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
 
     Returns: The text; empty for equal programs.
 
-    Raises: TypeError for what is no program.
+    Raises: TypeError if an argument is neither a program nor a stage.
 
     >>> import torch
     >>> from ztrans.ir.graph import Var
@@ -95,23 +90,23 @@ def _graph(stage: Graph | HasGraph) -> Graph:
 
 
 class _Part(NamedTuple):
-    """An entry of a program as it prints in a difference, and with a line for each member."""
+    """An entry of a program, with the two forms in which it may print."""
 
     text: str
-    short: tuple[str, ...]
-    long: tuple[str, ...]
+    short: tuple[str, ...]  # the lines of the short form
+    long: tuple[str, ...]  # the lines of the long form, one for each member of a bucket
     eqn: Eqn | None
 
 
 class _Changes(NamedTuple):
-    """Two programs, the entries that they do not share, and the lines that do not tell two of those apart."""
+    """Two programs and the entries that only one of them has."""
 
     old: list[_Part]
     new: list[_Part]
     removed: list[_Part]
     added: list[_Part]
-    alike: set[tuple[str, ...]]
-    old_numbers: list[int]  # of the line before each entry
+    alike: set[tuple[str, ...]]  # short forms that a removed and an added entry share although they differ
+    old_numbers: list[int]  # for each entry of the old program, the number of lines before it
     new_numbers: list[int]
 
 
@@ -147,7 +142,10 @@ def _place(codes: Sequence[Code], changes: _Changes, full: bool) -> list[str]:
 
 
 def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool) -> list[str]:
-    """Entries in a row that are removed, or added. Buckets that differ although their short lines do not are long."""
+    """The lines of a run of entries that are removed, or added.
+
+    An entry prints in its long form if the short one would not show how it differs.
+    """
     few = parts if full or len(parts) <= _RUN else parts[: _RUN // 2]
     lines = [sign + line for part in few for line in (part.long if part.short in alike else part.short)]
     return lines if few is parts else [*lines, f"{sign}  ... {len(parts) - len(few)} more"]
@@ -156,8 +154,10 @@ def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool)
 def _summary(changes: _Changes) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
     removed, added = (Counter(part.text for part in parts if part.eqn) for parts in (changes.removed, changes.added))
-    old = Counter(_names(part.eqn) for part in changes.removed if part.eqn and part.text not in added)
-    new = Counter(_names(part.eqn) for part in changes.added if part.eqn and part.text not in removed)
+    names = lambda parts, others: Counter(
+        tuple(out.name for out in part.eqn.results) for part in parts if part.eqn and part.text not in others
+    )
+    old, new = names(changes.removed, added), names(changes.added, removed)
     counts = {
         "moved": (removed & added).total(),
         "rewritten": (old & new).total(),
@@ -168,12 +168,8 @@ def _summary(changes: _Changes) -> list[str]:
     return [f"# equations: {', '.join(verbs)}"] if verbs else []
 
 
-def _names(eqn: Eqn) -> tuple[str, ...]:
-    return tuple(out.name for out in eqn.outs if out is not None)
-
-
 def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:
-    """A line for each mesh axis and role that either program sends on; with an arrow where they differ."""
+    """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
     lines = []
     for key in sorted({*before, *after}):
         old, new = (str(sent.get(key, Traffic())) for sent in (before, after))

@@ -1,6 +1,6 @@
-"""equations: one equation as text, whole on one line or laid out for a screen.
+"""equations: print one equation, on a single line or in lines that fit a screen.
 
-`equation` is the whole text, which never folds: fingerprints and comparisons read it. `lines` is what people read.
+`equation` is the complete text on a single line; fingerprints and comparisons use it. `lines` is for people to read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..graph import DTYPES, Eqn, Var
 from ..source import Source
 from .units import format_bytes
 
-WIDTH = 119  # columns of a printed line; in a difference a sign before it makes 120
-_MARGIN = 90  # the column of the user's line, where all lines of a program have room for it
-_LONGEST_SOURCE = 48  # columns of the user's line
-_MANY = 8  # entries of a list of numbers, or results of one operation, from which on they fold
+WIDTH = 119  # the columns of a printed line; with the sign of a difference before it they are 120
+_MARGIN = 90  # the column at which the user's line prints, if every line of the program has room for that
+_LONGEST_SOURCE = 48  # the most columns of the user's line
+_MANY = 8  # a list of more numbers, or more results of an operation, folds
 _NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant"}
-_DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # the same all over a program
+_DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # not printed: the same everywhere
 
 
 def op_name(op: Any) -> str:
@@ -33,9 +33,9 @@ def op_name(op: Any) -> str:
 
 
 def equation(eqn: Eqn) -> str:
-    """The whole equation on one line, without the user's line.
+    """The whole equation on a single line, without the user's line.
 
-    This text is canonical: it never folds, so fingerprints and differences are made of it.
+    This text is canonical: it never folds, so fingerprints and differences use it.
 
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
@@ -45,15 +45,15 @@ def equation(eqn: Eqn) -> str:
 
 
 def margin(eqns: Iterable[Eqn]) -> int:
-    """The column of the user's line in a program: the same for all equations, where their text leaves room for it."""
+    """The column at which the user's lines of a program print: one at which even the longest of them fits."""
     return min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in eqns)])
 
 
 def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
-    """The equation as lines of at most `WIDTH` columns, with the user's line in a column of the first, or after it.
+    """The equation in lines of at most `WIDTH` columns. The first ends with the user's line, at `column` or behind it.
 
-    An equation that fits stands on one line, or on two. In a longer one every list folds, as `[w, ... 26 more: 3 MiB]`;
-    in the `full` form each result and each member of a list has a line.
+    An equation that fits is printed on one line or on two. In a longer one every list folds, as
+    `[w, ... 26 more: 3 MiB]`. With `full` each result and each member of a list has a line of its own instead.
     """
     comment = _comment(eqn.source)
     room = WIDTH - (len(comment) + 2 if comment else 0)
@@ -79,7 +79,7 @@ def value(x: Any) -> str:
 
 
 def fold(items: Sequence[str], size: str = "") -> str:
-    """Many items as the first and the number of the others.
+    """The first of several items, and the number of the others.
 
     >>> fold(["up", "down", "out"]), fold(["up", "down"], ": 3.00 MiB"), fold(["up"], ": 3.00 MiB")
     ('up, ... 2 more', 'up, ... 1 more: 3.00 MiB', 'up')
@@ -87,23 +87,22 @@ def fold(items: Sequence[str], size: str = "") -> str:
     return f"{items[0]}, ... {len(items) - 1} more{size}" if len(items) > 1 else "".join(items)
 
 
-def wrap(line: str, room: int = WIDTH, indent: int = 4) -> list[str]:
-    """A line as lines of at most `room` columns; those after the first are indented further."""
+def wrap(line: str, room: int = WIDTH) -> list[str]:
+    """Wrap a line into lines of at most `room` columns; those after the first are indented further."""
     if len(line) <= room:
         return [line]
-    margin = " " * (len(line) - len(line.lstrip()) + indent)
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.wrap(line, room, subsequent_indent=margin, break_on_hyphens=False)
 
 
-
 def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
-    """The ways to lay an equation out, the best first; the last is the shortest, or the `full` one."""
+    """The ways to print an equation in lines, the preferred one first; the last is the shortest, or the `full` one."""
     results, call = _results(eqn), _call(eqn, value)
     whole = ", ".join(results)
     yield [f"  {whole} = {call}"]
     if full:
-        *others, last = (f"  {result}" for result in results)
-        yield [*(f"{other}," for other in others), last, *f"    = {_call(eqn, _one_a_line)}".split("\n")]
+        *first, last = (f"  {result}" for result in results)
+        yield [*(f"{line}," for line in first), last, *f"    = {_call(eqn, _one_a_line)}".split("\n")]
         return
     yield [f"  {whole}", f"    = {call}"]
     in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
@@ -122,18 +121,18 @@ def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
 
 
 def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
-    """The arguments that are worth reading, each with the key that it prints with."""
+    """The arguments that print, each with the key that prints before it."""
     named = [(key, x) for key, x in eqn.kwargs.items() if key not in _DEFAULTS and x is not None]
     return [*(("", x) for x in eqn.args), *(("" if key in ("dtype", "op") else f"{key}=", x) for key, x in named)]
 
 
 def _is_bucket(x: Any) -> bool:
-    """Whether an argument is a list of values."""
+    """Whether an argument is a list of values, as the members of a bucket are."""
     return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(v, Var) for v in x)
 
 
 def _folded(x: Any, wire: torch.dtype | None) -> str:
-    """An argument in its shortest form: a list of values as its first, how many more there are, and their bytes."""
+    """An argument in its shortest form. A list of values is its first, the number of the others, and their bytes."""
     if _is_bucket(x):
         size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
         return "[" + fold([v.name for v in x], f": {format_bytes(size)}") + "]"
@@ -143,13 +142,13 @@ def _folded(x: Any, wire: torch.dtype | None) -> str:
 
 
 def _one_a_line(x: Any) -> str:
-    """An argument in its longest form: a list of several values has a line for each."""
+    """An argument in its longest form. A list of several values has a line for each."""
     several = _is_bucket(x) and len(x) > 1
     return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]" if several else value(x)
 
 
 def _comment(source: Source | None) -> str:
-    """The user's line as it stands at the margin; of a long one the start and the end."""
+    """The user's line as a comment; of a long one, the start and the end."""
     text = str(source) if source else ""
     if len(text) > _LONGEST_SOURCE:
         text = f"{text[: _LONGEST_SOURCE // 2]}...{text[3 - _LONGEST_SOURCE // 2 :]}"

@@ -1,6 +1,6 @@
-"""notebook: a program as HTML, for a cell of a notebook.
+"""notebook: print a program as HTML, for a cell of a notebook.
 
-The HTML has no script, no picture and no style sheet: it loads nothing, and changes nothing outside of the cell.
+The HTML has no script, no picture and no style sheet. It loads nothing, and changes nothing outside of the cell.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import groupby
 from ..graph import Graph
 from .programs import Entry, entries
 
-_MOST = 400  # equations of a region that are shown
+_MOST = 400  # the most equations of a region that are shown
 _TEXT = "font: 12px/1.5 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
-_EDGES = {"forward": "#86afd9", "backward": "#3f6ba6", "update": "#4ea399"}  # the colours of a timeline
+_EDGES = {"forward": "#86afd9", "backward": "#3f6ba6", "update": "#4ea399"}  # as in the figure of a timeline
 
 
 def html(graph: Graph) -> str:
-    """A program as HTML: a block for each region, which opens and closes, with the user's lines paler than the rest.
+    """A program as HTML: a block for each region, which the reader can fold, with the user's lines paler than the rest.
 
     A long region ends after 400 equations; `print` shows all of them.
 

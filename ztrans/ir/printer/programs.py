@@ -1,4 +1,4 @@
-"""programs: a whole program as text, one equation after the other, types beside names."""
+"""programs: print a whole program, one equation after the other, each value with its type."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from .equations import WIDTH, equation, fold, lines, margin, op_name, value, wra
 
 
 class Entry(NamedTuple):
-    """A part of a printed program: an equation, an input, a heading.
+    """A part of a printed program: an equation, an input, a heading."""
 
-    Two entries say the same if and only if their `text` is equal; `lines` are what is printed, which may fold.
-    `region` is that of the heading above; what stands before the first equation, and after the last, has none.
-    """
-
-    text: str
-    lines: tuple[str, ...]
-    region: Region | None = None
+    text: str  # equal for two entries if and only if they mean the same
+    lines: tuple[str, ...]  # the lines that print, in which lists may be folded
+    region: Region | None = None  # of the last heading; None before the first equation and after the last
     eqn: Eqn | None = None
 
 
 def header(graph: Graph) -> str:
-    """The mesh and the transforms applied; those that commute are listed in one order."""
+    """The first line of a program: its name, its mesh and its transforms, sorted, because they commute."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
     done = sorted(graph.history, key=lambda name: (not name.startswith("shard_params"), name))
     parts = [graph.name, f"mesh: {mesh}" if mesh else "", " > ".join(done)]
@@ -51,7 +47,7 @@ def program(graph: Graph, full: bool = False) -> str:
 
 
 def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
-    """The parts of a program in order."""
+    """The entries of a program in order."""
     yield _entry(header(graph))
     for note in graph.notes:
         yield _entry(f"# note: {note}")
@@ -61,7 +57,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     yield _entry("):")
     region, column = None, margin(graph.eqns)
     for eqn in graph.eqns:
-        moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # schedules move these across regions
+        moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # a schedule moves these into other regions
         if eqn.region != region and (region is None or not moves):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)
@@ -71,14 +67,14 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
 
 
 def _entry(text: str) -> Entry:
-    """An entry of words or of one name, which is wrapped where it is too long."""
+    """An entry that is no equation; a long one is wrapped."""
     comment = text.startswith("#")
     first, *rest = wrap(text)
     return Entry(text, (first, *(f"#{line[1:]}" if comment else line for line in rest)))
 
 
 def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
-    """The outputs; where they do not fit on a line the state folds, and so do the outputs after it."""
+    """The lines of the outputs. If they need more than one line, the state folds, and so do the outputs behind it."""
     outputs = [value(x) for x in graph.outputs]
     line = "  return " + ", ".join(outputs)
     if len(line) <= WIDTH:

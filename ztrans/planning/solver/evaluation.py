@@ -36,9 +36,10 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     spans = [(2 * b.start, 2 * last[i] + 2, problem.gathers[i].held) for b in schedule.gathers for i in b.members]
     for b in schedule.gathers:
         spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
-    for b in schedule.reductions:
-        spans += reducing([problem.reductions[i] for i in b.members], b.start, b.wait)
-    spans += second_reductions(problem, [([problem.reductions[i] for i in b.members], b.wait) for b in schedule.reductions])
+    reductions = [([problem.reductions[i] for i in b.members], b.start, b.wait) for b in schedule.reductions]
+    for members, start, wait in reductions:
+        spans += reducing(members, start, wait)
+    spans += second_reductions(problem, [(members, wait) for members, _, wait in reductions])
     slots = fixed(problem)
     return by_operation(slots + summed(spans, len(slots)))
 

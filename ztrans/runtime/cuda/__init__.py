@@ -1,1 +1,1 @@
-"""Collectives on GPUs: streams, NCCL, symmetric memory, and whole steps as CUDA graphs."""
+"""Run programs on GPUs: streams, collectives by NCCL or symmetric memory, and whole steps as CUDA graphs."""

@@ -1,12 +1,12 @@
-"""Graph capture: a whole step, update included, as one CUDA graph that each call replays.
+"""Graph capture: capture a whole step, update included, as one CUDA graph, which each call replays.
 
-The first call runs the step without a graph, on a stream of its own: communicators are set up, kernels are compiled,
-libraries allocate their workspaces. The second call captures the step and replays it, as every later call does.
-A graph holds addresses, so
+The first call runs the step without a graph, on a stream of its own: it sets up communicators, compiles kernels, and
+lets libraries allocate their workspaces. The second call captures the step and replays it, as every later call does.
+A graph contains addresses, so
 
-- the batch is copied into buffers that stay in place, and so are numbers such as lr: they are read on the device, by
-  fused optimizers in fp32;
-- the state is updated in place, and each call must bring the state that was captured;
+- the batch is copied into buffers that stay in place, and so are numbers such as lr, which are then read on the device,
+  by fused optimizers in fp32;
+- the state is updated in place, and each call must pass the state that was captured;
 - outputs other than the state are copied out of the graph's memory, which the next call overwrites.
 
 NCCL destroys a communicator only when no graph holds one of its collectives, so `close` must be called before
@@ -19,37 +19,22 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ... import ops
 from ...ir.ambient import no_collection
 from ...ir.graph import Eqn, Graph, Var
-from ..inductor.fusion import is_update
-from .streams import Cuda
-
-
-class CaptureCuda(Cuda, Protocol):
-    """`torch.cuda`, as far as a capture uses it, or a double of it on a machine without a GPU."""
-
-    def synchronize(self) -> None: ...
-    def graph(self, graph: Any, /, *, stream: Any, capture_error_mode: str) -> AbstractContextManager[Any]: ...
-    @property
-    def CUDAGraph(self) -> Callable[[], Any]: ...
-
-
-class Program(Protocol):
-    """A step as a function from flat inputs to flat outputs, such as `codegen.Executable`."""
-
-    @property
-    def program(self) -> torch.fx.GraphModule: ...
-    def __call__(self, inputs: Sequence[torch.Tensor], /) -> list[Any]: ...
+from ...ir.update_groups import is_fused_update
+from ..executable import Executable
 
 
 def check_device(device: str | None) -> None:
-    """Raises: ValueError unless there is a GPU to capture on; `device` is the type of the mesh's devices, if any."""
+    """Check that there is a GPU to capture on. `device` is the type of the mesh's devices, or None without a mesh.
+
+    Raises: ValueError if there is none.
+    """
     if device not in (None, "cuda"):
         raise ValueError(
             f"compile: cuda_graph=True captures the work of CUDA devices; this step's mesh is of {device!r} devices.\n"
@@ -65,10 +50,9 @@ def check_device(device: str | None) -> None:
 def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
     """The positions of the inputs that every call of a captured step copies into a buffer.
 
-    These are the batch, and the leaves of the state that the step does not change and that are not on the GPU, such
-    as a learning rate.
+    These are the batch, and the leaves of the state that are not on the GPU and do not change, such as a learning rate.
 
-    Raises: ValueError naming a state leaf that changes and is not on the GPU.
+    Raises: ValueError that names a leaf of the state that is not on the GPU and changes.
     """
     copied = []
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
@@ -76,7 +60,7 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
             copied.append(i)
         elif x.device.type != device:
             raise ValueError(
-                f"{graph.name}: state leaf {v.name} lies on {x.device}, and a CUDA graph would not see it change.\n"
+                f"{graph.name}: state leaf {v.name} is on {x.device}, and a CUDA graph would not see it change.\n"
                 f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
                 f"step counter there with capturable=True or fused=True."
             )
@@ -84,19 +68,19 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
 
 
 def placed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[torch.Tensor]:
-    """The inputs of a step with those that a capture copies moved to the device of the others."""
+    """The inputs of a step; those that a capture copies are moved to the device of the others."""
     copied = set(copied_inputs(graph, inputs, device))
     target = next((x.device for x in inputs if x.device.type == device), torch.device(device))
     return [x.to(target) if i in copied else x for i, x in enumerate(inputs)]
 
 
 def with_rates(graph: Graph) -> Graph:
-    """The program with the learning rates of fused optimizers in fp32: on a GPU these read no other dtype."""
+    """The program with learning rates in fp32: on a GPU, fused optimizers read no other dtype."""
     narrow: dict[Var, Var] = {}
     eqns: list[Eqn] = []
     for e in graph.eqns:
         rate = e.kwargs.get("lr")
-        if is_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
+        if is_fused_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
             if rate not in narrow:
                 narrow[rate] = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
                 cast = {"dtype": torch.float32}
@@ -107,17 +91,17 @@ def with_rates(graph: Graph) -> Graph:
 
 
 class Capture:
-    """A step that is run at the first call, captured at the second, and replayed from then on.
+    """A step that runs at the first call, is captured at the second, and is replayed from then on.
 
-    `run` is a function of flat inputs. `check` is called before each replay, and raises if the replay before it
-    failed. `cuda` is `torch.cuda` or its double, and `device` the type of its device.
+    `run` is a function of flat inputs. `check` is called before each replay, and raises an error if the replay before
+    it failed. `cuda` is `torch.cuda` or a test double of it, and `device` the type of its device.
     """
 
     def __init__(
         self,
-        run: Program,
+        run: Executable,
         graph: Graph,
-        cuda: CaptureCuda = torch.cuda,
+        cuda: Any = torch.cuda,
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -179,7 +163,7 @@ class Capture:
         captured = self.cuda.CUDAGraph()
         gc.collect()  # memory, or a module of kernels, that is freed during a capture would end it
         try:
-            # Only this thread is captured, so threads that load data or watch NCCL may go on.
+            # Only this thread is captured, so threads that load data or watch NCCL may continue.
             with (
                 self.cuda.stream(self.cuda.current_stream()),  # restores this stream if the capture fails
                 ops.filled_after_capture(self.device),
@@ -202,16 +186,16 @@ class Capture:
             if i not in self.buffers and old.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
-                    f"CUDA graph works on what lies there.\n"
-                    f"Pass the state that the step returned. To go on with another, call close() on the compiled step: "
-                    f"it is then captured anew; or copy the other into this one, leaf by leaf."
+                    f"CUDA graph reads and writes that memory.\n"
+                    f"Pass the state that the step returned. To continue with another state, call close() on the "
+                    f"compiled step, which is then captured again, or copy that state into this one, leaf by leaf."
                 )
 
 
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
     """Copy an input into its buffer."""
     if x.ndim == 0 and x.device.type == "cpu":
-        buffer.fill_(x.item())  # the number travels with the launch, so no copy from the host must be waited for
+        buffer.fill_(x.item())  # the launch carries the number, so nothing waits for a copy from the host
     else:
         buffer.copy_(x, non_blocking=True)
 

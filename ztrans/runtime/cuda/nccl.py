@@ -1,8 +1,8 @@
 """NCCL: the collectives of one rank on a GPU, on streams of their own.
 
-All messages of an equation are one call, each packed by one launch. A gather of a single member is received in the
-memory of its value. Terms of half precision, which NCCL would round at every hop, are exchanged and summed in fp32
-and in rank order; NCCL reduces all others. A mean is a sum that is then scaled.
+One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
+in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
+fp32 and in rank order. NCCL reduces all other terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -23,29 +23,24 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
-from ...ir.layout import part
 from ..collectives import Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 from .transport import Transport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_ALIGNED = 16  # elements: a value that is read inside a larger buffer should start at a multiple
+_ALIGNED = 16  # a value inside a larger buffer starts at a multiple of this many elements
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message. `sent` and `values` are allocated already; each function is called on the stream that it runs on.
-
-    `pack` fills `sent`. `receive_buffer` returns the tensor that the collective fills, which may be one of the values
-    or `sent`. `finish` makes the values of that tensor.
-    """
+    """One message. `sent` and `values` are allocated already. Each function is called on the stream that it runs on."""
 
     sent: torch.Tensor
     values: Sequence[torch.Tensor]
-    pack: Callable[[], object]
-    receive_buffer: Callable[[], torch.Tensor]
-    finish: Callable[[torch.Tensor], object]
+    pack: Callable[[], object]  # fills `sent`
+    receive_buffer: Callable[[], torch.Tensor]  # the tensor that the collective fills; maybe a value, or `sent`
+    finish: Callable[[torch.Tensor], object]  # fills `values` from that tensor
 
 
 class StreamedStart(Start):
@@ -63,7 +58,7 @@ class StreamedStart(Start):
         super().__init__(eqn, sizes, at, channel)
         self.streams, self.lane, self.transport = streams, streams.lane(channel), by
         messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
-        self.message = {primitive.name: message for primitive, message in messages.items()}[self.kind]
+        self.message = messages[self.kind]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, by={self.transport}"
@@ -87,16 +82,16 @@ class StreamedStart(Start):
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
-        if self.wire.is_complex:  # NCCL has no complex dtypes; sums go by real and imaginary parts
+        if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received, sent = ([torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent))
         work: Any
-        if self.kind == ALL_GATHER.name:
+        if self.kind is ALL_GATHER:
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
             call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
             work = call(*pairs, options)
-        elif self.kind == ALL_REDUCE.name:
+        elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
         elif self.transport.call == "nccl all_to_all":
             work = None
@@ -105,7 +100,7 @@ class StreamedStart(Start):
         else:
             call = _method(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
             work = call(received, sent, self._options(ReduceScatterOptions()))
-        if work is not None:  # NCCL returns none, because it runs on this stream; other backends must be waited for
+        if work is not None:  # NCCL runs on this stream and returns none; the work of another backend is waited for
             work.wait()
 
     def _options(self, options: Any) -> Any:
@@ -131,7 +126,7 @@ class StreamedStart(Start):
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
         n, sizes, new = self.size, [self.parts[k] for k in ks], terms[0].new_empty
-        shapes = [(part(s[0], n, self.rank)[1], *s[1:]) for s in (self.shapes[k] for k in ks)]
+        shapes = [self.part_shape(k) for k in ks]
         dtype, total = self.outs[ks[0]].dtype, sum(sizes)
         sent, pack = self._terms(sizes, terms)
         if self.transport.call == "nccl all_to_all":
@@ -157,7 +152,7 @@ class StreamedStart(Start):
     def _terms(self, sizes: list[int], terms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
         """The send buffer of a reduction, and the function that fills it.
 
-        A single term that needs no cast, no padding and no transposition is sent where it is.
+        A single term that needs no cast, no padding and no transposition is its own send buffer.
         """
         term, numel = terms[0], self.size * sum(sizes)
         is_ready = term.dtype == self.wire and term.is_contiguous() and term.numel() == numel
@@ -196,9 +191,9 @@ class StreamedStart(Start):
         shapes: Sequence[tuple[int, ...]],
         values: Sequence[torch.Tensor],
     ) -> None:
-        """Copy a buffer of several values to the memory of each, with the split dim back in its place."""
+        """Copy several values out of a buffer, each to its own memory, with the split dim back at its position."""
         if self.dim == 0 and flat.dtype == values[0].dtype:
-            torch.ops.ztrans.unpack.out(flat, sizes, ranks, out=[v.view(-1) for v in values])
+            torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
         else:
             numels = [math.prod(shape) for shape in shapes]
             for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):
@@ -206,7 +201,7 @@ class StreamedStart(Start):
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:
-    """A method of a process group, under the first of its names that this torch has (2.13 renamed some)."""
+    """A method of a process group, by the first of these names that this torch has (2.13 renamed some)."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 

@@ -1,25 +1,24 @@
-"""Streams: where a GPU packs and communicates while it computes, and when memory may be reused.
+"""Streams: the streams on which a GPU packs and communicates while it computes, and when memory may be reused.
 
-    compute    the current stream, on which the program's equations run
-    packing    one stream for all collectives: it casts and packs members, and never queues behind a collective
-    lane       one stream for each communicator: the collective, then the unpacking of what it received
+    compute    the current stream, on which the equations of the program run
+    packing    one stream for all collectives, which casts and packs members, and never queues behind a collective
+    lane       one stream for each communicator, which runs the collective, then unpacks the received bytes
 
-    start:  compute ──● event ───────────────────────────────▶ goes on
+    start:  compute ──● event ───────────────────────────────▶ continues
                       packing ──■ pack ──●
                                          lane ──■ collective ──■ unpack ──●
     wait:   compute ──────────────────────────────────────────────────────● waits; the host does not
 
 No block of memory is reused while a stream may still touch it, and nothing calls `record_stream`:
 
-- Tensors that one stream hands to another (sent, received, results) are allocated on the compute stream, before the
-  event that the other stream waits for. They are held until compute has waited for the last event of the lane.
-- Tensors that one lane alone uses are allocated on that lane, and released at once: the lane reuses their memory in
-  order.
-- Members are held until compute has waited for their packing. It does so at the next start or wait, when the packing
-  has usually ended long before.
+- Tensors that several streams use (sent, received, results) are allocated on the compute stream, before the event that
+  the other stream waits for. They are held until compute has waited for the last event of the lane.
+- Tensors that only one lane uses are allocated on that lane, and released at once, because the lane reuses their memory
+  in order.
+- Members are held until compute has waited for their packing. It does so at the next start or wait, by which time the
+  packing has usually ended.
 
-So the host never waits, the choices of the allocator depend on the program alone, and every step finds the addresses
-of the step before.
+So the host never waits. The choices of the allocator depend on the program only, and every step has the same addresses.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,51 +35,38 @@ if TYPE_CHECKING:
     from .symmetric_memory import SymmetricMemory
 
 HIGH = -1  # the priority of short work that compute waits for
-_AHEAD = 8  # products of 4096 x 4096 in fp32, some milliseconds each
-
-
-class CudaStream(Protocol):
-    """A stream of `torch.cuda`, as far as it is used here."""
-
-    def record_event(self) -> Any: ...
-    def wait_event(self, event: Any, /) -> None: ...
-    def wait_stream(self, stream: Any, /) -> None: ...
-
-
-class Cuda(Protocol):
-    """`torch.cuda`, as far as it is used here, or a double of it on a machine without a GPU."""
-
-    def __hash__(self) -> int: ...
-    def current_device(self) -> int: ...
-    def current_stream(self) -> CudaStream: ...
-    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
-    @property
-    def Stream(self) -> Callable[..., CudaStream]: ...
+_AHEAD = 8  # the number of products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
 
 
 class Streams:
-    """The streams of a program, and its symmetric memory, if the devices have any."""
+    """The streams of a program, and its symmetric memory, if the devices have any.
 
-    def __init__(self, cuda: Cuda = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
+    `cuda` is `torch.cuda`, or a double of it on a machine without a GPU.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
         self.symmetric = symmetric
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
-        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the last packing: its event, what it read
+        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the event of the last packing, and its members
 
-    def lane(self, communicator: Hashable) -> CudaStream:
-        """The stream of a communicator. All programs share it, because its collectives have one order."""
+    def lane(self, communicator: Hashable) -> Any:
+        """The stream of a communicator. All programs share it, so that the collectives of all of them are in order."""
         return _stream(self.cuda, self.cuda.current_device(), communicator)
 
     @contextlib.contextmanager
     def pack(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Launch what is inside on the packing stream, after all work that compute has now. It reads `members`."""
+        """A context that launches work on the packing stream, behind all work that compute has now.
+
+        The work reads `members`.
+        """
         self.packing.wait_stream(self.cuda.current_stream())
         with self.cuda.stream(self.packing):
             yield
         self.packed = self.packing.record_event(), members
 
     @contextlib.contextmanager
-    def communicate(self, lane: CudaStream) -> Iterator[None]:
-        """Launch what is inside on the stream of a communicator, after the packing."""
+    def communicate(self, lane: Any) -> Iterator[None]:
+        """A context that launches work on the stream of a communicator, behind the packing."""
         lane.wait_stream(self.packing)
         with self.cuda.stream(lane):
             yield
@@ -98,21 +83,21 @@ class Done:
     """The end of the work launched on a lane, and the tensors that must live until compute has waited for it."""
 
     streams: Streams
-    lane: CudaStream
+    lane: Any
     event: Any
     held: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        """Let compute wait; the host does not."""
+        """Let compute wait. The host does not wait."""
         self.streams.release()
         self.streams.cuda.current_stream().wait_event(self.event)
 
 
 def back_to_back_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of one of `times` calls on a GPU, launched back to back.
+    """The seconds that a call takes on a GPU: the mean over `times` calls, launched back to back.
 
-    The GPU has other work until all calls are launched. So this is the time that they take there, without the time
-    to launch them, which a step spends while the GPU is busy.
+    The GPU has other work until all calls are launched. So the time to launch them is not included, which a step spends
+    while the GPU is busy.
     """
     busy = torch.ones(4096, 4096, device=device)
     begin, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
@@ -127,5 +112,5 @@ def back_to_back_seconds(run: Callable[[], object], device: torch.device, times:
 
 
 @functools.cache
-def _stream(cuda: Cuda, device: int, name: Hashable) -> CudaStream:
+def _stream(cuda: Any, device: int, name: Hashable) -> Any:
     return cuda.Stream(priority=HIGH)

@@ -1,7 +1,7 @@
-"""Symmetric memory between the GPUs of one host: what it costs to send a message that way, and the memory itself.
+"""Symmetric memory between the GPUs of one host: the buffers, and how fast messages through them are.
 
 A message can go through symmetric memory or by NCCL. Both are timed when a program is bound, once for each kind of
-message and power of two of its bytes. Every rank uses the seconds of the slowest rank, so all ranks choose alike.
+message and power of two of its bytes. Every rank uses the times of the slowest rank, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .streams import back_to_back_seconds
 from .transport import Times
 
 T = TypeVar("T")
-MOST = 32 * 2**20  # bytes of a whole message: a larger one is limited by the wire, whichever way it goes
-_TIMES = 20  # messages in one timed series
-_SPINS = 1 << 30  # looks at a signal before a wait is given up: tens of minutes, for a rank may write a checkpoint
+MOST = 32 * 2**20  # the most bytes of a whole message; for a larger one the wire is the limit either way
+_TIMES = 20  # the number of messages in a timed series
+# How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
+_SPINS = 1 << 30
 
 
 Allocate = Callable[[int, dist.ProcessGroup], ops.Symmetric]
@@ -46,9 +47,9 @@ class SymmetricMemory:
         self.buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, ops.Symmetric] = weakref.WeakKeyDictionary()
 
     def times(self, group: dist.ProcessGroup, kind: Primitive, wire: torch.dtype, nbytes: int) -> Times | str:
-        """The seconds that a message of `nbytes`, all ranks' parts together, takes either way.
+        """The seconds that a message of `nbytes`, the parts of all ranks together, takes either way.
 
-        All ranks of the group must ask together. Returns a reason instead where symmetric memory cannot carry it.
+        All ranks of the group must call it together. If symmetric memory cannot carry the message, it returns why.
         """
         if wire.itemsize > 8:
             return "elements of more than 8 bytes"
@@ -62,17 +63,17 @@ class SymmetricMemory:
         return _once(group, key, lambda: _times(group, self.allocate, kind, wire, rounded))
 
     def reserve(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Make the buffer of a communicator at least this large. Called before the first message is sent."""
+        """Make the buffer of a communicator at least this large. Call it before the first message is sent."""
         self.reserved[group] = max(nbytes, self.reserved.get(group, 0))
 
     def buffer(self, group: dist.ProcessGroup) -> ops.Symmetric:
-        """The buffer of a communicator. All its ranks allocate it together when they send the first message."""
+        """The buffer of a communicator. All of its ranks allocate it together, when they send the first message."""
         if group not in self.buffers:
             self.buffers[group] = self.allocate(self.reserved[group], group)
         return self.buffers[group]
 
     def check(self) -> None:
-        """Raises: RuntimeError if a rank has waited in vain for another, in the work that has run so far."""
+        """Raises: RuntimeError if this rank has given up waiting for another one, in the work that has run so far."""
         for buffer in self.buffers.values():
             buffer.check()
 
@@ -81,7 +82,7 @@ _answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = we
 
 
 def _once(group: dist.ProcessGroup, question: Hashable, ask: Callable[[], T]) -> T:
-    """The answer to a question about a group, which is asked once in the life of the group."""
+    """The answer of `ask()` to a question about a group. It is asked once, and kept as long as the group lives."""
     answers = _answers.setdefault(group, {})
     if question not in answers:
         answers[question] = ask()
@@ -132,7 +133,7 @@ def _times(
             dist.all_to_all_single(terms.view(torch.uint8), sent.view(torch.uint8), group=group)
             theirs.copy_(ops.reduce(list(terms.view(n, count)), "mean", torch.float32))
 
-    generator = torch.Generator().manual_seed(group.rank())  # the user's own generator stays untouched
+    generator = torch.Generator().manual_seed(group.rank())  # one of its own, so the user's generator does not change
     sent.copy_(torch.randn(sent.shape, generator=generator))
     seconds = [_seconds(by_symmetric_memory), _seconds(by_nccl)]
     if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
@@ -142,13 +143,13 @@ def _times(
 
 
 def gather(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]) -> None:
-    """Put this rank's parts where the other ranks read them, and read the parts of all ranks into `outs`."""
+    """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
     ops.all_gather(memory, outs, sizes, spins=_SPINS)
 
 
 def scatter(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int], op: str) -> None:
-    """Put this rank's terms where the other ranks read them, and sum the terms for this rank into `outs`."""
+    """Copy this rank's terms to where the other ranks read them, and sum the terms for this rank into `outs`."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
     ops.reduce_scatter(memory, outs, sizes, op, sent.dtype, spins=_SPINS)
 

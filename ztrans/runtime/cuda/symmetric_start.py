@@ -1,53 +1,44 @@
-"""Symmetric starts: collectives whose messages the other ranks read out of this rank's memory.
+"""Symmetric starts: start collectives whose messages the other ranks read out of this rank's memory.
 
-A message is packed as for NCCL, then copied on its lane to the symmetric memory of the communicator. A kernel reads
-what all ranks have put there straight into the final tensors, and sums half-precision terms in fp32 and in rank
-order. The kernel starts to read when all ranks have put their message, and ends when all ranks have read it, so the
-next message of the lane may overwrite it.
+A message is packed as for NCCL, then copied on its lane to the symmetric memory of the communicator. A kernel reads the
+messages of all ranks from there, directly into the final tensors. It sums terms of half precision in fp32 and in rank
+order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have read them, so
+the next message of the lane may overwrite them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, without
-from ...ir.graph import Eqn, Primitive
-from ...ir.layout import local_shape, part
+from ...ir.collectives import ALL_GATHER, buffer_bytes, wire_dtype
+from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..collectives import Start
 from ..process_groups import Channel
 from .nccl import Message, StreamedStart, moved_back
 from .streams import Streams
 from .symmetric_memory import SymmetricMemory, gather, scatter
-from .transport import Transport, transport
+from .transport import transport
 
 
 class SymmetricStart(StreamedStart):
     """Starts one collective equation, like `StreamedStart`, over symmetric memory."""
 
-    def __init__(
-        self,
-        eqn: Eqn,
-        sizes: Mapping[str, int],
-        at: Mapping[str, int],
-        channel: Channel,
-        streams: Streams,
-        by: Transport,
-        symmetric: SymmetricMemory,
-    ) -> None:
-        super().__init__(eqn, sizes, at, channel, streams, by)
+    def __init__(self, symmetric: SymmetricMemory, *common: Any) -> None:
+        """`common` are the arguments of a `StreamedStart`."""
+        super().__init__(*common)
         self.symmetric = symmetric
-        rows = 1 if self.kind == ALL_GATHER.name else self.size
+        rows = 1 if self.kind is ALL_GATHER else self.size
         elements = max(rows * sum(self.parts[k] for k in ks) for ks in self.groups)
         symmetric.reserve(self.group, elements * self.wire.itemsize)
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Nothing: the kernel that finishes a message also communicates it."""
+        """Do nothing: the kernel that finishes a message also communicates."""
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
         sizes = [self.parts[k] for k in ks]
@@ -57,8 +48,7 @@ class SymmetricStart(StreamedStart):
         return self._message(sent, rows, sizes, [self.shapes[k] for k in ks], self.wire, 1, read)
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        sizes, whole = [self.parts[k] for k in ks], [self.shapes[k] for k in ks]
-        shapes = [(part(s[0], self.size, self.rank)[1], *s[1:]) for s in whole]
+        sizes, shapes = [self.parts[k] for k in ks], [self.part_shape(k) for k in ks]
         rows = [t.movedim(self.dim, 0) for t in terms]
         sent = terms[0].new_empty(self.size * sum(sizes), dtype=self.wire)
         read = lambda outs: scatter(self.symmetric.buffer(self.group), sent, outs, sizes, self.op)
@@ -76,7 +66,7 @@ class SymmetricStart(StreamedStart):
     ) -> Message:
         """A message of `rows`, packed for `ranks` ranks. `read` fills flat tensors, which become the values."""
         values = [sent.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-        # The kernel sums to fp32 or half precision; values of other dtypes are cast from that.
+        # The kernel returns fp32 or half precision; values of other dtypes are then cast.
         read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
 
         def finish(_: torch.Tensor) -> None:
@@ -93,35 +83,27 @@ class SymmetricStart(StreamedStart):
 
 
 def side_streams(device: str) -> Streams | None:
-    """Streams in addition to the compute stream, on devices of a type that has them: CUDA; elsewhere None."""
+    """Streams in addition to the compute stream if the devices are CUDA devices, or None."""
     return Streams(symmetric=SymmetricMemory()) if device == "cuda" else None
 
 
 def check(program: torch.nn.Module) -> None:
-    """Raises: RuntimeError if a rank has waited in vain for another, in the part of a program that has run so far."""
+    """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
     for memory in {id(s.symmetric): s.symmetric for s in program.modules() if isinstance(s, SymmetricStart)}.values():
         memory.check()
 
 
 def start(
-    eqn: Eqn,
-    sizes: Mapping[str, int],
-    at: Mapping[str, int],
-    channel: Channel | None,
-    streams: Streams | None,
+    eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None, streams: Streams | None
 ) -> Start:
-    """The module that starts a collective equation, on side streams where there are any."""
+    """The module that starts a collective equation, on `streams` if there are any."""
     if streams is None or channel is None:
         return Start(eqn, sizes, at, channel)
-    if not isinstance(eqn.op, Primitive):
-        raise TypeError(f"start: {eqn.op} is not a collective of ztrans.")
-    kind, axis, wire = eqn.op, eqn.kwargs["axis"], eqn.kwargs.get("dtype") or eqn.ins[0].dtype
-    outs = [out for out in eqn.outs if out is not None]
-    whole = (local_shape(dataclasses.replace(v, layout=without(v.layout, axis)), sizes, at) for v in outs)
-    nbytes = sum(map(math.prod, whole)) * wire.itemsize
-    symmetric = streams.symmetric
+    kind: Any = eqn.op
+    symmetric, wire = streams.symmetric, wire_dtype(eqn, eqn.ins[0])
+    nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
     times = lambda: symmetric.times(channel.group, kind, wire, nbytes) if symmetric else "none was given"
     by = transport(kind, eqn.kwargs.get("op"), wire, times)
     if symmetric is not None and by.is_symmetric:
-        return SymmetricStart(eqn, sizes, at, channel, streams, by, symmetric)
+        return SymmetricStart(symmetric, eqn, sizes, at, channel, streams, by)
     return StreamedStart(eqn, sizes, at, channel, streams, by)

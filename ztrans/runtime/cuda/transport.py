@@ -1,7 +1,7 @@
-"""Transport: what carries a collective between GPUs, and why.
+"""Transport: choose what carries a collective between GPUs.
 
-NCCL does, or symmetric memory where the ranks of a group can read each other's memory and that was measured to be
-faster. Timings decide only where both ways give the same bits.
+Symmetric memory carries it if the ranks of a group can read each other's memory, and that was measured to be faster.
+Otherwise NCCL does. Timings decide only if both give the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Transport:
-    """The call that carries a collective, and the reason for it, which printed programs show."""
+    """The call that carries a collective, and the reason for the choice, which printed programs show."""
 
     call: str
     reason: str
@@ -45,8 +45,8 @@ class Transport:
 def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callable[[], Times | str]) -> Transport:
     """Choose what carries a collective, given its kind, its reduction and its dtype on the wire.
 
-    `times` is called where both ways give the same bits. It returns the seconds of each way, or says why symmetric
-    memory cannot be used.
+    `times` is called if both ways give the same bits. It returns the seconds of each, or why symmetric memory cannot be
+    used.
 
     >>> from ztrans.ir.collectives import ALL_GATHER
     >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))

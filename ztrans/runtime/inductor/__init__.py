@@ -1,1 +1,1 @@
-"""Programs compiled by Inductor: which equations run as one kernel, and how values lie in memory."""
+"""Compile programs with Inductor: which equations run as one kernel, and how values are laid out in memory."""

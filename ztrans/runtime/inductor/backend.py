@@ -1,9 +1,9 @@
-"""Backend: a program whose groups of equations run as kernels that Inductor compiled.
+"""Backend: compile groups of equations of a program to kernels, with Inductor.
 
 Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
-compiles a handful of kernels. Nothing is sent while a program is being compiled. Results are those of the eager
-backend but for rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision,
-another library may compute a product, and attention may be computed by products.
+compiles a few kernels. Nothing is sent while a program is compiled. Results are those of the eager backend up to
+rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision, and another
+library may compute a product.
 """
 
 from __future__ import annotations
@@ -15,56 +15,70 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ir.collectives.user_collectives import by_group, is_users
 from ...ir.donation import Donation, donation
 from ...ir.graph import Eqn, Graph, Var, producers, substitute
 from ...ir.layout import localize
-from ...ir.user_collectives import by_group, is_users
+from ...ir.operations import compute
 from ...ir.varying import varying
 from ...ir.write_order import first_write
-from ..codegen import Executable, Kernel, fused, to_fx
+from ..codegen import Kernel, coordinates, to_fx
+from ..executable import Executable, shown
 from . import cpu_matmul
-from .fake_layouts import Strided, as_text, infer_layouts, results_of
+from .compiler import bare, fused
+from .fake_layouts import Strided, as_text, infer_layouts
 from .fusion import Group, fuse
 
-# Given an operation, its arguments and its keyword arguments, with layouts for tensors: a function that computes the
-# same in less time here, or None.
-Alternative = Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable | None]
-ALTERNATIVES: tuple[Alternative, ...] = (cpu_matmul.alternative,)
 
+class KernelCall:
+    """A call of a kernel, in as little time as Python needs for one.
 
-class Fused(torch.nn.Module):
-    """A call of a kernel.
-
-    The kernel writes result k over argument `written[k]`, where that is not None, and returns the other results. It
-    needs arguments with these layouts; others are copied. The state, which it writes, always has them.
+    The kernel writes result k over argument `written[k]`, unless that is None, and returns the other results. It needs
+    arguments with these `layouts`, which fake tensors do not always predict. An argument with another layout is
+    copied. The first call finds out which arguments these are: they are the same in every step.
     """
 
     def __init__(
         self, kernel: Callable[[list], Sequence], written: Sequence[int | None], layouts: Sequence[Strided]
     ) -> None:
-        super().__init__()
+        self.__name__ = "kernel"  # of the function in the code that calls it
         self.kernel, self.written, self.layouts = kernel, written, layouts
+        self._copied: list[int] = []
+        self._run: Callable[[list], Sequence] | None = None
 
-    def forward(self, *args: torch.Tensor) -> list[torch.Tensor]:
-        returned = iter(self.kernel([layout.conform(x) for x, layout in zip(args, self.layouts)]))
-        return [next(returned) if k is None else args[k] for k in self.written]
+    def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+        given = [*args]
+        if self._run is None:
+            self._copied = [k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])]
+        for k in self._copied:
+            given[k] = self.layouts[k].conform(args[k])
+        if self._run is None:
+            returned, self._run = self.kernel(given), bare(self.kernel)
+        else:
+            returned = self._run(given)
+        if len(returned) == len(self.written):
+            return returned
+        results = iter(returned)
+        return [next(results) if k is None else args[k] for k in self.written]
 
 
 @dataclass(frozen=True, eq=False)
 class InductorExecutable(Executable):
-    """A compiled program. Inputs with other layouts than `layouts` are copied. `kernels` holds what was compiled, by
+    """A compiled program. A batch with other layouts than `layouts` is copied. `kernels` holds what was compiled, by
     the text of its equations."""
 
-    kernels: Mapping[str, Callable]
-    layouts: Sequence[Strided]
+    kernels: Mapping[str, Callable]  # the compiled kernels, by the text of their equations
+    layouts: Sequence[Strided]  # of the inputs; an input with another layout is copied
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return super().__call__([layout.conform(x) for x, layout in zip(inputs, self.layouts)])
+        n = self.num_state  # all of which is contiguous, as `layouts` say
+        batch = (layout.conform(x) for x, layout in zip(inputs[n:], self.layouts[n:]))
+        return super().__call__([*inputs[:n], *batch])
 
 
 @dataclass(frozen=True, eq=False)
 class _LaidOut:
-    """A program whose groups have been chosen, with the layouts and the lifetimes of its values on one rank."""
+    """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
 
     graph: Graph
     groups: tuple[Group, ...]
@@ -83,19 +97,22 @@ def executable(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-    alternatives: Sequence[Alternative] = ALTERNATIVES,
+    onednn: bool = True,
 ) -> tuple[Graph, InductorExecutable]:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
 
+    With `onednn`, matrix products on a CPU may be computed by oneDNN (see `cpu_matmul`).
+
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
-    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
-    laid_out = _lay_out(*fuse(graph), mesh, at, inputs)
+    laid_out = _lay_out(*fuse(graph), mesh, coordinates(graph, mesh), inputs)
     kernels, compiled = _compile(laid_out)
-    calls = _calls(laid_out, alternatives)
-    program = to_fx(laid_out.graph, mesh, True, laid_out.groups, kernels, calls, on_write=on_write)
+    calls = _calls(laid_out) if onednn else {}
+    groups = [group.eqns for group in laid_out.groups]
+    program = to_fx(laid_out.graph, mesh, True, groups, kernels, calls, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
-    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, compiled, layouts)
+    of_state = shown(laid_out.graph)
+    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, of_state, compiled, layouts)
 
 
 def _lay_out(
@@ -107,7 +124,8 @@ def _lay_out(
 ) -> _LaidOut:
     """Infer layouts, and drop the groups whose values are on several devices.
 
-    Their equations run one by one. Then they may write over their arguments, so lifetimes are computed anew.
+    The equations of a dropped group run one by one. They may then write over their arguments, so the lifetimes are
+    computed again.
     """
     bound = by_group(graph, mesh) if mesh is not None else graph
 
@@ -122,16 +140,16 @@ def _lay_out(
 
 
 def _on_one_device(layouts: Sequence[Strided]) -> bool:
-    """A scalar may be on another device, as lr is."""
+    """Whether values are on one device. A scalar, such as lr, may be on another one."""
     return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """What is compiled for a group: its equations, and which arguments its kernel may write.
+    """A kernel that is to be compiled for a group.
 
-    Result k is written over argument `written[k]`, where that is not None. The memory of the `donated` arguments may
-    be reused for anything. A `deterministic` kernel is the same on all ranks.
+    The kernel writes result k over argument `written[k]`, unless that is None. It may reuse the memory of the arguments
+    `donated`. A `deterministic` kernel is the same on all ranks.
     """
 
     eqns: Sequence[Eqn]
@@ -142,32 +160,32 @@ class _Kernel:
     deterministic: bool
 
     def text(self, layouts: Mapping[Var, Strided]) -> str:
-        """Kernels with equal texts are one kernel."""
+        """The kernel as text. Kernels with equal texts are compiled once."""
         eqns = as_text(self.eqns, self.ins, self.outs, layouts)
         return f"{eqns} over {self.written} donated {self.donated}{' deterministic' if self.deterministic else ''}"
 
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
-        """A function that returns the results that are not written over an argument."""
+        """Compile the kernel to a function, which returns the results that are not written over an argument."""
 
-        def compute(*args: torch.Tensor) -> list[torch.Tensor]:
+        def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
             for e in self.eqns:
-                env.update((v, x) for v, x in zip(e.outs, results_of(e, env)) if v is not None)
+                env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
             for v, k in zip(self.outs, self.written):
                 if k is not None:
                     args[k].copy_(env[v])
             return [env[v] for v, k in zip(self.outs, self.written) if k is None]
 
-        return fused(compute, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
+        return fused(kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
 
 
-def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable]]:
+def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str, Callable]]:
     """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
     graph, layouts = program.graph, program.layouts
     position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
     varies, maker = _varies(graph), producers(graph.eqns)
     compiled: dict[str, Callable] = {}
-    kernels: dict[Group, Kernel] = {}
+    kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group in program.compiled_groups:
         begin, end = position[group.eqns[0]], position[group.eqns[-1]]
         old_state = _overwritten_state(program, group, end) if begin >= writes_from else {}
@@ -183,33 +201,36 @@ def _compile(program: _LaidOut) -> tuple[dict[Group, Kernel], dict[str, Callable
         text = kernel.text(layouts)
         if text not in compiled:
             compiled[text] = kernel.compile(layouts)
-        call = Fused(compiled[text], kernel.written, [layouts[v] for v in ins])
-        kernels[group] = Kernel(call, ins, group.outs, writes=bool(old_state))
+        call = KernelCall(compiled[text], kernel.written, [layouts[v] for v in ins])
+        kernels[group.eqns] = Kernel(call, ins, group.outs, writes=bool(old_state))
     return kernels, compiled
 
 
 def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
-    """A function that says whether results of an equation may differ from rank to rank. Those that may not must be
-    computed in the same way on all ranks, though another way may be faster on one of them."""
+    """A function that tells whether the results of an equation may differ from rank to rank.
+
+    Results that may not differ must be computed in the same way on all ranks, even if another way is faster on one.
+    """
     over = varying(graph, ("batch",))
     return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
-def _calls(program: _LaidOut, alternatives: Sequence[Alternative]) -> dict[Eqn, Callable]:
-    """The equations that something computes in less time than their own operation does."""
+def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
+    """For each matrix product that another library computes in less time, the function of that library."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
     calls: dict[Eqn, Callable] = {}
     for e in (e for e in program.graph.eqns if varies(e, e.outs)):
-        args, kwargs = substitute(e.args, layout), substitute(e.kwargs, layout)
-        faster = (alternative(e.op, args, kwargs) for alternative in alternatives)
-        call = next((call for call in faster if call is not None), None)
+        call = cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)
         if call is not None:
             calls[e] = call
     return calls
 
 
 def _overwritten_state(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
-    """The new state that a group writes over the old state, which nothing reads after position `end`."""
+    """For each new leaf of the state that a group may write over the old leaf, that old leaf.
+
+    Nothing reads the old leaf after position `end`.
+    """
     graph, lifetimes = program.graph, program.donation
     old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
 

@@ -1,7 +1,7 @@
-"""Products on a CPU: use the library that multiplies two matrices faster, found by timing both.
+"""Products on a CPU: time both libraries that can multiply two matrices, and use the faster one.
 
-PyTorch computes products of fp32 matrices with MKL. On processors that are not Intel's MKL takes a tenth more time
-than oneDNN, but less where oneDNN must first copy a transposed matrix.
+PyTorch computes products of fp32 matrices with MKL. On processors that are not from Intel, MKL takes a tenth more time
+than oneDNN, but less time than oneDNN if that must first copy a transposed matrix.
 
 A private operation of torch, `mkldnn._linear_pointwise`, lives here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -9,6 +9,7 @@ A private operation of torch, `mkldnn._linear_pointwise`, lives here; checked on
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from .fake_layouts import Strided
 
 aten = torch.ops.aten
-GAIN = 0.97  # an alternative is used if it takes at most this share of the time: its rounding differs
+GAIN = 0.97  # oneDNN, which rounds differently, is used if it takes less than this share of the time
 _ROUNDS = 5
 
 
@@ -36,7 +37,7 @@ _BY_ONEDNN: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: mm, aten.
 
 
 def alternative(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:
-    """oneDNN's way to compute `op` on tensors of these layouts, if it is faster; else None."""
+    """The function that computes `op` by oneDNN, if it is faster on tensors of these layouts, or None."""
     if op not in _BY_ONEDNN or kwargs or not _applies(args):
         return None
     layouts = tuple((x.shape, x.stride) for x in args)
@@ -52,18 +53,16 @@ def _applies(args: Sequence[Any]) -> bool:
 
 @functools.cache
 def _time_share(op: Callable, layouts: tuple, threads: int) -> float:
-    """The time of oneDNN's way, as a share of that of `op`. Cached by the number of `threads` too."""
+    """The time of oneDNN as a share of that of `op`. Both are the best of a few rounds, in turns.
+
+    `threads` is an argument because the time depends on it.
+    """
+    by_onednn, best = _BY_ONEDNN[op], {op: math.inf, _BY_ONEDNN[op]: math.inf}
     with torch.no_grad():
         args = [torch.empty_strided(shape, stride).fill_(0.5) for shape, stride in layouts]
-        return time_share(lambda: _BY_ONEDNN[op](*args), lambda: op(*args))
-
-
-def time_share(alternative: Callable[[], object], call: Callable[[], object]) -> float:
-    """The time of `alternative`, as a share of that of `call`: each the best of a few rounds, in turns."""
-    best = {alternative: float("inf"), call: float("inf")}
-    for _ in range(_ROUNDS):
-        for each in (call, alternative):
-            start = time.perf_counter()
-            each()
-            best[each] = min(best[each], time.perf_counter() - start)
-    return best[alternative] / best[call]
+        for _ in range(_ROUNDS):
+            for each in best:
+                start = time.perf_counter()
+                each(*args)
+                best[each] = min(best[each], time.perf_counter() - start)
+    return best[by_onednn] / best[op]

@@ -1,6 +1,6 @@
-"""Fake layouts: the dtype, shape and strides of every value of a program on one rank.
+"""Fake layouts: find the dtype, shape and strides of every value of a program on one rank.
 
-Nothing is computed. Each distinct kind of equation is run once, on fake tensors.
+Each kind of equation runs once, on fake tensors, which computes no elements.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
-from ...ir.graph import Eqn, Graph, Var, substitute
+from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
-from ...ir.operations import called
-from ..codegen import fake
-from .fusion import is_update
+from ...ir.operations import compute
+from ...ir.update_groups import is_fused_update
+from .compiler import fake
 
 
 class Strided(NamedTuple):
-    """A tensor without its elements: what `torch.empty_strided` takes."""
+    """A tensor without its elements: the arguments of `torch.empty_strided`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,11 +34,14 @@ class Strided(NamedTuple):
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether a tensor has these strides."""
+        strides = x.stride()
+        return strides == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride))
+
     def conform(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result."""
-        if x.stride() == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, x.stride(), self.stride)):
-            return x
-        return self.empty().copy_(x)
+        return x if self.fits(x) else self.empty().copy_(x)
 
 
 def infer_layouts(
@@ -49,36 +52,30 @@ def infer_layouts(
     An equation with an in-place operation among `twins` writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    known: dict[str, list[Strided | None]] = {}  # by the text of an equation
+    known: dict[str, list[Strided | None]] = {}  # the layouts of results, by the text of their equation
     for e in graph.eqns:
-        shapes = [local_shape(v, graph.axes, at) for v in e.outs if v is not None]
+        shapes = [local_shape(v, graph.axes, at) for v in e.results]
         results: Sequence[Strided | None]
         if rules(e).strides == "contiguous":
             results = _contiguous(e, shapes, layouts[e.ins[0]].device)
         elif rules(e).strides == "argument":
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
-        elif is_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
+        elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:
-            local = localize(e.replace(op=_that_runs(e, twins.get(e))), graph.axes, at)
-            results = _run_fake(local, layouts, known)
+            twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
+            op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
+            results = _run_fake(localize(e.replace(op=op), graph.axes, at), layouts, known)
         layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
     return layouts
 
 
-def _that_runs(e: Eqn, twin: Any) -> Any:
-    """The operation that computes the equation when the program runs: its in-place twin, if that returns results."""
-    return twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
-
-
-def _run_fake(
-    e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]
-) -> list[Strided | None]:
+def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
         with fake():
-            results = results_of(e, {v: layouts[v].empty() for v in e.ins})
+            results = compute(e, {v: layouts[v].empty() for v in e.ins})
         known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
     return known[key]
 
@@ -89,15 +86,8 @@ def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device)
     return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
 
 
-def results_of(e: Eqn, env: Mapping[Var, torch.Tensor]) -> list[Any]:
-    """Compute an equation. Returns one result for each of its `outs`."""
-    returned = called(e.op)(*substitute(e.args, env.__getitem__), **substitute(e.kwargs, env.__getitem__))
-    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
-    return [x for o in outs for x in (o if isinstance(o, list) else (o,))]
-
-
 def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:
-    """Equations with numbers for names. Equal texts are equal computations on values of equal layouts."""
+    """Equations as text, with numbers for names. Equal texts mean equal computations on values of equal layouts."""
     number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
     lines = [f"{name}: {tuple(layouts[v])}" for v, name in number.items()]
 

@@ -1,9 +1,9 @@
-"""Fusion: which equations of a program run as one kernel, and an order that puts these next to each other.
+"""Fusion: choose the equations of a program that run as one kernel, and put these next to each other.
 
-A group is a connected set of elementwise equations and reductions. Or it is the updates of one fused optimizer, one
-equation for each tensor, which a single call computes. Equations that multiply matrices, attend, draw random numbers
-or communicate are in no group, and keep their order. A group depends on the equations alone, not on where the plan
-placed the collectives, so equal layers have equal groups.
+A group is a connected set of elementwise equations and reductions, or the updates of one fused optimizer, one equation
+for each tensor, which a single call computes. Matrix products, attention, random draws and communication are in no
+group, and keep their order. Groups depend on the equations only, not on where the plan placed the collectives, so equal
+layers have equal groups.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
+from ...ir.update_groups import is_fused_update
 
-MOST = 64  # equations of a group: compiling a larger one takes longer than its fusion saves
+MOST = 64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
 
-# Fused, though tagged neither pointwise nor reduction. Scatters are not: threads would race for their sums.
+# Operations that are fused although they are tagged neither pointwise nor reduction. Scatters are not fused: threads
+# would race for their sums.
 _ALSO = {
     "_to_copy", "cat", "constant_pad_nd", "copy", "embedding", "full_like", "gather", "index", "linalg_vector_norm",
     "_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "native_layer_norm_backward",
@@ -32,7 +34,7 @@ _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Equations that run as one: `ins` are the values that they read, `outs` those results that others read."""
+    """Equations that run as one: `ins` are the values that they read, `outs` the results that other equations read."""
 
     eqns: tuple[Eqn, ...]
     ins: tuple[Var, ...]
@@ -41,7 +43,7 @@ class Group:
     @property
     def updates(self) -> bool:
         """Whether these are the updates of a fused optimizer."""
-        return is_update(self.eqns[0])
+        return is_fused_update(self.eqns[0])
 
 
 def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
@@ -59,15 +61,10 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
 
 
 def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Group:
-    """The group of part k of the program; `readers` are the parts that read each value."""
-    results = dict.fromkeys(out for e in eqns for out in e.outs if out is not None)
+    """The group of part k of the program; `readers` has the parts that read each value."""
+    results = dict.fromkeys(out for e in eqns for out in e.results)
     ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
     return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
-
-
-def is_update(e: Eqn) -> bool:
-    """Whether the equation is an update of a fused optimizer."""
-    return _name(e).startswith("_fused_ada") or _name(e).startswith("_fused_sgd")
 
 
 def _name(e: Eqn) -> str:
@@ -86,7 +83,7 @@ def _is_real_view(e: Eqn) -> bool:
 
 
 def _is_complex(e: Eqn) -> bool:
-    """Whether it reads or returns complex numbers, for which Inductor generates no kernels."""
+    """Whether an equation reads or returns complex numbers, for which Inductor generates no kernels."""
     return any(v.dtype.is_complex for v in (*e.ins, *e.outs) if v is not None)
 
 
@@ -96,9 +93,9 @@ def _is_small(e: Eqn) -> bool:
 
 @dataclass(eq=False)
 class _Item:
-    """Equations at one position of the new order: a group and the views of its values, or one other equation.
+    """Equations at one position of the new order: a group with the views of its values, or a single other equation.
 
-    Items form a union-find forest: an item that another has absorbed points to it, and is empty.
+    Items form a union-find forest: when one item absorbs another, the absorbed item is empty and points to it.
     """
 
     position: tuple[int, int]
@@ -109,7 +106,7 @@ class _Item:
 
     @property
     def root(self) -> _Item:
-        """The item that holds the equations of this one now."""
+        """The item that now holds the equations of this one."""
         item = self
         while item.absorbed_by is not None:
             item = item.absorbed_by
@@ -123,14 +120,14 @@ class _Item:
 class _Items:
     """The items of a program, built equation by equation. Their positions are an order of the program.
 
-    An equation joins the item that computes the last of its inputs, if it can run in that item's kernel. An earlier
-    item that nothing reads but this one can wait for it, and is absorbed. Views and scalars take the position of what
-    they read. Constants, and views of them, are deferred until an equation reads them.
+    An equation joins the item that computes the last of its inputs, if it can run in the kernel of that item. An
+    earlier item which only that item reads can run later, so it is absorbed. Views and scalars take the position of the
+    item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
-        self.items = [_Item((0, 0))]  # the first holds the views of inputs
+        self.items = [_Item((0, 0))]  # the first item holds the views of inputs
         self.item_of: dict[Var, _Item] = {}
         self.deferred: dict[Var, Eqn] = {}
         self.updates: list[_Item] = []  # one for each call of a fused optimizer, since the last collective
@@ -141,7 +138,7 @@ class _Items:
         build = _Items(pair(graph))
         for e in _waits_together(graph, build.pairs):
             build.add(e)
-        for e in dict.fromkeys(build.deferred.values()):  # no equation reads these
+        for e in dict.fromkeys(build.deferred.values()):  # constants that no equation has read
             build.append(e, build.new_item(e))
         return sorted(build.items, key=lambda item: item.position)
 
@@ -149,11 +146,11 @@ class _Items:
         """Put an equation into an item, or defer it."""
         latest = max(self.read_items(e), key=lambda item: item.position, default=self.items[0])
         if self.is_constant(e):
-            self.deferred.update((out, e) for out in e.outs if out is not None)
+            self.deferred.update((out, e) for out in e.results)
         elif _is_real_view(e):
             self.append(e, latest)
         elif _is_fusible(e):
-            # A scalar costs nothing wherever it is computed; early, it does not separate updates.
+            # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
             after = latest if _is_small(e) else None
             item = latest if self.may_join(e, latest) else self.new_item(e, after)
             for each in (*self.take_deferred(e), e):
@@ -162,13 +159,13 @@ class _Items:
             self.add_alone(e, latest)
 
     def add_alone(self, e: Eqn, latest: _Item) -> None:
-        """Put an equation that is not fused into an item of its own, or into one of updates that one call computes."""
+        """Put an equation that is not fused into an item of its own, or an update into the item of its call."""
         constants = self.take_deferred(e)
         for each in constants:
             self.append(each, self.new_item(each))
-        call = self.call_for(e, latest) if is_update(e) and not constants else None
+        call = self.call_for(e, latest) if is_fused_update(e) and not constants else None
         self.append(e, call or self.new_item(e))
-        if is_update(e) and call is None:
+        if is_fused_update(e) and call is None:
             self.updates.append(self.items[-1])
         elif e in self.pairs.starts or e in self.pairs.waits:
             self.updates = []
@@ -182,10 +179,10 @@ class _Items:
                     item.eqns[:0] = earlier.eqns
                     earlier.eqns, earlier.absorbed_by = [], item
         item.eqns.append(e)
-        self.item_of.update((out, item) for out in e.outs if out is not None)
+        self.item_of.update((out, item) for out in e.results)
 
     def new_item(self, e: Eqn, after: _Item | None = None) -> _Item:
-        """A new item for an equation: the last one, or one next to `after`."""
+        """A new item for an equation, at the end, or next to `after`."""
         count = len(self.items)
         self.items.append(_Item((after.position[0] if after else count, count), _is_fusible(e)))
         return self.items[-1]
@@ -195,36 +192,38 @@ class _Items:
         return list(dict.fromkeys(self.item_of[v].root for v in e.ins if v in self.item_of))
 
     def is_constant(self, e: Eqn) -> bool:
-        """Whether the equation makes a constant, or is a view of constants that are deferred."""
+        """Whether the equation creates a constant, or is a view of a deferred constant."""
         return _name(e) in _CONSTANTS if not e.ins else _is_real_view(e) and all(v in self.deferred for v in e.ins)
 
     def take_deferred(self, e: Eqn) -> list[Eqn]:
         """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
         needed = dict.fromkeys(self.deferred[v] for v in e.ins if v in self.deferred)
         for each in needed:
-            for out in filter(None, each.outs):
+            for out in each.results:
                 self.deferred.pop(out, None)
         return [constant for each in needed for constant in (*self.take_deferred(each), each)]
 
     def call_for(self, e: Eqn, latest: _Item) -> _Item | None:
-        """The call that an update of a fused optimizer can be part of: one that runs after its inputs exist."""
+        """The item whose call can include an update of a fused optimizer: it runs after the inputs exist."""
         calls = (item for item in self.updates if latest.position < item.position)
         return next((item for item in calls if _is_same_call(item.eqns[0], e)), None)
 
     def may_join(self, e: Eqn, item: _Item) -> bool:
-        """Whether `e` reads the item's values elementwise. If reading a scalar were enough, all updates that share
-        one, such as a clip coefficient, would be one group."""
+        """Whether `e` reads a value of the item that is more than a scalar.
+
+        If a scalar sufficed, all updates that share one, such as a clip coefficient, would become one group.
+        """
         shared = [v for v in e.ins if v in self.item_of and self.item_of[v].root is item]
         return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in shared))
 
     def may_absorb(self, item: _Item, earlier: _Item, e: Eqn) -> bool:
-        """Whether an earlier item can wait for `item`, which is to end with `e`: nothing else reads it."""
+        """Whether an earlier item can run as late as `item`, which will end with `e`: nothing else reads it."""
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
         return fits and self.may_join(e, earlier) and earlier.readers == {item}
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
-    """The equations of a program, with all waits for a bucket at the place of the first."""
+    """The equations of a program, with all waits for a bucket at the place of its first wait."""
     for i, e in enumerate(graph.eqns):
         waited = pairs.waits.get(e)
         if waited is None:
@@ -234,14 +233,14 @@ def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
 
 
 def _is_same_call(a: Eqn, b: Eqn) -> bool:
-    """Whether one call can do both updates: those of one optimizer, with equal settings and dtypes, one tensor each."""
+    """Whether one call can compute both updates, of one tensor each: they have equal settings and dtypes."""
     lists = all(isinstance(x, list) and len(x) <= 1 for e in (a, b) for x in e.args)
     dtypes = lambda e: [[v.dtype for v in x] for x in e.args]
     return lists and a.op is b.op and a.kwargs == b.kwargs and dtypes(a) == dtypes(b)
 
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
-    """The group of an item, if it has one; then, one by one, its other equations: views that only others read."""
+    """The group of an item, if it has one; then, one by one, its other equations, which are views."""
     grouped = set(_grouped(item))
     if grouped:
         yield [e for e in item.eqns if e in grouped]

@@ -1,1 +1,1 @@
-"""Lifting: the step of an ordinary training loop, with its module and optimizers, as a pure step and its state."""
+"""Lifting: the body of an ordinary training loop, with its module and optimizers, becomes a pure step and its state."""

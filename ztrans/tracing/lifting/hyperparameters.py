@@ -1,7 +1,7 @@
 """Hyperparameters of optimizers: constants of a lifted program, except for learning rates.
 
-A loop step that changes one would change it once, while it is traced, and not in later steps. The checks here refuse
-such a step.
+If a loop step changed a hyperparameter, it would do so once, while it is traced, and not in later steps. The checks
+here refuse such a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_SCHEDULERS = ("_step_count",)  # attributes that schedulers write to an optimizer, to check the order of calls
+_SCHEDULERS = ("_step_count",)  # attributes that schedulers set on an optimizer, to check the order of calls
 
 
 def groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def check_unchanged(before: list[dict], after: list[dict]) -> None:
-    """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, as a count of steps."""
+    """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, such as a step count."""
     changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:
         raise ValueError(
@@ -51,7 +51,7 @@ def versions(rates: Sequence[Any]) -> list[int]:
 
 
 def check_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any], before: Sequence[int]) -> None:
-    """Raises: ValueError for a learning rate that has changed, as where a scheduler steps inside the loop step."""
+    """Raises: ValueError for a learning rate that has changed, as it does if a scheduler steps inside the loop step."""
     for group, lr, version, written in zip(groups, rates, before, versions(rates)):
         if group["lr"] is not lr or written != version:
             raise ValueError(

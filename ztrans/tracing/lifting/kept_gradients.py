@@ -1,12 +1,12 @@
 """Kept gradients: the gradients that parameters keep from one call of a loop step to the next.
 
 In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
-starts from its state alone. So gradients that a call uses before it resets them are carried in the state, or are an
-error.
+starts from its state alone. So if a call uses gradients before it resets them, they must be carried in the state;
+otherwise this is an error.
 
-Where they are not carried, each parameter begins a call with a placeholder as its gradient. The operations on the
-placeholder show whether the loop resets it. Backward and optimizers treat a placeholder as None. That is right where
-the parameter also has None at the end of the call.
+If gradients are not carried, each parameter starts a call with a placeholder as its gradient. The operations on the
+placeholder show whether the loop resets it. For backward and for optimizers a placeholder counts as None. That is right
+if the parameter's gradient is also None at the end of the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OVERWRITES = ("fill_", "copy_", "_foreach_copy_")
 
 
 def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The present gradients of the parameters, to be carried in a state: zeros for a trained one that has none."""
+    """The present gradients of the parameters, for a state that carries them. A missing one is zeros."""
     held = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in own.items()}
     return {k: held[k].detach() for k, p in own.items() if p.requires_grad or p.grad is not None}
 
@@ -34,9 +34,9 @@ def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class KeptGradients(TorchFunctionMode):
     """Watch the gradients of `params`, by name, while a loop step runs.
 
-    `carried` holds the gradients of the state, or None where they are not carried. `had` names the parameters that
-    have had a gradient in an earlier call, and `end` adds to it: a parameter without one has None, not zeros, until
-    backward reaches it.
+    `carried` holds the gradients of the state, or is None if they are not carried. `had` names the parameters that
+    have had a gradient in an earlier call, and `end` adds to it. The gradient of any other parameter is None, and not
+    zeros, until backward reaches it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KeptGradients(TorchFunctionMode):
         self._zeroed: set[str] = set()  # placeholders that the loop has set to zero
         # Gradients that backward computed as if the placeholder were None, with the line that called backward.
         self._unsure: dict[str, Source | None] = {}
-        self._as_none: dict[str, Source | None] = {}  # those of them, and the placeholders, that were used
+        self._as_none: dict[str, Source | None] = {}  # such gradients that were used, and placeholders that were used
         self._owner = {id(p): name for name, p in params.items()}
         self._gradient_of = {id(g): (name, g) for name, g in self._begin.items()}
         for name, gradient in self._begin.items():
@@ -74,12 +74,12 @@ class KeptGradients(TorchFunctionMode):
         return gradient is not None and self.params[name].grad is gradient and gradient._version == self._versions[name]
 
     def _backward(self, func: Callable, args: tuple, kwargs: dict, source: Source | None) -> Any:
-        """Run backward with None in place of placeholders. To zeros it would add the gradient that it sets for None."""
+        """Run backward with None in place of placeholders, so that it sets gradients instead of adding to zeros."""
         placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
         for name in placeholders:
             self.params[name].grad = None
         unsure = dict.fromkeys(placeholders.keys() - self._zeroed, source)
-        self._unsure |= unsure  # before backward, for a hook of it may step an optimizer
+        self._unsure |= unsure  # before backward, because a hook may step an optimizer during backward
         result = func(*args, **kwargs)
         for name, gradient in placeholders.items():
             computed = self.params[name].grad
@@ -92,7 +92,7 @@ class KeptGradients(TorchFunctionMode):
         return result
 
     def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
-        """Note that `func` was called with a gradient that parameter `name` has, or has had."""
+        """Record that `func` was called with a gradient that parameter `name` has, or has had."""
         called = getattr(func, "__name__", "")
         results = [x for x in tensors_in(result) if x is not gradient]
         begins = gradient is self._begin.get(name) and name not in self._zeroed
@@ -111,7 +111,7 @@ class KeptGradients(TorchFunctionMode):
             self._as_none[name] = self._unsure[name]
 
     def before_step(self, names: Iterable[str]) -> None:
-        """Prepare for a step of an optimizer with these parameters. It skips those whose gradient is None."""
+        """Prepare for a step of an optimizer with these parameters: set placeholders to None, so that it skips them."""
         for name in names:
             if name in self._unsure:
                 self._as_none[name] = self._unsure[name]
@@ -123,7 +123,7 @@ class KeptGradients(TorchFunctionMode):
     def end(self) -> dict[str, torch.Tensor] | None:
         """The gradients for the new state, if they are carried.
 
-        Raises: ValueError where the next call would need gradients that are not carried.
+        Raises: ValueError if the next call would need gradients that are not carried.
         """
         for name, source in self._as_none.items():
             self._check_none(name, source)
@@ -135,7 +135,7 @@ class KeptGradients(TorchFunctionMode):
         return {name: none[name] if g is None else g.detach() for name, g in now.items()}
 
     def _check_none(self, name: str, source: Source | None) -> None:
-        """Raises: ValueError where a gradient that was taken for None is not None in every call."""
+        """Raises: ValueError if a gradient that counted as None is not None in every call."""
         ends_with_one = self.params[name].grad is not None
         if ends_with_one and self.carried is not None:
             raise _early(name, source)

@@ -1,4 +1,4 @@
-"""lift: the step of an ordinary training loop, with its nn.Module and torch.optim, as a pure step and its state.
+"""lift: turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
 
 The loop body is not changed. While it is traced, tensors of the state replace the module's parameters and buffers and
 the optimizer's state. Their values after the loop body are the new state.
@@ -24,10 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...ir.ambient import having
 from ...ir.source import user_source, where
+from ..trace import is_number
 from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
 from .kept_gradients import KeptGradients, kept
-from .lifted_state import State, check_apart, check_known, constants, is_number, several, state_of
+from .lifted_state import State, check_apart, check_known, constants, several, state_of
 from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
@@ -35,9 +37,9 @@ from .stand_ins import StandIns
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Optimizers that choose an update by a value that they read, unless they are capturable; and the counts in their state.
+# Optimizers that choose an update by a value that they read, unless they are capturable.
 _CHOOSING = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
-_COUNTS = ("step", "eta", "mu")
+_COUNTS = ("step", "eta", "mu")  # in their state
 
 
 def lift(
@@ -53,21 +55,22 @@ def lift(
     `loop_step`, by position or by name.
 
     Args:
-        loop_step: the body of the loop; it returns the output.
-        model: the module that it trains; several modules are one `nn.ModuleDict`.
-        optimizer: the optimizer that it steps, or all of them. Learning rates are inputs of the program. Other
-            hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: when one has changed, the next
-            call of a `Step` is traced anew.
+        loop_step: the body of the loop. It returns the output.
+        model: the module that the loop trains. Combine several modules in one `nn.ModuleDict`.
+        optimizer: the optimizer that the loop steps, or a sequence of all of them. Learning rates are inputs of the
+            program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one has
+            changed, the next call of a `Step` is traced anew.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
             without a zero_grad.
 
     Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `lr` with the learning
     rates of all groups of all optimizers in order, and `grads` by name with `carry_grads`.
 
-    Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, holds a
-    parameter that is not the module's or is another optimizer's, or whose state before its first step is unknown.
-    When the step is traced, ValueError for a loop step that steps another optimizer, or not all of these, that uses
-    gradients of an earlier call which are not carried, parameters taken from the module before it, or a GradScaler.
+    Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, that has a
+    parameter which the module does not have or which another optimizer has too, or whose state before its first step
+    is unknown. When the step is traced, ValueError for a loop step that steps another optimizer, or not all of these;
+    that uses gradients of an earlier call which are not carried; that uses parameters which were taken from the module
+    before; or that uses a GradScaler.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,9 +125,8 @@ def lift(
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def settings() -> tuple:
-        """The constants of a program that the module and the optimizers hold."""
-        modes = tuple(m.training for m in model.modules()), tuple(p.requires_grad for p in model.parameters())
-        return *modes, repr(hyperparameters(optimizers))
+        """The constants of a program that the parameters and the optimizers hold."""
+        return _trained(model), repr(hyperparameters(optimizers))
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
@@ -134,13 +136,24 @@ def lift(
     return step, today
 
 
+def _trained(model: nn.Module) -> tuple[bool, ...]:
+    """Whether each parameter is trained. Every call asks this, so it takes less time than `model.parameters()` does."""
+    modules = [model]
+    for module in modules:  # which grows meanwhile
+        modules += filter(None, module._modules.values())
+    return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
+
+
 def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
     """The names of the module's parameters by their ids.
 
     Raises: TypeError for a model that is no module; ValueError for optimizers that `lift` cannot work with.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"lift: the model is a {type(model).__name__}; several modules are one, nn.ModuleList([...]).")
+        raise TypeError(
+            f"lift: the model is a {type(model).__name__}, and no nn.Module.\n"
+            f"Combine several modules in one: nn.ModuleList([...])."
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     seen = set[int]()
     for p in (p for group in groups_of(optimizers) for p in group["params"]):
@@ -161,7 +174,7 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
 
 @contextlib.contextmanager
 def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State) -> Iterator[tuple]:
-    """Let the module and the optimizers work on the tensors of the state."""
+    """While this is active, the module and the optimizers use the tensors of the state."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
     for name, p in model.named_parameters():
@@ -184,27 +197,22 @@ def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 def _held(
     optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], rates: list, state: Mapping
 ) -> Iterator[None]:
-    """Let the optimizer work on these parameters and rates, and on the part of the state that is its own."""
+    """While this is active, the optimizer uses these parameters, these rates and its part of `state`."""
     old_groups, old_state = optimizer.param_groups, optimizer.state
     own = [[names[id(p)] for p in group["params"]] for group in old_groups]
     groups = [{**g, "params": [params[name] for name in mine], "lr": lr} for g, mine, lr in zip(old_groups, own, rates)]
     changes = {"foreach": False} | ({"capturable": True} if isinstance(optimizer, _CHOOSING) else {})
-    for group in groups:  # one parameter at a time, for a program has one equation for each in any case
+    for group in groups:  # one parameter at a time, as a program has one equation for each parameter in any case
         if not group.get("fused"):
             group.update({k: v for k, v in changes.items() if k in group})
     held = {names[id(p)]: constants(s) for p, s in old_state.items() if id(p) in names}
-    optimizer.param_groups = groups
-    optimizer.state = defaultdict(
-        dict, {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
-    )
-    try:
+    new_state = {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
+    with having(optimizer, param_groups=groups, state=defaultdict(dict, new_state)):
         yield
-    finally:
-        optimizer.param_groups, optimizer.state = old_groups, old_state
 
 
 def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The counts of optimizers in `_CHOOSING`, widened to fp64: outside of a trace these read Python numbers."""
+    """The counts of optimizers in `_CHOOSING`, widened to fp64, as outside of a trace they are Python numbers."""
     counts: list[torch.Tensor] = []
     for state in (s for o in optimizers if isinstance(o, _CHOOSING) for s in o.state.values()):
         wide = {k: state[k].to(torch.float64, copy=True) for k in _COUNTS if k in state}
@@ -227,10 +235,10 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
 def _stepped(
     optimizers: Sequence[Optimizer], stand_ins: Mapping[int, str], gradients: KeptGradients, numbers: Numbers
 ) -> Iterator[None]:
-    """Raise an error where the loop steps another optimizer, or does not step all of these.
+    """Raise an error if the loop steps another optimizer, or does not step all of these.
 
-    While one of them steps, in a hook of backward too, `numbers` are active, and unless it is capturable the optimizer
-    reads them as it does outside of a trace.
+    While one of them steps, also in a hook of backward, the mode `numbers` is active. Unless the optimizer is
+    capturable, it reads numbers as it does outside of a trace.
     """
     stepped: list[Optimizer] = []
     flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
@@ -262,8 +270,8 @@ def _stepped(
         if o not in stepped:
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
             raise ValueError(
-                f"lift: the loop step did not call {which}, and what it does while it is traced it does for ever."
-                f"\nTo accumulate gradients, take all micro-batches in one call, and step after them."
+                f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
+                f"To accumulate gradients, take all micro-batches in one call, and step after them."
             )
 
 

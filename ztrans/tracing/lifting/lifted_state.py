@@ -1,11 +1,10 @@
-"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and gradients that are carried.
+"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and with `carry_grads` gradients.
 
 `state_of` reads it from a module and its optimizers, and `restore` writes it back.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..arguments import overlapping
+from ..trace import is_number
 from .hyperparameters import groups_of
 
 State = dict[str, Any]
@@ -24,15 +25,10 @@ def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]
     return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a Python number, which is an input of a program. A truth value is a constant."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def is_state(key: str, value: Any) -> bool:
-    """Whether an optimizer's entry `key` is part of the state: tensors and numbers, in any container.
+    """Whether an optimizer's entry `key` is part of the state: a tensor, a number, or a container of these.
 
-    Raises: ValueError for a container that has constants among them.
+    Raises: ValueError for a container that also has constants.
     """
     leaves = pytree.tree_leaves(value)
     changing = [isinstance(x, torch.Tensor) or is_number(x) for x in leaves]
@@ -46,7 +42,7 @@ def is_state(key: str, value: Any) -> bool:
 
 
 def constants(state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of an optimizer's state for a parameter that are constants: None, truth values, text."""
+    """The constants in an optimizer's state for a parameter: None, truth values, text."""
     return {k: v for k, v in state.items() if not is_state(k, v)}
 
 
@@ -85,7 +81,7 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
             b.copy_(state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
-            if p.grad is not None or gradient.any():  # zeros may stand for none
+            if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
                 p.grad = gradient.clone()
     for group, lr in zip(groups_of(optimizers), state["lr"]):
         group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
@@ -96,27 +92,24 @@ def _written(held: Any, value: torch.Tensor) -> Any:
 
 
 def check_apart(state: State) -> None:
-    """Raises: ValueError for tensors that a step changes and that share memory, which leaves of a state do not."""
+    """Raises: ValueError for tensors that share memory if a step changes them, because leaves of a state do not."""
     trained = dict(state["params"])
     for name, kept in state["optimizer"].items():
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
-    spans = []
-    for name, x in {**state["buffers"], **trained}.items():
-        if isinstance(x, torch.Tensor) and x.numel() and x.device.type != "meta" and x.layout is torch.strided:
-            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
-        if device == next_device and start < end and (name in trained or next_name in trained):
+    in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
+    held = {name: x for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    names = list(held)
+    for i, j in overlapping(list(held.values())):
+        if names[i] in trained or names[j] in trained:
             raise ValueError(
-                f"lift: {name} and {next_name} lie in the same memory, and in a state each would have its own.\n"
-                f"Tie parameters as one, first.weight = second.weight, or give one a copy: .clone()."
+                f"lift: {names[i]} and {names[j]} share memory, and in a state each would have its own.\n"
+                f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
             )
 
 
 def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
-    """Raises: ValueError for optimizer state that this step has created, which the next step would create anew."""
+    """Raises: ValueError for optimizer state that the step has created, as every later step would create it again."""
     for name, state in kept.items():
         new = [k for k, v in state.items() if is_state(k, v) and k not in known.get(name, {})]
         if new:

@@ -1,15 +1,15 @@
 """The state of an optimizer before its first step.
 
-Most optimizers create their state in their first step, and a lifted step needs it before. For the classes of
-torch.optim it follows from the names of the entries. Another optimizer takes a first step on copies, and the value
-that it stores first under each key is taken for the state before that step. This is verified: a step from that state
-must do what the first step does.
+Most optimizers create their state in their first step, but a lifted step needs it before. So the optimizer takes a
+first step on copies. For the classes of torch.optim the state before that step follows from the names of the entries.
+For any other optimizer, the value that it stores first under each key is taken as the state before that step. This is
+verified: a step from that state must do what the first step does.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,19 +19,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 # Entries that classes of torch.optim create in their first step, with their values before that step.
-_FRESH = {"step": 0.0, "mu_product": 1.0} | dict.fromkeys(
-    (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-    ),
-    0.0,
+_ZEROS = (
+    *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("square_avg", "grad_avg", "acc_delta"),
 )
+_FRESH = {**dict.fromkeys(_ZEROS, 0.0), "mu_product": 1.0}
 
 State = dict[str, Any]
 
@@ -41,7 +33,7 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
     `names` has the names of the parameters by their ids, for messages.
 
-    Raises: ValueError where the state before the first step cannot be determined.
+    Raises: ValueError if the state before the first step cannot be determined.
     """
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
@@ -51,7 +43,7 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the names in an optimizer's state say their first values. Dampened momentum begins with a gradient."""
+    """Whether the first values follow from the names in the optimizer's state. Dampened momentum is an exception."""
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None) and not dampened
 
@@ -59,12 +51,13 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 def _by_name(
     optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor]
 ) -> dict[torch.Tensor, State] | None:
-    """The state of parameters before the first step, where the names of all its entries are known."""
+    """The state of parameters before the first step, or None if not all names of its entries are known."""
     try:
-        created = _created(optimizer, params)
+        states = _trial(optimizer, params, None, None).states
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    if not created or any(key not in _FRESH for p in new for key in created[p]):
+    created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, states)}
+    if any(key not in _FRESH for p in new for key in created[p]):
         return None
     return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
 
@@ -77,53 +70,17 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
 
 
-def _created(optimizer: Optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, State]:
-    """The state that the optimizer creates in a step with learning rate 0, after which everything is restored."""
-    held = [(p, p.grad, p.detach().clone()) for p in params]
-    had = {p: dict(state) for p, state in optimizer.state.items()}
-    values = [(v, v.detach().clone()) for state in had.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        return {p: {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None} for p in params}
-    finally:
-        with torch.no_grad():
-            for p, gradient, value in held:
-                p.grad = gradient
-                p.copy_(value)
-            for tensor, value in values:
-                tensor.copy_(value)
-        for group, lr in zip(optimizer.param_groups, rates):
-            group["lr"] = lr
-        optimizer.state.clear()
-        optimizer.state.update(had)
-
-
-class _First(dict):
+class _First(UserDict):
     """The state of one parameter, which remembers the value that was stored first under each key."""
 
     def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
-        super().__init__()
         self.first: State = {}
-        self.update(state)
+        super().__init__(state)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not None:
             self.first.setdefault(key, _copied(value))
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *others: Any, **more: Any) -> None:
-        for key, value in dict(*others, **more).items():
-            self[key] = value
 
 
 class _FirstOfAll(defaultdict):
@@ -141,35 +98,44 @@ class _Trial(NamedTuple):
     """One step on copies, with an entry for each parameter."""
 
     params: list[torch.Tensor]  # the values after the step
-    first: list[State]  # the values that were stored first under each key
-    after: list[State]  # the state after the step
+    states: list[Any]  # the state after the step; a `_First` where gradients were drawn
 
 
-def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int) -> _Trial:
-    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`.
+def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int | None) -> _Trial:
+    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`, else zeros.
 
-    Parameters without a state begin with that of `begin`, or without one where `begin` is None.
+    Parameters without a state start with that of `begin`, or without one if `begin` is None.
     """
     copies = [p.detach().clone().requires_grad_() for p in params]
-    attributes = copy.deepcopy(vars(optimizer), {id(p): c for p, c in zip(params, copies)})
-    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
-    trial = object.__new__(type(optimizer))
-    vars(trial).update(attributes)
+    trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
     held = trial.state
-    trial.state = _FirstOfAll()
+    trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
     for k, c in enumerate(copies):
         if held.get(c):
             trial.state[c] = held[c]
         elif begin is not None:
             trial.state[c] = {key: _copied(value) for key, value in begin[k].items()}
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed or 0)
         for c in copies:
-            drawn = torch.randn(c.shape, dtype=c.dtype if c.is_complex() else torch.float32)
-            c.grad = drawn.to(c.device, c.dtype)
+            c.grad = torch.zeros_like(c) if seed is None else _drawn(c)
         trial.step()
-    state = [trial.state[c] for c in copies]
-    return _Trial([c.detach() for c in copies], [s.first for s in state], [dict(s) for s in state])
+    return _Trial([c.detach() for c in copies], [trial.state[c] for c in copies])
+
+
+def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimizer:
+    """A copy of an optimizer for the copies of its parameters, by the ids of these."""
+    attributes = copy.deepcopy(vars(optimizer), dict(copies))
+    attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(attributes)
+    return trial
+
+
+def _drawn(like: torch.Tensor) -> torch.Tensor:
+    """Random numbers, the same on every device."""
+    drawn = torch.randn(like.shape, dtype=like.dtype if like.is_complex() else torch.float32)
+    return drawn.to(like.device, like.dtype)
 
 
 def _tried(
@@ -180,16 +146,16 @@ def _tried(
         raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
     try:
         first_step, second_draw = (_trial(optimizer, params, None, seed) for seed in (0, 1))
-        begin = [_before(*stored) for stored in zip(first_step.first, second_draw.first)]
+        begin = [_before(a.first, b.first) for a, b in zip(first_step.states, second_draw.states)]
         from_begin = _trial(optimizer, params, begin, 0)
     except Exception as error:
         raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
     for k, p in enumerate(params):
-        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.after[k], from_begin.after[k])
+        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.states[k], from_begin.states[k])
         if not equal:
             keys = ", ".join(map(repr, begin[k])) or "nothing"
             raise _unknown(
-                optimizer, f"of {names[id(p)]} it keeps {keys}, and from no value of that does it do what it does first"
+                optimizer, f"it keeps {keys} for {names[id(p)]}, and a step from the values tried is not its first step"
             )
     return {p: begin[k] for k, p in enumerate(params) if any(p is q for q in new)}
 
@@ -197,7 +163,7 @@ def _tried(
 def _before(stored: State, stored_for_other_gradients: State) -> State:
     """The state before the first step, from the values that two trials with different gradients stored first.
 
-    A value that differs depends on the gradient: it has been updated already, from zeros.
+    A value that differs between the two depends on the gradient, so it was already updated, from zeros.
     """
     updated = {k: not _same(v, stored_for_other_gradients.get(k)) for k, v in stored.items()}
     zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
@@ -206,7 +172,7 @@ def _before(stored: State, stored_for_other_gradients: State) -> State:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two states or values are equal up to rounding."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))

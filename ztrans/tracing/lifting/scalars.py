@@ -1,46 +1,40 @@
 """Scalars: Python numbers of a step as tensors, so that their values are inputs of the program.
 
-`with_tensor_scalar` computes `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` where the scalar is a
-tensor. PyTorch would read such a scalar with `.item()`.
+`with_tensor_scalar` computes `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` if the scalar is a tensor.
+PyTorch would read such a scalar with `.item()`.
 
-`Numbers` gives tensors that represent Python numbers the arithmetic of Python numbers: among themselves it is fp64,
-and a number takes the dtype of a tensor that it is combined with.
+`Numbers` is a mode in which some tensors represent Python numbers. Arithmetic among them is fp64, and a number takes
+the dtype of a tensor that it is combined with, as with Python numbers.
 
 On a CPU both compute the bits that PyTorch computes with Python numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-_OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar, by the operands before it
-_SCALARS = ("alpha", "value", "scalars")  # names of the scalar
+_OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar: how many operands precede it
+_SCALARS = ("alpha", "value", "scalars")  # the names of the scalar
 _HALF = (torch.float16, torch.bfloat16)
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts.
 
-    >>> len(list(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3))))
+    >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
     2
     """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of `func(*args, **kwargs)`, where a scalar argument is a tensor; else NotImplemented.
+    """The result of `func(*args, **kwargs)` if a scalar argument is a tensor; otherwise NotImplemented.
 
     >>> x = torch.ones(2)
     >>> with_tensor_scalar(torch.Tensor.add_, (x, torch.ones(2)), {"alpha": torch.tensor(3.0)})
@@ -61,7 +55,7 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _per_member(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> list[torch.Tensor]:
-    """An operation over lists, member by member; `scalar` has one dim where each member has its own."""
+    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
     columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
     scalars = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
     return [_computed(plain, row, s, in_place) for row, s in zip(zip(*columns), scalars)]
@@ -98,9 +92,9 @@ def _scaled(plain: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
 class Numbers(TorchFunctionMode):
     """A mode in which tensors without dims represent Python numbers of a loop.
 
-    Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` also gives such a number,
-    instead of a Python float whose value would be a constant of the program. `counts` are numbers that in-place
-    operations change, as they change tensors.
+    Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` also returns such a number,
+    instead of a Python float, whose value would be a constant of the program. In-place operations on `counts` change
+    the tensor; on other numbers they return a new one, as in Python.
     """
 
     def __init__(self, numbers: Sequence[Any], counts: Sequence[torch.Tensor] = ()) -> None:
@@ -108,7 +102,7 @@ class Numbers(TorchFunctionMode):
         self.reading = False
         self._rebound = {id(x) for x in numbers}
         held = (x for x in (*numbers, *counts) if isinstance(x, torch.Tensor))
-        self._numbers = {id(x): x for x in held}  # which keeps them, and so their ids, alive
+        self._numbers = {id(x): x for x in held}  # keeps the tensors alive, so that their ids stay valid
         self._constants: dict[float, torch.Tensor] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -118,7 +112,7 @@ class Numbers(TorchFunctionMode):
         scaled = with_tensor_scalar(func, args, kwargs)
         if scaled is not NotImplemented:
             return scaled
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         name = getattr(func, "__name__", "")
         if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
             return func(*args, **kwargs)
@@ -150,7 +144,7 @@ class Numbers(TorchFunctionMode):
         return x.to(torch.result_type(operands[0], 1.0 if x.is_floating_point() else 1))
 
     def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-        """The result of `func` on numbers alone, as in Python: integers stay exact, all else is fp64."""
+        """The result of `func` on numbers alone, as in Python: integers stay exact, everything else is fp64."""
         if id(args[0]) in self._rebound and name.endswith("_") and not name.endswith("__"):
             func = getattr(torch.Tensor, name.removesuffix("_"))  # in Python `x += 1` binds a new number
         real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
@@ -163,7 +157,7 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _constant(self, number: float) -> torch.Tensor:
-        """A literal number as a tensor, the same for each use."""
+        """A literal number as a tensor. Equal numbers share one tensor."""
         if number not in self._constants:
             self._constants[number] = torch.full((), number, dtype=torch.float64)
         return self._constants[number]

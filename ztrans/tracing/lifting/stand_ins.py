@@ -1,8 +1,8 @@
 """Stand-ins: the tensors that a lifted loop step trains in place of its module's own parameters.
 
 While the loop step is traced, the module and its optimizers hold tensors of the state. A parameter that was taken from
-the module before, as into a list, is not one of them, and a change of it has no effect on the program. Using one is
-an error.
+the module before, for example into a list, is not one of them, and changing it has no effect on the program. So using
+such a parameter is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ...ir.source import Source, user_source, where
 from .scalars import tensors_in
 
-# Properties of the module's own parameters that a loop step may read, for they are those of the stand-ins.
+# Properties of the module's own parameters that a loop step may read, because the stand-ins have the same.
 _METADATA = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "__hash__", "__len__"),
@@ -24,7 +24,7 @@ _METADATA = (
 
 
 class StandIns(TorchFunctionMode):
-    """Refuse uses of the module's `own` parameters, by id, while tensors of the same names stand in for them."""
+    """Refuse uses of the module's `own` parameters while stand-ins replace them. `own` maps their ids to names."""
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor], own: Mapping[int, str]) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class StandIns(TorchFunctionMode):
         self._trained = {name: p.requires_grad for name, p in stand_ins.items()}
         self._names = {id(p): name for name, p in stand_ins.items()}
         self._computed_with: set[str] = set()
-        self._set_first: set[str] = set()  # requires_grad, before anything was computed with the parameter
+        self._set_first: set[str] = set()  # parameters whose requires_grad was set before any operation used them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         harmless = name in _METADATA or (name == "__get__" and attribute != "grad")
         taken = next((self.own[id(x)] for x in tensors if id(x) in self.own), None)
         if taken is not None and not harmless:
@@ -48,14 +48,14 @@ class StandIns(TorchFunctionMode):
         return result
 
     def _note(self, used: set[str], name: str, attribute: str, result: Any) -> None:
-        """Note that an operation, or the access to an attribute, has used these stand-ins."""
+        """Record that an operation, or the access to an attribute, has used these stand-ins."""
         if name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad"):
             self._set_first |= used - self._computed_with
-        elif used and attribute != "grad" and any(True for _ in tensors_in(result)):
+        elif used and attribute != "grad" and tensors_in(result):
             self._computed_with |= used
 
     def check(self) -> None:
-        """Raises: ValueError where the next call would start with other parameters frozen than this one did."""
+        """Raises: ValueError if requires_grad of a parameter differs from that at the start of the call."""
         for name, p in self.stand_ins.items():
             if p.requires_grad != self._trained[name] and name not in self._set_first:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A step of stage 3 whose messages all go through symmetric memory, beside what the program means."""
+"""A stage-3 step that sends all its messages through symmetric memory is compared with lockstep."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.runtime.codegen import bind, to_fx
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
+from ztrans.runtime.executable import bind
 from ztrans.tracing.arguments import Arguments, flat
 
 STEPS = 3
 
 
 class Always(SymmetricMemory):
-    """Symmetric memory, faster whatever the message."""
+    """Symmetric memory that claims to be faster than NCCL for every message, so that it is always chosen."""
 
     def times(self, group, kind, wire, nbytes) -> Times:
         return Times(1e-6, 2e-6, nbytes)
@@ -37,7 +38,10 @@ def train_step(state: dict, x: torch.Tensor, y: torch.Tensor) -> tuple[dict, tor
 
 
 def stepped(mesh: DeviceMesh, streams: Streams) -> int:
-    """How many messages a step sends; raises unless some steps compute what all ranks in lock-step do, to the bit."""
+    """Run some steps, and return the number of messages of a step.
+
+    Raises: AssertionError if a bit of the state differs from lockstep, which runs all ranks in one process.
+    """
     device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
     draw = torch.Generator().manual_seed(0)
     state = {f"w{k}": (torch.randn(65, 65, generator=draw) / 8).to(device) for k in range(4)}
@@ -52,8 +56,8 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         run(flat(lowered.program, lowered.graph, mesh, arguments)[1])
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.symmetric.check()
-    for name, w in mine.items():  # not gathered: a group of gloo's may not gather what is on a GPU
+    for name, w in mine.items():  # compares shards: a gloo group may not be able to gather tensors on a GPU
         if not torch.equal(w.to_local(), state[name].chunk(ranks, w.placements[0].dim)[rank]):
-            raise AssertionError(f"{name} is not what the program means")
+            raise AssertionError(f"{name} differs from its value in lockstep")
     starts = [m for m in run.program.modules() if isinstance(m, SymmetricStart)]
     return sum(len(start.groups) for start in starts)

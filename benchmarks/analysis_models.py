@@ -1,6 +1,6 @@
-"""The train steps that `benchmarks.analyses` asks its questions of: shapes only, nothing is computed.
+"""The train steps that `benchmarks.analyses` plans and simulates. They are on the meta device: nothing is computed.
 
-A `Model` is a step, its state and a batch on the meta device. All but `lora` keep optimizer state for every leaf.
+A `Model` is a step, its state and a batch. All models but `lora` keep optimizer state for every leaf.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def adamw_state(params: dict) -> dict:
 
 
 def clipped(grads: dict) -> dict:
-    """By the global norm."""
+    """Gradients clipped by their global norm."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
     return {k: g * torch.clamp(1.0 / (norm + 1e-6), max=1.0) for k, g in grads.items()}
 
@@ -58,7 +58,7 @@ def on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module, dict]:
 
 
 def gpt(layers: int, width: int, sequence: int, batch: int, *, bf16=True, heads=16, vocab=256, clip=False, micro=1):
-    """The GPT of the examples; AdamW, maybe after clipping, maybe of several micro-batches."""
+    """The GPT of the examples with AdamW. With `clip`, gradients are clipped; with `micro`, they are accumulated."""
     model, params = on_meta(lambda: GPT(Config(layers, width, heads, vocab, sequence)))
 
     def loss_fn(params: dict, tokens: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def gpt(layers: int, width: int, sequence: int, batch: int, *, bf16=True, heads=
 
 
 def mlp(widths: list[int], batch: int, thin: bool = False):
-    """Linear layers and SGD with momentum; `thin` layers are scaled by leaves of one to five rows."""
+    """Linear layers and SGD with momentum. With `thin`, each layer is scaled by a leaf of one to five rows."""
     layers = list(pairwise(widths))
     leaves = {f"w_{i}": (b, a) for i, (a, b) in enumerate(layers)} | {f"b_{i}": (b,) for i, (_, b) in enumerate(layers)}
     thins = {f"t_{i}": (1 + i % 5, b) for i, (_, b) in enumerate(layers)} if thin else {}
@@ -109,7 +109,7 @@ class Residual(nn.Module):
 
 
 def convolutions(channels: int, blocks: int, batch: int, size: int):
-    """Residual blocks of convolutions, group norms, and AdamW."""
+    """Residual blocks of convolutions and group norms, with AdamW."""
     head = lambda: (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
     body = lambda: (nn.Conv2d(3, channels, 3, padding=1), *(Residual(channels) for _ in range(blocks)))
     model, params = on_meta(lambda: nn.Sequential(*body(), *head()))
@@ -125,8 +125,8 @@ def convolutions(channels: int, blocks: int, batch: int, size: int):
 
 def experts(count: int, width: int, hidden: int, tokens: int, layers: int):
     """Mixtures of experts with dense routing: all experts of a layer in one leaf of `count` rows."""
-    each = {"gate": (width, count), "up": (count, width, hidden), "down": (count, hidden, width)}
-    params = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in each.items()})
+    layer = {"gate": (width, count), "up": (count, width, hidden), "down": (count, hidden, width)}
+    params = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in layer.items()})
 
     def loss_fn(params: dict, x: Tensor) -> Tensor:
         for i in range(layers):
@@ -143,10 +143,10 @@ def experts(count: int, width: int, hidden: int, tokens: int, layers: int):
 
 
 def lora(layers: int, width: int, batch: int, rank: int = 8):
-    """Adapters on a frozen base, and SGD."""
-    each = {"a": (rank, width), "b": (width, rank)}
+    """LoRA: adapters on a frozen base, with SGD."""
+    adapter = {"a": (rank, width), "b": (width, rank)}
     base = shapes(**{f"{i}": (width, width) for i in range(layers)})
-    adapters = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in each.items()})
+    adapters = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in adapter.items()})
 
     def step(state: dict, x: Tensor) -> tuple[dict, Tensor]:
         def loss_fn(adapters: dict) -> Tensor:

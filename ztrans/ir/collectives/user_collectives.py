@@ -1,8 +1,8 @@
-"""The user's own collectives, named by mesh axis.
+"""The collectives that the user's step calls itself, named by mesh axis.
 
 A step may call `torch.distributed._functional_collectives` itself (tensor parallel, expert parallel). Its collectives
-stay where they are. The name of a process group means nothing on another rank or in another job, so in a program they
-name the mesh axis; the group of this rank is put back when the program is bound to a mesh.
+stay where the user put them. The name of a process group means nothing on another rank or in another job, so in a
+program a collective names the mesh axis. The name of this rank's group returns when the program is bound to a mesh.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .graph import Eqn, Graph, Layout, Split
-from .layout import mesh_axes
+from ..graph import Eqn, Graph, Layout, Split
+from ..layout import mesh_axes
 
 _NAMESPACE = "_c10d_functional::"
 _ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor")
@@ -22,7 +22,7 @@ _ELEMENTWISE = ("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor"
 
 @functools.cache
 def functional_name(op: Any) -> str:
-    """The name of a functional collective of PyTorch, as `wait_tensor`; empty for any other operation."""
+    """The name of a functional collective of PyTorch, such as `wait_tensor`; empty for any other operation."""
     name = getattr(getattr(op, "_schema", None), "name", "")
     return name.removeprefix(_NAMESPACE) if name.startswith(_NAMESPACE) else ""
 
@@ -38,11 +38,15 @@ def is_wait(eqn: Eqn) -> bool:
 
 
 def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
-    """The layouts in which one of the step's own collectives takes its arguments, and returns its results.
+    """The layouts that a collective of the user's step takes its arguments in, and returns its results in.
 
-    A collective that works on each element alone takes parts as they are, once terms are reduced; all others take
-    whole values. A collective over the very axis over which a value is cut takes it whole too, because the parts of
-    the ranks hold different elements.
+    Args:
+        eqn: the collective.
+        have: the layouts that its arguments have.
+
+    An elementwise collective takes parts as they are, but no unreduced terms. All others take whole values. So does an
+    elementwise collective over the axis that its argument is split over, because the parts of its ranks hold different
+    elements.
     """
     if functional_name(eqn.op) not in _ELEMENTWISE:
         return [()] * len(have)
@@ -50,12 +54,12 @@ def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
-    """Name axes instead of groups."""
+    """The program with mesh axes in place of the process groups that its collectives name."""
     return _renamed(graph, {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)})
 
 
 def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
-    """Name this rank's groups instead of axes: the inverse of `by_axis`."""
+    """The program with this rank's process groups in place of mesh axes: the inverse of `by_axis`."""
     return _renamed(graph, {axis: mesh.get_group(axis).group_name for axis, _ in mesh_axes(mesh)})
 
 

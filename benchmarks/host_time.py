@@ -1,0 +1,271 @@
+"""What the host costs: small steps of a plain loop, torch.compile, FSDP2 and ztrans, on one rank and on two.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.host_time          # from the project's root; about ten minutes
+
+The models are small, or have a batch of one, so most of a step is the host's work. All subjects of a model are in one
+process, or in the same two processes, and take turns. Every loop uses AdamW(fused=True). Prints and writes
+benchmarks/results/host_time.md and .json; `--models` and `--ranks` run a part, and the rest keeps its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ztrans as zt
+from ztrans.ir.operations import shows_argument
+
+from .host_models import MODELS, Model
+from .inductor import RESULTS, processor
+
+Step = Callable[[], Tensor]
+PLAIN, COMPILED, FSDP, FSDP_COMPILED = "PyTorch", "torch.compile", "FSDP2", "FSDP2, torch.compile"
+EAGER, INDUCTOR = "ztrans", 'ztrans, backend="inductor"'
+AGAINST = {1: {EAGER: PLAIN, INDUCTOR: COMPILED}, 2: {EAGER: FSDP, INDUCTOR: FSDP_COMPILED}}  # who replaces whom
+WARM_UP = 5  # calls of each subject before its steps are timed
+
+
+def loop(model: nn.Module, bf16: bool = False) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+    """An ordinary train step, and its optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def loop_step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return loop_step, optimizer
+
+
+def built(model: Model) -> nn.Module:
+    torch.manual_seed(0)
+    return model.build()
+
+
+def plain(model: Model, batch: tuple, compiled: bool = False, bf16: bool = False) -> Step:
+    module = built(model)
+    step, _ = loop(torch.compile(module, dynamic=False) if compiled else module, bf16)
+    return lambda: step(*batch)
+
+
+def sharded(model: Model, batch: tuple, compiled: bool = False) -> Step:
+    module = built(model)
+    for part in module.modules():
+        if isinstance(part, model.layers):
+            fully_shard(part)
+    fully_shard(module)
+    step, _ = loop(torch.compile(module, dynamic=False) if compiled else module)
+    return lambda: step(*batch)
+
+
+def ours(model: Model, batch: tuple, backend: str, ranks: int, bf16: bool = False) -> Step:
+    module = built(model)
+    step, state = zt.lift(*_lifted(module, bf16))
+    transforms: tuple[zt.Transform, ...] = ()
+    if ranks > 1:
+        mesh = zt.make_mesh("cpu", dp=ranks)
+        transforms = zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    step = zt.chain(*transforms)(zt.Step.of(step))
+    held = [step.shard(state)]
+    call = step if backend == "eager" else step.lower(held[0], *batch).compile(backend=backend)
+
+    def run() -> Tensor:
+        held[0], loss = call(held[0], *batch)
+        return loss
+
+    return run
+
+
+def _lifted(module: nn.Module, bf16: bool) -> tuple[Callable, nn.Module, torch.optim.Optimizer]:
+    step, optimizer = loop(module, bf16)
+    return step, module, optimizer
+
+
+def subjects(model: Model, ranks: int) -> dict[str, Step]:
+    """The subjects of a model, ready to run."""
+    batch = model.batch()
+    if ranks == 1:
+        peers = {PLAIN: plain(model, batch), COMPILED: plain(model, batch, compiled=True)}
+    else:
+        peers = {FSDP: sharded(model, batch), FSDP_COMPILED: sharded(model, batch, compiled=True)}
+    return peers | {EAGER: ours(model, batch, "eager", ranks), INDUCTOR: ours(model, batch, "inductor", ranks)}
+
+
+def measure(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
+    """Seconds of every step by subject, which take turns, and the last losses."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    for k in range(rounds):
+        names = [*steps][k % len(steps) :] + [*steps][: k % len(steps)]
+        for name in names:
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            loss = steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+            losses[name] = float(loss)
+    return {"seconds": seconds, "losses": losses}
+
+
+class Counted(TorchDispatchMode):
+    """Count the operations that are called, and those that launch a kernel on a GPU: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.launches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        self.launches += not shows_argument(func)
+        return func(*args, **(kwargs or {}))
+
+
+def counts(model: Model, bf16: bool) -> dict[str, list[int]]:
+    """The operations and launches of one step, eager, by subject."""
+    found, batch = {}, model.batch()
+    for name, step in {PLAIN: plain(model, batch, bf16=bf16), EAGER: ours(model, batch, "eager", 1, bf16)}.items():
+        step(), step()
+        with Counted() as counted:
+            step()
+        found[name] = [counted.calls, counted.launches]
+    return found
+
+
+def shares(model: Model) -> dict[str, float]:
+    """Where the milliseconds of an eager step go: in each region of the program, and outside of it."""
+    batch, module = model.batch(), built(model)
+    lifted, state = zt.lift(*_lifted(module, False))
+    step = zt.Step.of(lifted)
+    state, _ = step(step.shard(state), *batch)
+    compiled = step.compiled(state, *batch)
+    program = compiled._bound[0].run.program
+    seconds: dict[str, list[float]] = {"in all": [], "outside of the program": []}
+    forward = program.forward
+
+    def timed(*inputs: Tensor) -> list:
+        start = time.perf_counter()
+        outputs = forward(*inputs)
+        seconds["outside of the program"].append(start - time.perf_counter())
+        return outputs
+
+    program.forward = timed
+    for _ in range(50):
+        start = time.perf_counter()
+        state, _ = step(state, *batch)
+        seconds["in all"].append(time.perf_counter() - start)
+        seconds["outside of the program"][-1] += seconds["in all"][-1]
+    profile = compiled.profile(state, *batch, steps=10)
+    parts = {name: statistics.median(each) for name, each in seconds.items()}
+    inside, total = parts["in all"] - parts["outside of the program"], profile.timeline.compute
+    for region in ("forward", "backward", "update"):
+        busy = sum(event.seconds for event in profile.timeline.events if event.eqn.region == region)
+        parts[region] = busy / total * inside  # reading clocks makes each part longer
+    return {name: 1e3 * value for name, value in parts.items()}
+
+
+def rank(name: str, rounds: int) -> None:
+    """What each of two processes does: the steps of one model, whose figures rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (model,) = (model for model in MODELS if model.name == name)
+    measured = measure(subjects(model, dist.get_world_size()), rounds)
+    if dist.get_rank() == 0:
+        print(json.dumps(measured), flush=True)
+    dist.destroy_process_group()
+
+
+def of_two_ranks(name: str, rounds: int) -> dict[str, Any]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, "-m", "benchmarks.host_time", "--rank", name, "--rounds", str(rounds)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
+    """A row for each model and subject: milliseconds, and the share of what it replaces."""
+    yield "| model | subject | ms a step, median | least | of its peer | last loss |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for name, measured in by_model.items():
+        middle = {subject: statistics.median(each) for subject, each in measured["seconds"].items()}
+        for subject, each in measured["seconds"].items():
+            peer = AGAINST[ranks].get(subject)
+            share = f"{middle[subject] / middle[peer]:.2f} of {peer}" if peer else ""
+            loss = measured["losses"][subject]
+            milliseconds = f"{1e3 * middle[subject]:.3f} | {1e3 * min(each):.3f}"
+            yield f"| {name} | {subject} | {milliseconds} | {share} | {loss:.4f} |"
+
+
+def report(results: dict[str, Any]) -> str:
+    lines = ["# Host time", "", f"{results['where']}; {results['date']}. AdamW(fused=True) everywhere.", ""]
+    for ranks, title in ((1, "One rank"), (2, "Two ranks on one machine, gloo; ztrans at stage 3")):
+        if str(ranks) in results:
+            lines += [f"## {title}", "", *table(results[str(ranks)], ranks), ""]
+    if "counts" in results:
+        lines += ["## Operations called, and kernel launches (all but views), of an eager step on one rank", ""]
+        lines += ["| model | subject | calls | launches |", "|---|---|---:|---:|"]
+        for name, by_subject in results["counts"].items():
+            lines += [f"| {name} | {subject} | {calls:,} | {n:,} |" for subject, (calls, n) in by_subject.items()]
+        lines += ["", "## Where the milliseconds of an eager step of ztrans go, on one rank", ""]
+        parts = [*next(iter(results["shares"].values()))]
+        lines += [f"| model | {' | '.join(parts)} |", f"|---|{'---:|' * len(parts)}"]
+        lines += [
+            f"| {name} | {' | '.join(f'{by_part[part]:.3f}' for part in parts)} |"
+            for name, by_part in results["shares"].items()
+        ]
+    return "\n".join([*lines, ""])
+
+
+def main(names: list[str], ranks: list[int], rounds: int) -> None:
+    file = RESULTS / "host_time.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results |= {"where": f"{processor()}, torch {torch.__version__}", "date": str(date.today())}
+    for model in (model for model in MODELS if model.name in names):
+        few = rounds // 5 if "GPT-2" in model.name else rounds
+        if 1 in ranks:
+            results.setdefault("1", {})[model.name] = measure(subjects(model, 1), few)
+            results.setdefault("shares", {})[model.name] = shares(model)
+            bf16 = "GPT-2" in model.name
+            results.setdefault("counts", {})[f"{model.name}{', bf16' if bf16 else ''}"] = counts(model, bf16)
+        if 2 in ranks:
+            results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "host_time.md").write_text(report(results))
+    print(report(results))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.rank:
+        rank(arguments.rank, arguments.rounds)
+    else:
+        main(arguments.models, arguments.ranks, arguments.rounds)

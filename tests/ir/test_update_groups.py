@@ -1,0 +1,101 @@
+"""Equal updates stand next to each other and become one call; values, messages and the peak stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, on_ranks
+from ztrans.ir.collectives import is_start, rules
+from ztrans.ir.graph import Eqn, Var
+from ztrans.ir.update_groups import group_updates, list_call
+from ztrans.planning.cost import memory
+
+aten = torch.ops.aten
+
+
+def lifted(make_optimizer, layers=3):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    optimizer = make_optimizer(model.parameters())
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return zt.lift(loop_step, model, optimizer)
+
+
+def calls(make_optimizer, samples=64):
+    """The calls of the update by operation, as the eager backend makes them."""
+    step, state = lifted(make_optimizer)
+    step = zt.Step.of(step)
+    state = step.shard(state)
+    compiled = step.compiled(state, torch.ones(samples, 4))
+    compiled(state, torch.ones(samples, 4))
+    nodes = compiled._bound[0].run.program.graph.nodes
+    names = [n.target.__name__ for n in nodes if n.op == "call_function" and n.meta.get("region") == "update"]
+    return [name for name in names if name not in ("begin", "getitem")]
+
+
+def test_a_fused_optimizer_is_one_call_and_its_counters_another():
+    assert calls(lambda params: optim.AdamW(params, fused=True)) == ["_foreach_add_", "_fused_adamw_"]
+    assert calls(lambda params: optim.SGD(params, lr=0.1, fused=True)) == ["_fused_sgd_"]
+
+
+def test_other_optimizers_are_calls_over_lists():
+    names = calls(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
+    assert "_foreach_mul_" in names and len(names) <= 8, "not one call for each of six parameters"
+    adam = lambda params: optim.Adam(params)
+    # Of 19 equations for each of six parameters, four have no operation over lists: two casts, and 1 - x twice.
+    assert len(calls(adam)) <= 19 + 4 * 5
+    assert len(calls(adam)) < len(calls(adam, samples=1)) < 6 * len(calls(adam)), "where memory is short, some groups"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_only_updates_move_and_values_stay(name, ranks):
+    lowered = on_ranks(CASES[name], ranks, zt.shard_params(zt.AbstractMesh(dp=ranks)), *ALL)
+    grouped, groups = group_updates(lowered.graph)
+    zt.check(grouped)
+    assert {*grouped.eqns} == {*lowered.graph.eqns}
+    fixed = lambda graph: [e for e in graph.eqns if e.region != "update" or is_start(e) or rules(e).waits]
+    assert fixed(grouped) == fixed(lowered.graph)
+    place = {e: i for i, e in enumerate(grouped.eqns)}
+    for group in groups:
+        assert len({e.op for e in group}) == 1
+        assert [place[e] for e in group] == list(range(place[group[0]], place[group[0]] + len(group)))
+        results = {v for e in group for v in e.results}
+        assert not any(v in results for e in group for v in e.ins), "equal equations do not depend on each other"
+
+
+def test_where_groups_would_raise_the_peak_updates_stay_apart():
+    step, state = lifted(lambda params: optim.Adam(params, foreach=False), layers=12)
+    step = zt.Step.of(step)
+    state = step.shard(state)
+    compiled = step.compiled(state, torch.ones(1, 4))
+    compiled(state, torch.ones(1, 4))
+    assert memory(compiled.graph).peak <= compiled.lowered.memory_analysis().peak
+
+
+def test_list_calls():
+    x, y = (Var(name, torch.float32, (2,)) for name in "xy")
+    u, v = (Var(name, torch.float32, (2,)) for name in "uv")
+    rate = Var("rate", torch.float32, ())
+
+    def of(op, *rows, **kwargs):
+        call = list_call([Eqn(op, row, (row[0],), kwargs) for row in rows], in_place=True)
+        return None if call is None else (str(call[0]), *call[1:])
+
+    assert of(aten.mul.Tensor, (x, u), (y, v)) == ("aten._foreach_mul_.List", ([x, y], [u, v]), {})
+    assert of(aten.mul.Tensor, (x, rate), (y, rate)) == ("aten._foreach_mul_.Tensor", ([x, y], rate), {})
+    assert of(aten.mul.Tensor, (x, 2.0), (y, 2.0)) == ("aten._foreach_mul_.Scalar", ([x, y], 2.0), {})
+    assert of(aten.add.Tensor, (x, u), (y, v), alpha=-1) == ("aten._foreach_add_.List", ([x, y], [u, v]), {"alpha": -1})
+    assert of(aten.addcmul.default, (x, u, u), (y, v, v), value=0.1)[1] == ([x, y], [u, v], [u, v], 0.1)
+    assert of(aten.addcmul.default, (x, u, u), (y, v, v))[1] == ([x, y], [u, v], [u, v])
+    assert of(aten.addcmul.default, (x, u, rate), (y, v, rate))[1] == ([x, y], [u, v], [rate, rate])

@@ -1,0 +1,218 @@
+"""A state that comes back is recognised, and every change that somebody made to it meanwhile is noticed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from ztrans.runtime.known_state import KnownState
+
+Pair = namedtuple("Pair", "first second")
+
+
+def step(state, x):
+    return {**state, "w": state["w"] - 0.1 * zt.pmean(x.mean(), "dp"), "n": state["n"] + 1}, (state["w"] * x).sum()
+
+
+def fresh():
+    return {"w": torch.ones(4, 3), "n": torch.zeros(()), "kept": [torch.ones(2), torch.ones(2)]}
+
+
+X = torch.arange(12.0).view(4, 3)
+
+
+@pytest.fixture
+def run():
+    """A step that has returned a state, and that state."""
+    own = zt.Step.of(step)
+    state, _ = own(own.shard(fresh()), X)
+    assert own._last.recognise(state) is not None
+    return own, state
+
+
+def replace(state):
+    state["w"] = torch.ones(4, 3)
+
+
+def resize(state):
+    state["kept"][0].resize_(1)
+
+
+def transpose(state):
+    state["w"].data = torch.ones(3, 4).t()
+
+
+def move(state):
+    state["n"] = state["n"].to("meta")
+
+
+def cast(state):
+    state["n"].data = torch.zeros((), dtype=torch.float64)
+
+
+def train(state):
+    state["w"].requires_grad_()
+
+
+def exchange(state):
+    state["w"].data = torch.ones(4, 3)
+
+
+def share(state):
+    state["kept"][0].data = state["kept"][1].data
+
+
+def rename(state):
+    state["m"] = state.pop("n")
+
+
+def reorder(state):
+    state["w"] = state.pop("w")
+
+
+def wrap(state):
+    state["kept"] = tuple(state["kept"])
+
+
+def grow(state):
+    state["kept"].append(torch.ones(2))
+
+
+def conjugate(state):
+    state["kept"][0].data = torch.ones(2, dtype=torch.complex64).conj()
+
+
+CHANGES = [replace, resize, transpose, move, cast, train, exchange, share, rename, reorder, wrap, grow, conjugate]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_is_noticed(run, change):
+    own, state = run
+    change(state)
+    assert own._last.recognise(state) is None
+
+
+@pytest.mark.parametrize("change", [replace, exchange, train, wrap, reorder], ids=lambda change: change.__name__)
+def test_a_changed_state_runs_as_a_new_one(run, change):
+    own, state = run
+    change(state)
+    expected, output = step(pytree.tree_map(lambda x: x.detach().clone(), state), X)
+    state, computed = own(state, X)
+    assert torch.equal(state["w"], expected["w"]) and torch.equal(state["n"], expected["n"])
+    assert torch.equal(computed, output)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (transpose, "w is not contiguous"),
+        (share, "kept.0 and kept.1 share memory"),
+    ],
+    ids=["transpose", "share"],
+)
+def test_errors_are_those_of_a_new_state(run, change, message):
+    own, state = run
+    change(state)
+    with pytest.raises(TypeError, match=message):
+        own(state, X)
+
+
+def test_a_batch_that_shares_memory_with_a_known_state_is_refused(run):
+    own, state = run
+    with pytest.raises(TypeError, match="w and x share memory"):
+        own(state, state["w"])
+    with pytest.raises(TypeError, match="w and x share memory"):
+        own(state, state["w"].as_strided((4, 3), (3, 1)))
+    own(state, X)
+
+
+def test_the_state_that_comes_back_is_the_one_that_was_passed(run):
+    own, state = run
+    again, _ = own(state, X)
+    assert again is state
+    # A tree of the caller's own, with the same leaves, is known too.
+    other = {**state}
+    assert own._last.recognise(other) is not None
+
+
+def test_another_batch_size_has_its_own_program_and_the_same_state(run):
+    own, state = run
+    state, _ = own(state, torch.ones(1, 3))
+    state, _ = own(state, X)
+    assert len(own._cache) == 2 and state["n"] == 3
+
+
+def test_a_state_of_another_step_is_examined(run):
+    own, state = run
+    other = zt.Step.of(lambda state, x: ({**state, "w": state["w"] * 2}, x.sum()))
+    assert other._last.recognise(state) is None
+    doubled, _ = other(state, X)
+    assert other._last.recognise(doubled) is not None and own._last.recognise(doubled) is not None
+    assert torch.equal(doubled["w"], state["w"])
+
+
+def test_a_compiled_step_knows_its_state_too():
+    compiled = zt.Step.of(step).lower(fresh(), X).compile()
+    state, _ = compiled(fresh(), X)
+    assert compiled(state, X)[0] is state
+    replace(state)
+    assert compiled(state, X)[0] is not state
+
+
+def test_what_is_known_keeps_no_leaf_alive():
+    own = zt.Step.of(step)
+    state, _ = own(own.shard(fresh()), X)
+    references = [weakref.ref(x) for x in pytree.tree_leaves(state)]
+    del state
+    gc.collect()
+    assert own._last.known is not None and not any(reference() is not None for reference in references)
+
+
+def test_trees_of_any_kind():
+    leaves = [torch.ones(n) for n in range(1, 6)]
+    tree = {"a": Pair(leaves[0], [leaves[1]]), "b": OrderedDict(x=leaves[2]), "c": ((), (leaves[3], {})), "d": leaves[4]}
+    known = KnownState(tree, pytree.tree_leaves(tree), "key")
+    assert all(x is y for x, y in zip(known.recognise(tree).leaves, leaves, strict=True))
+    assert known.recognise({**tree, "a": (leaves[0], [leaves[1]])}) is None
+    assert known.recognise({**tree, "b": {"x": leaves[2]}}) is None
+    assert known.recognise({**tree, "c": (leaves[3], {})}) is None
+    assert known.recognise({**tree, "d": [leaves[4]]}) is None
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield zt.make_mesh("cpu", dp=2)
+    dist.destroy_process_group()
+
+
+def test_another_layout_of_the_same_memory_is_noticed(mesh):
+    own = zt.shard_params(mesh)(step)
+    state, _ = own(own.shard(fresh()), X)
+    assert isinstance(state["w"], DTensor) and own._last.recognise(state) is not None
+    local = state["w"].to_local()
+    state["w"] = DTensor.from_local(local, mesh, [Shard(0)])
+    assert own._last.recognise(state) is None
+    state, _ = own(state, X)
+    state["w"] = DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()])
+    with pytest.raises(TypeError, match="expected the layout"):
+        own(state, X)
+
+
+def test_overlaps():
+    memory = torch.zeros(10)
+    known = KnownState([memory[2:4], memory[6:8]], [memory[2:4], memory[6:8]], None)
+    inside = [(1, 2), (2, 1), (3, 1), (3, 4), (0, 10), (5, 2), (7, 3)]
+    outside = [(0, 2), (4, 2), (8, 2), (5, 0), (3, 0)]
+    assert all(known.overlaps(memory[start : start + length]) for start, length in inside)
+    assert not any(known.overlaps(memory[start : start + length]) for start, length in outside)
+    assert known.overlaps(memory[0:10:5].as_strided((2,), (3,), 0)) and known.overlaps(memory[::9])

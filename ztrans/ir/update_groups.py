@@ -1,0 +1,195 @@
+"""Update groups: equal updates of many parameters, next to each other, so that one call computes them all.
+
+An optimizer does the same to every parameter. A program has one equation for each parameter, so that each can be
+updated as soon as its gradient is there. Where several can be updated at one place, a fused optimizer or an operation
+over lists takes one call for all of them:
+
+    p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
+
+Equations are equal if they have the same operation and literals, and read what equal equations have computed. Equal
+equations never depend on each other, and groups of them never do so in a circle, because what an equation reads is a
+part of what it is compared by. Only equations that follow each other in the update are put in another order, so
+forward, backward and all messages stay where they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .collectives import rules
+from .graph import Eqn, Graph, Primitive, Var, is_random, producers
+
+aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+Group = tuple[Eqn, ...]  # equations that one call computes
+ListCall = tuple[Any, tuple, Mapping[str, Any]]  # an operation over lists, its arguments and its keyword arguments
+
+
+def group_updates(
+    graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True
+) -> tuple[Graph, tuple[Group, ...]]:
+    """Put equal updates next to each other, among those that may move.
+
+    Returns the program in the new order, and its groups of several equations.
+    """
+    shared = _shared(graph)
+    parts = [part for run in _runs(graph) for part in _regrouped(run, shared, may_move)]
+    groups = tuple(tuple(part) for part in parts if len(part) > 1)
+    return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
+
+
+def is_fused_update(e: Eqn) -> bool:
+    """Whether the equation is an update of a fused optimizer."""
+    name = e.op._schema.name if isinstance(e.op, torch._ops.OpOverload) else ""
+    return name.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
+
+
+def has_list_form(e: Eqn) -> bool:
+    """Whether PyTorch has the operation over lists, and it gives the same bits.
+
+    It does so where it works element by element, and not in half precision, in which it rounds numbers first.
+    """
+    if not isinstance(e.op, torch._ops.OpOverload) or torch.Tag.pointwise not in e.op.tags:
+        return False
+    exact = all(v.dtype not in _HALF for v in (*e.ins, *e.results))
+    return exact and hasattr(aten, f"_foreach_{e.op._schema.name.removeprefix('aten::')}")
+
+
+def _runs(graph: Graph) -> Iterator[list[Eqn]]:
+    """The equations of a program, cut into runs of updates that may change places, and single other equations."""
+    run: list[Eqn] = []
+    for e in graph.eqns:
+        if e.region == "update" and not isinstance(e.op, Primitive) and not rules(e).remote and not is_random(e.op):
+            run.append(e)
+            continue
+        yield from ([run] if run else [])
+        yield [e]
+        run = []
+    yield from ([run] if run else [])
+
+
+class _Keys:
+    """What the equations of a run are compared by, as numbers: equal equations have one number."""
+
+    def __init__(self, shared: Collection[Var]) -> None:
+        self.shared = shared  # scalars that equations of several parameters read, such as a learning rate
+        self.numbers: dict[Hashable, int] = {}
+        self.by_value: dict[Var, tuple[int, int]] = {}  # by result: the number of its equation, and its position
+
+    def number(self, e: Eqn) -> int:
+        """The number of an equation, whose arguments have been numbered before."""
+        key = e.op, self._argument(e.args), tuple((k, self._argument(v)) for k, v in sorted(e.kwargs.items()))
+        number = self.numbers.setdefault(key, len(self.numbers))
+        self.by_value.update((v, (number, k)) for k, v in enumerate(e.results))
+        return number
+
+    def _argument(self, x: Any) -> Hashable:
+        if isinstance(x, (list, tuple)):
+            return tuple(map(self._argument, x))
+        if not isinstance(x, Var):
+            return type(x), id(x) if isinstance(x, torch.Tensor) else x
+        return x if x in self.shared else self.by_value.get(x, (x.dtype, not x.shape))
+
+
+def _shared(graph: Graph) -> set[Var]:
+    """The scalars that several equations of one operation, with the same literals, read in one place."""
+    reads: Counter[tuple] = Counter()
+    for e in graph.eqns:
+        if e.region == "update":
+            given = [*enumerate(e.args), *e.kwargs.items()]
+            literals = repr([(place, x) for place, x in given if isinstance(x, int | float)])
+            reads.update((e.op, literals, place, v) for place, v in given if isinstance(v, Var) and not v.shape)
+    return {v for *_, v in (read for read, count in reads.items() if count > 1)}
+
+
+def _regrouped(run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn], bool]) -> list[list[Eqn]]:
+    """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
+    if len(run) == 1:
+        return [run]
+    keys, parts = _Keys(shared), dict[Hashable, list[Eqn]]()
+    for e in run:
+        number = keys.number(e)
+        joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
+        parts.setdefault(number if joins else e, []).append(e)
+    return _ordered(run, list(parts.values())) if len(parts) < len(run) else [[e] for e in run]
+
+
+def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
+    """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
+    place, maker = {e: i for i, e in enumerate(run)}, producers(run)
+    part_of = {e: k for k, part in enumerate(parts) for e in part}
+    needs = [{part_of[maker[v]] for e in part for v in e.ins if v in maker} for part in parts]
+    readers: dict[int, list[int]] = {}
+    for k, needed in enumerate(needs):
+        for other in needed:
+            readers.setdefault(other, []).append(k)
+    ready = [(place[part[-1]], k) for k, part in enumerate(parts) if not needs[k]]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        ordered.append(parts[k])
+        for reader in readers.get(k, ()):
+            needs[reader].discard(k)
+            if not needs[reader]:
+                heapq.heappush(ready, (place[parts[reader][-1]], reader))
+    return ordered
+
+def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
+    """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
+
+    An argument that is one scalar tensor in all equations is passed once, if there is an operation that takes it so.
+    None where there is no operation over lists.
+
+    >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (3,))
+    >>> list_call([Eqn(aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
+    (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
+    """
+    first, op = eqns[0], eqns[0].op
+    if not isinstance(op, torch._ops.OpOverload) or (in_place and _is_literal(first.args)):
+        return None
+    packet = getattr(aten, f"_foreach_{op._schema.name.removeprefix('aten::')}{'_' * in_place}")
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
+    for args in _arguments(eqns):
+        overload = next((o for o in overloads if _accepts(o, args, kwargs)), None)
+        if overload is not None:
+            return overload, tuple(args), kwargs
+    return None
+
+
+def _arguments(eqns: Sequence[Eqn]) -> Iterator[list[Any]]:
+    """The arguments of an operation over lists: first with scalars that all equations share passed once, then in lists.
+
+    Those of the first argument are always in a list. `value` is a keyword of operations on one tensor alone.
+    """
+    columns = [list(column) for column in zip(*(e.args for e in eqns))]
+    value = [v for k, v in eqns[0].kwargs.items() if k == "value"]
+    for is_passed_once in (_is_shared, _is_literal):
+        first = columns[0][0] if _is_literal(columns[0]) else columns[0]
+        yield [first, *(column[0] if is_passed_once(column) else column for column in columns[1:]), *value]
+
+
+def _is_shared(column: Sequence[Any]) -> bool:
+    """Whether an argument of equal equations is the same in all of them: a literal, or one scalar."""
+    first = column[0]
+    return _is_literal(column) or (not first.shape and all(x is first for x in column))
+
+
+def _is_literal(column: Sequence[Any]) -> bool:
+    return not isinstance(column[0], Var)
+
+
+def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments have the types of an overload over lists."""
+    arguments = overload._schema.arguments
+    kinds = ["List[Tensor]" if isinstance(x, list) else "Tensor" if isinstance(x, Var) else "number" for x in args]
+    positional = [str(a.type) for a in arguments if not a.kwarg_only]
+    rest = [a for a in arguments if not a.kwarg_only][len(args) :]
+    named = {a.name for a in arguments if a.kwarg_only}
+    return kinds == positional[: len(args)] and kwargs.keys() <= named and all(a.has_default_value() for a in rest)

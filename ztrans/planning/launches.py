@@ -1,0 +1,53 @@
+"""launches: how many calls the host makes for each equation of a program, and how many kernels it launches.
+
+A small step is as fast as its host. These are the calls of the eager backend: some views need none, and equal updates
+that stand together need one (see `ir.views` and `ir.update_groups`). A collective launches its message, what packs it
+where something is packed, and what unpacks it at the first wait where something is unpacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..ir.collectives import pair, rules
+from ..ir.donation import is_constant
+from ..ir.graph import Eqn, Graph, Primitive
+from ..ir.layout import local_shape, localize
+from ..ir.operations import shows_argument
+from ..ir.update_groups import group_updates
+from ..ir.views import simpler_calls
+
+
+class Launches(NamedTuple):
+    """The calls that the host makes for an equation, and the kernels that these launch."""
+
+    calls: int
+    kernels: int
+
+
+def launches(graph: Graph) -> Mapping[Eqn, Launches]:
+    """The calls and launches of every equation, on the first rank."""
+    at = dict.fromkeys(graph.axes, 0)
+    local = {e: localize(e, graph.axes, at) for e in graph.eqns}
+    shape = functools.partial(local_shape, sizes=graph.axes, at=at)
+    simpler = simpler_calls(graph.replace(eqns=tuple(local.values())), shape).eqns
+    with_others = {e for group in group_updates(graph)[1] for e in group[1:]}
+    pairs = pair(graph)
+
+    def counted(e: Eqn) -> Launches:
+        if e in with_others or is_constant(e):
+            return Launches(0, 0)
+        if e in pairs.starts:
+            return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
+        if e in pairs.waits:
+            started, member = pairs.waits[e].start, pairs.waits[e].member
+            unpacks = bool(rules(started).unpacked_bytes(started, graph.axes))
+            return Launches(1, unpacks) if not member else Launches(0, 0)
+        if isinstance(e.op, Primitive):
+            return Launches(int(rules(e).shares(e)), 0)
+        parts = simpler.get(local[e], (local[e],))
+        return Launches(len(parts), sum(not shows_argument(part.op) for part in parts))
+
+    return {e: counted(e) for e in graph.eqns}

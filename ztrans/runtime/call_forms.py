@@ -1,0 +1,125 @@
+"""Call forms: the function through which Python calls an operation of PyTorch in the least time.
+
+`torch.ops.aten.mm.default(a, b)` passes its arguments through a stack that can hold any type. `torch.mm(a, b)` reads
+them directly, and takes about a microsecond less. Many operations have no such function, and a function may choose
+another overload for the same arguments: `torch.add(x, 1)` calls `add.Tensor`, not `add.Scalar`. So a function is used
+only where it calls the same operation with the same arguments. This is tried once for each kind of arguments, and
+stops before anything is computed.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..ir.graph import Var
+from ..ir.operations import called
+
+_HOMES = (torch, functional, torch.Tensor)  # where PyTorch keeps functions that are written in C++
+_KINDS = (types.BuiltinFunctionType, types.MethodDescriptorType)
+
+Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # an operation, its arguments and its keyword arguments
+
+
+def call_form(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
+    """The function that calls `op` in the least time, for arguments like these; `Var`s stand for tensors.
+
+    An operation that a program calls in another way, since its arguments may have any strides, keeps that way.
+
+    >>> x = Var("x", torch.float32, (2, 2))
+    >>> call_form(torch.ops.aten.mm.default, (x, x), {}) is torch.mm
+    True
+    >>> call_form(torch.ops.aten.add.Scalar, (x, 1), {})
+    <OpOverload(op='aten.add', overload='Scalar')>
+    """
+    function = called(op)
+    if not isinstance(function, torch._ops.OpOverload):
+        return function
+    return _form(function, _kind(args), tuple((k, _kind(v)) for k, v in sorted(kwargs.items())))
+
+
+@functools.cache
+def _form(op: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Callable:
+    """As `call_form`, for kinds of arguments."""
+    given, named = _stand_in(args), {k: _stand_in(v) for k, v in kwargs}
+    wanted = _dispatched(op, given, named)
+    for function in _functions(op._schema.name.removeprefix("aten::")):
+        if wanted is not None and _same_call(wanted, _dispatched(function, given, named)):
+            return function
+    return op
+
+
+def _functions(name: str) -> Iterator[Callable]:
+    """The functions of an operation's name that are written in C++."""
+    for home in _HOMES:
+        function = getattr(home, name, None)
+        if isinstance(function, _KINDS):
+            yield function
+
+
+def _kind(x: Any) -> Any:
+    """What the choice of an overload depends on: a hashable description of an argument."""
+    if isinstance(x, Var):
+        return torch.Tensor, len(x.shape)
+    if isinstance(x, torch.Tensor):
+        return torch.Tensor, x.ndim
+    if isinstance(x, (list, tuple)):
+        return list, tuple(map(_kind, x))
+    return type(x) if isinstance(x, bool | int | float | complex) else x
+
+
+def _stand_in(kind: Any) -> Any:
+    """An argument of a kind, without the elements of a tensor."""
+    if isinstance(kind, type):
+        return kind(1)
+    if not isinstance(kind, tuple):
+        return kind
+    what, rest = kind
+    return [_stand_in(x) for x in rest] if what is list else torch.empty((1,) * rest, device="meta")
+
+
+class _Stop(Exception):
+    """Raised where an operation is dispatched, before it computes."""
+
+
+class _First(TorchDispatchMode):
+    """Record the first operation that is dispatched, and stop there."""
+
+    call: Call | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.call = func, args, kwargs or {}
+        raise _Stop
+
+
+def _dispatched(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The first operation that a function dispatches; None if it refuses the arguments, or dispatches none."""
+    with torch.no_grad(), _First() as first:
+        try:
+            function(*args, **kwargs)
+        except (_Stop, TypeError, RuntimeError):
+            return first.call
+    return first.call
+
+
+def _same_call(a: Call, b: Call | None) -> bool:
+    return b is not None and a[0] is b[0] and _same(a[1], b[1]) and _same(a[2], b[2])
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are the same tensor, or equal values of one type."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return type(a) is type(b) and a == b

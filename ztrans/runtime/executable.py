@@ -1,0 +1,91 @@
+"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ir.ambient import without_autocast
+from ..ir.donation import donation
+from ..ir.graph import Graph, Var
+from ..ir.update_groups import Group
+from .codegen import to_fx
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A program of one rank as a function from flat inputs to flat outputs.
+
+    It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
+    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of the state;
+    they are copied, because later steps write there.
+    """
+
+    program: fx.GraphModule
+    num_state: int
+    on_write: Callable[[], None] | None
+    shown: tuple[int, ...]
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        # Generated code calls functions such as torch.mm, which modes of the caller would see and slow down.
+        with torch.no_grad(), without_autocast(), torch._C.DisableTorchFunction():
+            outputs = self.program.forward(*inputs)
+            if self.on_write is not None:
+                self.on_write()
+            for i in self.shown:
+                outputs[i] = outputs[i].clone()
+            _write_back(inputs[: self.num_state], outputs)
+        return outputs
+
+
+def executable(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    on_write: Callable[[], None] | None = None,
+    groups: Sequence[Group] = (),
+) -> Executable:
+    """The program of this rank of `mesh`, ready to run eagerly; equations of a group are one call."""
+    return bind(graph, to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write), on_write)
+
+
+def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
+    """An FX module that `to_fx` made of `graph`, ready to run."""
+    return Executable(program, graph.num_state, on_write, shown(graph))
+
+
+def shown(graph: Graph) -> tuple[int, ...]:
+    """The positions of the outputs, other than the state, that share memory with the old or the new state."""
+    owner, n = donation(graph).owner, graph.num_state
+    state = {owner[v] for v in (*graph.inputs[:n], *graph.outputs[:n]) if isinstance(v, Var)}
+    return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in state)
+
+
+def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
+    """Put each new state into the storage of the old one, where the program did not do so already."""
+    if all(map(operator.is_, state, outputs)):
+        return
+    elsewhere = [i for i, (old, new) in enumerate(zip(state, outputs)) if new is not old]
+    storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
+
+    def unshared(x: torch.Tensor) -> torch.Tensor:
+        """`x`, cloned if it shares the state's storage, since that is written before `x` is read."""
+        return x.clone() if x.numel() and x.untyped_storage().data_ptr() in storages else x
+
+    in_place = [i for i in elsewhere if _is_same_memory(outputs[i], state[i])]
+    copies = {i: unshared(outputs[i]) for i in elsewhere if i not in in_place}
+    for i, new in copies.items():
+        state[i].copy_(new)
+    outputs[: len(state)] = state
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
