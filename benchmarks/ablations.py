@@ -123,8 +123,6 @@ WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "climb: slightly slower ones": lambda moves: replace(moves, worse=0.0),
     "later": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not later)),
     "one ahead": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not one_ahead)),
-    "renewed searches": lambda moves: replace(moves, searches=1),
-    "no climb where few can be tried": lambda moves: replace(moves, few=0),
 }
 
 

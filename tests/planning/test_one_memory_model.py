@@ -25,7 +25,9 @@ from ztrans.planning.solver.loads import Choice, kept
 from ztrans.planning.solver.problem import Problem, Schedule
 from ztrans.planning.solver.solve import needs
 
-SLOW, FAST = (zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11)))
+SLOW, FAST = (
+    zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11))
+)
 # They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
@@ -62,7 +64,7 @@ def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
 
 def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule]:
     """Some schedules by chance: buckets of neighbours, kept values, early and late gathers, in more or less memory."""
-    free, least = kept(problem, ()), needs(problem)[0]
+    free, least = kept(problem, ()), needs(problem).bytes
     repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in free]
 
     def buckets(things, among):
@@ -79,8 +81,13 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
     for _ in range(count):
         dropped = kept(problem, {*free, *chance.sample(repeats, chance.randint(0, len(repeats)))})
         left = (i for i in range(len(problem.gathers)) if i not in dropped)
-        gathers, reductions = buckets(problem.gathers, left), buckets(problem.reductions, range(len(problem.reductions)))
-        choice = Choice(tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]), chance.choice([0, 1]))
+        gathers, reductions = (
+            buckets(problem.gathers, left),
+            buckets(problem.reductions, range(len(problem.reductions))),
+        )
+        choice = Choice(
+            tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]), chance.choice([0, 1])
+        )
         budget = chance.choice([float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))])
         placed = Placement(replace(problem, memory=budget))(choice)
         if placed is not None:

@@ -25,8 +25,8 @@ SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the u
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """Make the plan of a program with hints, and the program in the order of that plan.
 
-    The program is verified. If no order fits the budget of `prefetch`, or no valid order is found, the program keeps
-    the order in which it was written, and the notes of the plan say why.
+    The program is verified. If no other order fits the budget of `prefetch`, or if the planned order is not valid, the
+    program keeps the order in which it was written, and the notes of the plan say why.
 
     Raises:
         ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
@@ -40,41 +40,45 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(s.graph)
 
     problem, update = _problem(s, cluster, budget)
-    notes, best = [], None
     try:
         schedule = solve(problem)
         validate(problem, schedule)
-        best = check(realise(s, schedule, problem))
+        ordered = check(realise(s, schedule, problem))
     except (ProgramError, ScheduleError) as error:
-        notes.append(f"an order was not valid, so the last valid one is used: {error}")
-    peak = unscheduled.peak if best is None else memory(best).peak
-    if best is not None and graph.budget is not None and peak > budget:
+        return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
+    peak = memory(ordered).peak
+    if graph.budget is not None and peak > budget:
         if budget < unscheduled.peak:
-            raise _too_little(budget, memory(best) if peak < unscheduled.peak else unscheduled)
-        notes.append(f"the order is as written: any other needs {format_bytes(peak)}")
-        best, peak = None, unscheduled.peak
-    if best is None:
-        plan = Plan(fingerprint(graph), update=WRITTEN, notes=tuple(notes))
-        return weighed(plan, peak, graph.budget, cluster.device), check(as_written(graph))
+            raise _too_little(budget, memory(ordered) if peak < unscheduled.peak else unscheduled)
+        return _as_written(graph, unscheduled, cluster, f"any other needs {format_bytes(peak)}")
 
+    notes = []
     if peak > budget:
         notes.append(f"the peak is {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget")
     if update != s.asked_update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
     plan = Plan(fingerprint(graph), *named(s, schedule), update, tuple(notes))
-    return weighed(plan, peak, graph.budget, cluster.device), best
+    return weighed(plan, peak, graph.budget, cluster.device), ordered
 
 
 def _problem(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
-    """The problem to solve, and when updates run in it: as asked, or at the end if only that fits the budget.
+    """The problem to solve, and when updates run in it.
 
-    Where neither fits, it is the one that needs less, with the memory that it needs.
+    Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
+    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
     """
-    problems = [(formulate(s, cluster, budget, update), update) for update in dict.fromkeys((s.asked_update, "last"))]
-    least = [needs(problem)[0] for problem, _ in problems]
-    chosen = min(range(len(problems)), key=lambda k: max(least[k], budget))
-    problem, update = problems[chosen]
-    return replace(problem, memory=max(budget, least[chosen])), update
+    update, problem = s.asked_update, formulate(s, cluster, budget)
+    if update == "eager" and needs(problem).bytes > budget:
+        last = formulate(s, cluster, budget, "last")
+        if needs(last).bytes < needs(problem).bytes:
+            update, problem = "last", last
+    return replace(problem, memory=max(budget, needs(problem).bytes)), update
+
+
+def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
+    """The program in the order in which it was written, and a plan that says why."""
+    plan = Plan(fingerprint(graph), update=WRITTEN, notes=(f"the order is as written: {reason}",))
+    return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
 
 
 def _too_little(budget: int, least: Memory) -> ValueError:

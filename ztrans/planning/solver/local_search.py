@@ -277,8 +277,6 @@ class Moves:
         (keep_otherwise, 9),
     )
     worse: float = 0.0003  # the share by which a change may be slower while much effort is left
-    searches: int = 3  # at most; each has a smaller share of the effort than the one before it
-    few: int = 25  # schedules: a search that cannot try more goes on only if its seeds fit
     finish: tuple[Finish, ...] = ()
 
 

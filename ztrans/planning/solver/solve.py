@@ -1,15 +1,14 @@
 """solve: choose a schedule of collectives for a problem.
 
-Memory is a hard limit. The search counts live bytes by slot (see `slots`), because it must weigh thousands of
-choices. For a problem of a program that count is an estimate: which updates run in place, and what they hold until
-they have run, depends on the whole order. `Problem.peak_of` therefore analyses the program that a schedule makes,
-and its peak decides. Where it is above the memory, the next search counts with as many bytes less.
+Memory is a hard limit. Live bytes are counted by slot (see `slots`), and the program in the order of a schedule never
+has more of them live than its schedule counts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from typing import NamedTuple
 
 from .evaluation import evaluate, issued, played
 from .loads import Loads, kept
@@ -76,10 +75,17 @@ def later(problem: Problem, schedule: Schedule) -> Schedule:
 MOVES = Moves(finish=(one_ahead, later))
 
 
-def needs(problem: Problem) -> tuple[int, int]:
-    """The bytes that are live in every schedule of a problem, at most, and the operation at which they are."""
+class Needs(NamedTuple):
+    """The memory that every schedule of a problem needs."""
+
+    bytes: int
+    at: int  # the operation at which that much is live
+
+
+def needs(problem: Problem) -> Needs:
+    """Count the bytes that are live in every schedule of a problem."""
     least = by_operation(Loads(problem).alone(kept(problem, ())))
-    return int(least.max(initial=0)), int(least.argmax()) if len(least) else 0
+    return Needs(int(least.max(initial=0)), int(least.argmax()) if len(least) else 0)
 
 
 def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
@@ -95,9 +101,9 @@ def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Sched
     Raises:
         Infeasible: no schedule fits the memory.
     """
-    least, at = needs(problem)
-    if least > problem.memory:
-        raise Infeasible(least, at)
+    least = needs(problem)
+    if least.bytes > problem.memory:
+        raise Infeasible(*least)
     search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort, moves)
     search.sow()
     if not search.done:
