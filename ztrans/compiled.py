@@ -23,7 +23,7 @@ from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
-from .runtime.cuda.graph_capture import Capture, placed, with_rates
+from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
 from .runtime.executable import executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
@@ -232,6 +232,7 @@ class Compiled(Printed):
             if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
                 lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
             if self.cuda_graph:
+                check_values(lowered.graph)
                 local = placed(lowered.graph, local)
             if self.backend == "inductor":
                 graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)

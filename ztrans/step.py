@@ -211,7 +211,7 @@ class Step(Generic[P, R]):
                     f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
                     f"batches to a few sizes. So is every new value of a number that the step reads besides its "
                     f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-                    f"and of the optimizer, except lr: give a scheduler cycle_momentum=False.",
+                    f"and the whole numbers and signs in the optimizer's parameter groups.",
                     stacklevel=3,
                 )
         return self._cache[key]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
 from .captured import Key
-from .trace import Abstract, Program
+from .trace import EXTRA, Abstract, Program
 
 
 class Arguments(NamedTuple):
@@ -26,6 +26,8 @@ class Arguments(NamedTuple):
     The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
     parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
     reads its default as it reads a global.
+
+    A lifted step has an extra argument, which comes last: what `fn.extra()` returns at every call.
     """
 
     state: Any
@@ -54,7 +56,8 @@ class Arguments(NamedTuple):
             args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
-        return Arguments(args[0], (*args[1:], *kwargs.values()), tuple(kwargs))
+        extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
+        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""

@@ -28,6 +28,8 @@ from .leaks import settled
 from .regions import Fact, label_regions
 from .versions import check_torch
 
+EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
+
 
 @dataclass(frozen=True)
 class Program:
@@ -114,7 +116,8 @@ def trace(
         fn: the train step.
         state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
             global shape, and numbers, which become inputs, never constants.
-        names: the names of the last arguments of `batch`, which are passed by name.
+        names: the names of the last arguments of `batch`, which are passed by name. What
+            the one called `EXTRA` holds is the same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
 
@@ -140,8 +143,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    of_batch = (v for i, v in zip(dynamic, inputs) if i >= num_state and isinstance(leaves[i], torch.Tensor))
-    batch_vars = frozenset(of_batch)
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and _varies(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
@@ -165,6 +167,11 @@ def trace(
 
     traced = settled(record_program, captured.reach(), name)
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
+
+
+def _varies(leaf: Any, path: str) -> bool:
+    """Whether an argument other than the state differs from rank to rank: a tensor of the batch."""
+    return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

@@ -21,7 +21,7 @@ from ztrans import ops
 from ztrans.compiled import Bound
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.cuda.graph_capture import Capture, check_device, copied_inputs, placed, with_rates
+from ztrans.runtime.cuda.graph_capture import Capture, check_device, check_values, copied_inputs, placed, with_rates
 from ztrans.runtime.executable import executable
 
 
@@ -169,8 +169,8 @@ def test_state_on_the_cpu_is_refused_if_the_step_changes_it():
     assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"
 
 
-def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
-    """`lift` keeps it in the state. A fused optimizer on a GPU reads it in fp32."""
+def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
+    """A fused optimizer on a GPU reads it in fp32."""
 
     def lifted():
         torch.manual_seed(0)
@@ -184,36 +184,52 @@ def test_a_learning_rate_in_the_state_is_read_at_every_call(monkeypatch):
             optimizer.zero_grad()
             return loss
 
-        return zt.lift(loop, model, optimizer)
+        return optimizer, *zt.lift(loop, model, optimizer)
 
-    def run(compiled, state):
+    def run(optimizer, compiled, state):
         losses = []
         for k in range(5):
-            state["lr"][0] = 2.0 ** -(7 - k)
+            optimizer.param_groups[0]["lr"] = 2.0 ** -(7 - k)
             state, loss = compiled(state, batch_of(k)[1][0])
             losses.append(loss)
         return state, losses
 
-    function, state = lifted()
+    optimizer, function, state = lifted()
     lowered = zt.Step.of(function).lower(state, batch_of(0)[1][0])
     graph, cuda = with_rates(lowered.graph), FakeCuda()
-    names = [v.name for v in graph.inputs]
-    assert copied_inputs(graph, [torch.empty((), device="cpu" if n == "lr.0" else "meta") for n in names], "meta") == [
-        names.index("lr.0"),
+    names, rate = [v.name for v in graph.inputs], "param_groups.0.lr"
+    assert copied_inputs(graph, [torch.empty((), device="cpu" if n == rate else "meta") for n in names], "meta") == [
         names.index("x"),
+        names.index(rate),
     ]
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
-    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("lr.0"), names.index("x")])
+    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
     compiled = lowered.compile()
     compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
-    state_after, losses = run(compiled, state)
-    function, truth = lifted()
+    state_after, losses = run(optimizer, compiled, state)
+    optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
-    wanted, expected = run(plain, truth)
+    wanted, expected = run(optimizer, plain, truth)
     assert same(losses, expected) and same(state_after["params"], wanted["params"])
     assert [e.op for e in graph.eqns].count(torch.ops.aten._to_copy.default) == 1
     assert {e.kwargs["lr"].dtype for e in graph.eqns if "lr" in e.kwargs} == {torch.float32}
     assert cuda.graphs[0].replays == 4
+
+
+def test_a_number_that_a_kernel_takes_by_value_is_refused():
+    """Here the betas, which a scheduler cycles."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+    def loop(x):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    function, state = zt.lift(loop, model, optimizer)
+    with pytest.raises(ValueError, match=r"takes beta1=param_groups.0.betas.0 by value, and a CUDA graph(?s:.)*cycle_momentum=False"):
+        check_values(zt.Step.of(function).lower(state, torch.ones(2, 3)).graph)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")

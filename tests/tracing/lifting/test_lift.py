@@ -68,8 +68,7 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
     state = run.shard(state) if ranks == 1 else clone(state)
     for i, (x, y) in enumerate(data()):
         if rates:
-            state["lr"] = [rates[i]]
-            optimizer.param_groups[0]["lr"] = rates[i]
+            optimizer.param_groups[0]["lr"] = lifted_optimizer.param_groups[0]["lr"] = rates[i]
         want = plain(x, y).detach()
         state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
         assert all(distance(output, want) <= tolerance for output in (got if ranks > 1 else [got]))
@@ -230,7 +229,7 @@ def test_a_scheduler_inside_the_loop_is_refused():
         optimizer = of("SGD", lr=lr)(model)
         plain, scheduler = loop(model, optimizer), optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         step, state = zt.lift(lambda *xy: (plain(*xy), scheduler.step())[0], model, optimizer)  # noqa: B023
-        with pytest.raises(ValueError, match="changes a learning rate, which would happen once"):
+        with pytest.raises(ValueError, match=r"changes 'lr' of a parameter group, as a scheduler does.*\n.*after the lifted step"):
             zt.Step(step).trace(state, *data()[0])
 
 
@@ -401,7 +400,7 @@ def test_a_loop_may_have_several_optimizers(stage, doubles):
 
     nets, optimizers, loop_step = adversaries()
     step, state = zt.lift(loop_step, nets, optimizers)
-    assert len(state["lr"]) == 2 and {*state["optimizer"]} == {*state["params"]}
+    assert {*state["optimizer"]} == {*state["params"]}
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step)
     parts = [slices(batch, 2) for batch in batches]
     lowered = step.lower(state, *parts[0][0])

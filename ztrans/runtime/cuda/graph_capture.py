@@ -90,6 +90,22 @@ def with_rates(graph: Graph) -> Graph:
     return graph.replace(eqns=tuple(eqns))
 
 
+def check_values(graph: Graph) -> None:
+    """Check that no kernel takes by value a number that is an input of the program.
+
+    Raises: ValueError that names the number, because a graph would hold the value that it had when it was captured.
+    """
+    for e in graph.eqns:
+        for key, x in e.kwargs.items():
+            if is_fused_update(e) and isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
+                raise ValueError(
+                    f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph "
+                    f"would keep that value although it changes from step to step.\n"
+                    f"Keep it constant, as a scheduler does with cycle_momentum=False; or use the optimizer with "
+                    f"capturable=True in place of fused=True, or compile without cuda_graph."
+                )
+
+
 class Capture:
     """A step that runs at the first call, is captured at the second, and is replayed from then on.
 

@@ -1,4 +1,8 @@
-"""Hyperparameters of optimizers: constants of a lifted program, except for learning rates.
+"""Hyperparameters of optimizers: which of them are inputs of a lifted program, and which are constants of it.
+
+The parameter groups are read at every call, so what a scheduler has set is what the next step uses. Learning rates and
+tensors are inputs. So is a number that a scheduler of PyTorch cycles. Any other number is a constant until two calls
+have different values of it. From then on it is an input, so a number that changes in every step costs one more trace.
 
 If a loop step changed a hyperparameter, it would do so once, while it is traced, and not in later steps. The checks
 here refuse such a step.
@@ -6,34 +10,156 @@ here refuse such a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..trace import is_number
+
 _SCHEDULERS = ("_step_count",)  # attributes that schedulers set on an optimizer, to check the order of calls
+_CYCLES = "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes
+
+Group = dict[str, Any]
 
 
-def groups_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
     """The parameter groups of all optimizers, one after another."""
     return [group for o in optimizers for group in o.param_groups]
 
 
-def hyperparameters(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """The hyperparameters of every group except its learning rate, and the numbers among an optimizer's attributes.
+class Hyperparameters:
+    """The hyperparameters of optimizers. It remembers which numbers have changed between two calls."""
 
-    A tensor is represented by its identity.
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._last: list[_Read] = []
+
+    def _read(self) -> list[_Read]:
+        groups = groups_of(self._optimizers)
+        known = [last.then(group) for last, group in zip(self._last, groups)]
+        self._last = known + [_Read.of(group, frozenset()) for group in groups[len(known) :]]
+        return self._last
+
+    def inputs(self) -> list[Group]:
+        """For each group the present values of its inputs, by key. Their numbers are floats."""
+        return [read.inputs for read in self._read()]
+
+    def constants(self) -> tuple[str, ...]:
+        """The constants of every group, and the numbers among the attributes of every optimizer, as text."""
+        return *(read.constants for read in self._read()), *(repr(numbers_of(o)) for o in self._optimizers)
+
+    def numbers(self, given: Sequence[Group]) -> list[tuple[Any, int | None]]:
+        """What is given in place of each number among the inputs, with its present sign. That of a rate is None."""
+        return [
+            (x, None if key == "lr" else _sign(own))
+            for group, inputs in zip(self.inputs(), given)
+            for key, values in inputs.items()
+            for x, own in zip(_entries(values), _entries(group[key]))
+            if is_number(own)
+        ]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A parameter group as it was read at a call, with the keys of the numbers that have changed until then.
+
+    Optimizers often leave out a term whose factor is zero. So a program is made for the sign of an input, unless it is
+    a learning rate: the sign is one of the constants.
     """
-    groups = ({k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups_of(optimizers))
-    held = [{k: id(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
-    numbers = (
-        {k: v for k, v in vars(o).items() if type(v) in (int, float) and k not in _SCHEDULERS} for o in optimizers
-    )
-    return [*held, *numbers]
+
+    group: Group
+    changing: frozenset[str]
+    inputs: Group
+    constants: str
+
+    @staticmethod
+    def of(group: Group, changing: frozenset[str]) -> _Read:
+        inputs = {k: _as_inputs(v) for k, v in group.items() if _is_input(group, k, changing)}
+        constants = {k: v for k, v in group.items() if k not in inputs and k != "params"}
+        signs = {k: [*map(_sign, _entries(v))] for k, v in inputs.items() if k != "lr"}
+        return _Read(_copied(group), changing, inputs, f"{constants} {signs}")
+
+    def then(self, group: Group) -> _Read:
+        """The group as it is read at the next call."""
+        if [*group] == [*self.group] and all(map(operator.is_, group.values(), self.group.values())):
+            return self
+        others = [k for k, v in group.items() if v is not self.group.get(k, self)]
+        if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
+            rate = _as_inputs(group["lr"])
+            return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
+        changing = {k for k in others if _has_changed(self.group.get(k), group[k])}
+        return _Read.of(group, self.changing | changing)
 
 
-def check_unchanged(before: list[dict], after: list[dict]) -> None:
+def _copied(group: Group) -> Group:
+    """A copy of a group. A list of settings, which may be changed in place, is read again at every call."""
+    return {k: [*v] if isinstance(v, list) and k != "params" else v for k, v in group.items()}
+
+
+def _is_input(group: Group, key: str, changing: Collection[str]) -> bool:
+    value = group[key]
+    if key == "lr":
+        return isinstance(value, torch.Tensor) or is_number(value)
+    is_cycled = _CYCLES in group and key == ("betas" if "betas" in group else "momentum")
+    return is_cycled or key in changing or any(isinstance(x, torch.Tensor) for x in _entries(value))
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers among the attributes of an optimizer."""
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k not in _SCHEDULERS}
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    """The numbers or tensors in a hyperparameter, such as both of the betas."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _has_changed(old: Any, new: Any) -> bool:
+    """Whether a hyperparameter had other numbers before. A whole number counts as one of the settings."""
+    before, now = _entries(old), _entries(new)
+    return all(map(is_number, before)) and all(isinstance(x, float) for x in now) and [*before] != [*now]
+
+
+def _as_inputs(value: Any) -> Any:
+    """A hyperparameter with floats for its numbers, so that a rate of 1 has the program of a rate of 0.5."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_inputs, value))
+    return float(value) if is_number(value) else value
+
+
+def _sign(value: Any) -> int | None:
+    """The sign of a number; None for a tensor."""
+    return (value > 0) - (value < 0) if is_number(value) else None
+
+
+def versions(groups: Sequence[Group]) -> list[int]:
+    """The version counters of the tensors in the inputs of groups, for `check_inputs`."""
+    return [x._version for group in groups for v in group.values() for x in _entries(v) if isinstance(x, torch.Tensor)]
+
+
+def check_inputs(groups: Sequence[Group], inputs: Sequence[Group], before: Sequence[int]) -> None:
+    """Raises: ValueError for an input that has changed, as a rate does if a scheduler steps inside the loop step."""
+    replaced = [k for group, given in zip(groups, inputs) for k, v in given.items() if group[k] is not v]
+    if replaced or versions(inputs) != before:
+        raise ValueError(
+            f"lift: the loop step changes {replaced[0] if replaced else 'lr'!r} of a parameter group, as a scheduler "
+            f"does. This would happen once, while it is traced.\n"
+            f"Step the scheduler after the lifted step. The next call reads what it has set."
+        )
+
+
+def constants_in(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
+    """What `check_unchanged` compares: the numbers of optimizers, and all in their groups besides the inputs."""
+    groups = zip(groups_of(optimizers), inputs)
+    held = [{k: v for k, v in group.items() if k not in given and k != "params"} for group, given in groups]
+    return [*held, *map(numbers_of, optimizers)]
+
+
+def check_unchanged(before: Sequence[dict], after: Sequence[dict]) -> None:
     """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, such as a step count."""
     changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:
@@ -43,19 +169,3 @@ def check_unchanged(before: list[dict], after: list[dict]) -> None:
             f"Change it between steps, which are then traced anew; what is counted in every step must be in the "
             f"optimizer's state of a parameter."
         )
-
-
-def versions(rates: Sequence[Any]) -> list[int]:
-    """The version counters of the learning rates that are tensors, for `check_rates`."""
-    return [getattr(lr, "_version", 0) for lr in rates]
-
-
-def check_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any], before: Sequence[int]) -> None:
-    """Raises: ValueError for a learning rate that has changed, as it does if a scheduler steps inside the loop step."""
-    for group, lr, version, written in zip(groups, rates, before, versions(rates)):
-        if group["lr"] is not lr or written != version:
-            raise ValueError(
-                "lift: the loop step changes a learning rate, which would happen once, while it is traced.\n"
-                "Step the scheduler after the lifted step, and pass its rates on: "
-                'state["lr"] = [group["lr"] for group in optimizer.param_groups].'
-            )

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
 from ...ir.source import user_source, where
-from ..trace import is_number
-from .hyperparameters import check_rates, check_unchanged, groups_of, hyperparameters, versions
+from ..trace import EXTRA, is_number
+from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchanged, constants_in, groups_of, versions
 from .kept_gradients import KeptGradients, kept
 from .lifted_state import State, check_apart, check_known, constants, several, state_of
 from .optimizer_state import make
@@ -57,14 +57,15 @@ def lift(
     Args:
         loop_step: the body of the loop. It returns the output.
         model: the module that the loop trains. Combine several modules in one `nn.ModuleDict`.
-        optimizer: the optimizer that the loop steps, or a sequence of all of them. Learning rates are inputs of the
-            program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one has
-            changed, the next call of a `Step` is traced anew.
+        optimizer: the optimizer that the loop steps, or a sequence of all of them. Every call reads its parameter
+            groups, so a scheduler may step after the lifted step. Learning rates, and numbers that change, are inputs
+            of the program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one
+            has changed, the next call of a `Step` is traced anew.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
             without a zero_grad.
 
-    Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `lr` with the learning
-    rates of all groups of all optimizers in order, and `grads` by name with `carry_grads`.
+    Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, and `grads` by name with
+    `carry_grads`.
 
     Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, that has a
     parameter which the module does not have or which another optimizer has too, or whose state before its first step
@@ -82,7 +83,7 @@ def lift(
     ...     return loss
     >>> step, state = lift(loop_step, model, sgd)
     >>> sorted(state), sorted(state["params"])
-    (['buffers', 'lr', 'optimizer', 'params'], ['bias', 'weight'])
+    (['buffers', 'optimizer', 'params'], ['bias', 'weight'])
     """
     optimizers = several(optimizer)
     names = _check_held(model, optimizers)
@@ -93,15 +94,16 @@ def lift(
     if carry_grads:
         today["grads"] = kept(own)
     check_apart(today)
-    counted = [is_number(x) for x in pytree.tree_leaves((today["optimizer"], today["lr"]))]
+    counted = [is_number(x) for x in pytree.tree_leaves(today["optimizer"])]
+    hyperparameters = Hyperparameters(optimizers)
     had = {name for name, p in own.items() if p.grad is not None}
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
-        rates, written = state["lr"], versions(state["lr"])
-        leaves = pytree.tree_leaves((state["optimizer"], rates))
-        numbers = [x for x, is_counted in zip(leaves, counted) if is_counted]
-        with _swapped(model, optimizers, names, state) as (params, buffers):
-            before = hyperparameters(optimizers)
+        groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
+        written, leaves = versions(groups), pytree.tree_leaves(state["optimizer"])
+        numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
+        with _swapped(model, optimizers, names, state, groups) as (params, buffers):
+            before = constants_in(optimizers, groups)
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
@@ -111,14 +113,13 @@ def lift(
             carried = gradients.end()
             held = {p: s for o in optimizers for p, s in o.state.items()}
             after = {name: held.get(p, {}) for name, p in params.items()}
-            check_rates(groups_of(optimizers), rates, written)
-            check_unchanged(before, hyperparameters(optimizers))
+            check_inputs(groups_of(optimizers), groups, written)
+            check_unchanged(before, constants_in(optimizers, groups))
             check_known(after, state["optimizer"])
             new = {
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
                 "optimizer": {name: _as_before(after[name], known) for name, known in state["optimizer"].items()},
-                "lr": rates,
             }
         if carried is not None:
             new["grads"] = carried
@@ -126,11 +127,11 @@ def lift(
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
-        return _trained(model), repr(hyperparameters(optimizers))
+        return _trained(model), hyperparameters.constants()
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
-    vars(step).update(settings=settings, __signature__=signature)
+    vars(step).update(settings=settings, extra=hyperparameters.inputs, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
@@ -173,8 +174,10 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
 
 
 @contextlib.contextmanager
-def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State) -> Iterator[tuple]:
-    """While this is active, the module and the optimizers use the tensors of the state."""
+def _swapped(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State, inputs: Sequence[Group]
+) -> Iterator[tuple]:
+    """While this is active, the module and the optimizers use the tensors of the state and these inputs of groups."""
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
     for name, p in model.named_parameters():
@@ -187,20 +190,20 @@ def _swapped(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
         stateless._reparametrize_module(model, tensors, tie_weights=True),
         contextlib.ExitStack() as stack,
     ):
-        rates = iter(state["lr"])
+        rest = iter(inputs)
         for o in optimizers:
-            stack.enter_context(_held(o, params, names, [next(rates) for _ in o.param_groups], state["optimizer"]))
+            stack.enter_context(_held(o, params, names, [next(rest) for _ in o.param_groups], state["optimizer"]))
         yield params, lambda: dict(model.named_buffers())
 
 
 @contextlib.contextmanager
 def _held(
-    optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], rates: list, state: Mapping
+    optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], inputs: list[Group], state: Mapping
 ) -> Iterator[None]:
-    """While this is active, the optimizer uses these parameters, these rates and its part of `state`."""
+    """While this is active, the optimizer uses these parameters, these inputs and its part of `state`."""
     old_groups, old_state = optimizer.param_groups, optimizer.state
     own = [[names[id(p)] for p in group["params"]] for group in old_groups]
-    groups = [{**g, "params": [params[name] for name in mine], "lr": lr} for g, mine, lr in zip(old_groups, own, rates)]
+    groups = [{**g, "params": [params[name] for name in mine], **new} for g, mine, new in zip(old_groups, own, inputs)]
     changes = {"foreach": False} | ({"capturable": True} if isinstance(optimizer, _CHOOSING) else {})
     for group in groups:  # one parameter at a time, as a program has one equation for each parameter in any case
         if not group.get("fused"):

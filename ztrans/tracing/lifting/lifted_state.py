@@ -1,4 +1,4 @@
-"""The state of a lifted loop: parameters, buffers, optimizer state, learning rates, and with `carry_grads` gradients.
+"""The state of a lifted loop: parameters, buffers, optimizer state, and with `carry_grads` gradients.
 
 `state_of` reads it from a module and its optimizers, and `restore` writes it back.
 """
@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from ..arguments import overlapping
 from ..trace import is_number
-from .hyperparameters import groups_of
 
 State = dict[str, Any]
 
@@ -55,12 +54,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
         "optimizer": {
             k: {key: v for key, v in by_name[k].items() if is_state(key, v)} for k in names.values() if k in by_name
         },
-        "lr": [group["lr"] for group in groups_of(optimizers)],
     }
 
 
 def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
+
+    Parameter groups stay as they are: learning rates belong to the optimizer and its scheduler, not to the state.
 
     Args:
         model: the module that was given to `lift`.
@@ -83,8 +83,6 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
                 p.grad = gradient.clone()
-    for group, lr in zip(groups_of(optimizers), state["lr"]):
-        group["lr"] = lr if isinstance(group["lr"], torch.Tensor) else float(lr)
 
 
 def _written(held: Any, value: torch.Tensor) -> Any:

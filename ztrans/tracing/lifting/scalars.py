@@ -11,6 +11,7 @@ On a CPU both compute the bits that PyTorch computes with Python numbers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .by_value import by_value
+
 _OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar: how many operands precede it
 _SCALARS = ("alpha", "value", "scalars")  # the names of the scalar
 _HALF = (torch.float16, torch.bfloat16)
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
 
@@ -94,14 +98,16 @@ class Numbers(TorchFunctionMode):
 
     Results of arithmetic on numbers alone are numbers. While `reading` is set, `.item()` also returns such a number,
     instead of a Python float, whose value would be a constant of the program. In-place operations on `counts` change
-    the tensor; on other numbers they return a new one, as in Python.
+    the tensor; on other numbers they return a new one, as in Python. Each of `numbers` comes with its sign, or None.
+    A comparison with 0 of a number with a sign is a bool.
     """
 
-    def __init__(self, numbers: Sequence[Any], counts: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, numbers: Sequence[tuple[Any, int | None]], counts: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.reading = False
-        self._rebound = {id(x) for x in numbers}
-        held = (x for x in (*numbers, *counts) if isinstance(x, torch.Tensor))
+        self._rebound = {id(x) for x, _ in numbers}
+        self._signs = {id(x): sign for x, sign in numbers if sign is not None}
+        held = (x for x in (*(x for x, _ in numbers), *counts) if isinstance(x, torch.Tensor))
         self._numbers = {id(x): x for x in held}  # keeps the tensors alive, so that their ids stay valid
         self._constants: dict[float, torch.Tensor] = {}
 
@@ -114,12 +120,23 @@ class Numbers(TorchFunctionMode):
             return scaled
         tensors = tensors_in((args, kwargs))
         name = getattr(func, "__name__", "")
-        if not any(id(x) in self._numbers for x in tensors) or name == "__get__" or "_fused_" in name:
+        if not any(id(x) in self._numbers for x in tensors) or name == "__get__":
             return func(*args, **kwargs)
+        if "_fused_" in name:
+            return by_value(func, args, kwargs)
+        compared = _COMPARISONS.get(name.strip("_"))
+        if compared is not None and id(args[0]) in self._signs and args[1:] in ((), (0,)):
+            return compared(self._signs[id(args[0])], 0)
+        return self._with_numbers(func, name, args, kwargs, tensors)
+
+    def _with_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict, tensors: Sequence[Any]) -> Any:
+        """The result of an operation on numbers, or on numbers and tensors."""
+        if name == "to":  # a Python number has no dtype
+            kwargs = {k: v for k, v in kwargs.items() if k != "dtype"}
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if not any(map(_decides_dtype, operands)):
+        if name.startswith("lerp") or not any(map(_decides_dtype, operands)):
             args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
         return func(*args, **kwargs)
 

@@ -1,0 +1,175 @@
+"""Schedulers: a lifted loop whose scheduler steps after the lifted step computes what the untouched loop computes."""
+
+import copy
+
+import pytest
+import torch
+from test_lift import everything, loop, make_model, of
+from torch import nn, optim
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
+
+import ztrans as zt
+from tests.support.worlds import ALL, clone, distance, slices
+
+STEPS = 20
+SCHEDULERS = {
+    "lambda": lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + k)),
+    "multiplicative": lambda o: schedulers.MultiplicativeLR(o, lambda k: 0.9),
+    "step": lambda o: schedulers.StepLR(o, 3),
+    "multi_step": lambda o: schedulers.MultiStepLR(o, [2, 9]),
+    "constant": lambda o: schedulers.ConstantLR(o, 0.5, 4),
+    "linear": lambda o: schedulers.LinearLR(o, 0.1, total_iters=8),
+    "exponential": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "polynomial": lambda o: schedulers.PolynomialLR(o, 10, 2.0),  # ends at a rate of 0
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3, 2),
+    "sequential": lambda o: schedulers.SequentialLR(o, [schedulers.LinearLR(o, 0.0001, total_iters=3), schedulers.CosineAnnealingLR(o, 9)], [3]),
+    "chained": lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o, 0.5, 4), schedulers.ExponentialLR(o, 0.9)], o),
+    "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "one_cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "swa": lambda o: SWALR(o, 0.05, 4),
+}  # fmt: skip
+OPTIMIZERS = {
+    "sgd": of("SGD", lr=0.1, momentum=0.9),
+    "nesterov": of("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd_fused": of("SGD", lr=0.1, momentum=0.9, fused=True),
+    "adamw": of("AdamW", lr=0.01),
+    "adamw_fused": of("AdamW", lr=0.01, fused=True),
+    "tensor_lr": of("Adam", lr=torch.tensor(0.01), weight_decay=0.1),
+}
+
+
+def data(steps=STEPS):
+    torch.manual_seed(1)
+    return [(torch.randn(12, 6), torch.randn(12, 4)) for _ in range(steps)]
+
+
+class Scheduled:
+    """A model, its optimizer and its scheduler, and the body of their loop."""
+
+    def __init__(self, make_optimizer, make_scheduler, make=make_model):
+        self.model = make()
+        self.optimizer = make_optimizer(self.model)
+        for group in self.optimizer.param_groups:
+            group["lr"] = copy.deepcopy(group["lr"])  # a tensor, which a scheduler changes in place
+        self.scheduler = make_scheduler(self.optimizer)
+        self.loop_step = loop(self.model, self.optimizer)
+
+    def advance(self, loss):
+        if isinstance(self.scheduler, schedulers.ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
+
+
+PAIRS = [(s, o) for s in SCHEDULERS for o in ("sgd_fused", "adamw_fused")] + [
+    ("one_cycle", o) for o in OPTIMIZERS if "_fused" not in o
+]
+
+
+@pytest.mark.parametrize("scheduler, optimizer", PAIRS)
+def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
+    """The bits of the untouched loop, with one program. To restore the module changes no rate."""
+    plain, lifted = (Scheduled(OPTIMIZERS[optimizer], SCHEDULERS[scheduler]) for _ in range(2))
+    step, state = zt.lift(lifted.loop_step, lifted.model, lifted.optimizer)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data()):
+        wanted = plain.loop_step(*batch).detach()
+        state, got = run(state, *batch)
+        assert torch.equal(got, wanted), k
+        plain.advance(wanted), lifted.advance(got)
+        if k == 7:
+            zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
+    zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
+    mine, theirs = everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)
+    assert [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))] == []
+    assert len(run._cache) == 1
+
+
+def lifted_with(scheduler, optimizer, *transforms):
+    """A scheduled loop, its step with `transforms`, and its state."""
+    lifted = Scheduled(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    step, state = zt.lift(lifted.loop_step, lifted.model, lifted.optimizer)
+    return lifted, zt.chain(*transforms)(step) if transforms else zt.Step(step), state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("optimizer", ["tensor_lr", "adamw_fused"])
+def test_every_rank_reads_its_scheduler(optimizer, stage):
+    plain = Scheduled(OPTIMIZERS[optimizer], SCHEDULERS["one_cycle"])
+    lifted, run, state = lifted_with("one_cycle", optimizer, zt.shard_params(zt.AbstractMesh(dp=3), stage=stage), *ALL)
+    lowered, state = run.lower(state, *slices(data()[0], 3)[0]), clone(state)
+    for batch in data():
+        plain.advance(plain.loop_step(*batch))
+        state, outputs = lowered.lockstep(state, slices(batch, 3))
+        lifted.advance(outputs[0])
+    zt.restore(lifted.model, lifted.optimizer, state)
+    assert distance(everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [("weight_decay", [0.1, 0.2, 0.3]), ("eps", [1e-8, 1e-6, 1e-4]), ("betas", [(0.9, 0.99), (0.8, 0.99), (0.8, 0.9)])],
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
+def test_a_number_that_changes_becomes_an_input(optimizer, key, values):
+    """So it costs one more trace. A term that is left out at zero has a program of its own."""
+    plain, (lifted, run, state) = (
+        Scheduled(OPTIMIZERS[optimizer], SCHEDULERS["constant"]),
+        lifted_with("constant", optimizer),
+    )
+    state = run.shard(state)
+    for k, batch in enumerate(data(6)):
+        for optimizer_ in (plain.optimizer, lifted.optimizer):
+            optimizer_.param_groups[0][key] = values[k % len(values)]
+        wanted = plain.loop_step(*batch).detach()
+        state, got = run(state, *batch)
+        assert torch.equal(got, wanted), k
+    assert len(run._cache) == 2
+    if key == "weight_decay":
+        lifted.optimizer.param_groups[0][key] = 0.0
+        run(state, *batch)
+        assert len(run._cache) == 3
+
+
+def test_a_compiled_step_reads_rates_and_refuses_other_changes():
+    lifted, run, state = lifted_with("step", "adamw_fused")
+    compiled, batch = run.compiled(state, *data(1)[0]), data(1)[0]
+    lifted.optimizer.param_groups[0]["lr"] = 0.0
+    before = {k: p.clone() for k, p in state["params"].items()}
+    state, _ = compiled(state, *batch)
+    assert all(torch.equal(p, before[k]) for k, p in state["params"].items())
+    lifted.optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(TypeError, match="a setting of the module or of an optimizer has changed"):
+        compiled(state, *batch)
+
+
+def test_the_program_names_the_inputs_of_groups():
+    _, run, state = lifted_with("one_cycle", "adamw_fused")
+    graph = run.trace(state, *data(1)[0]).graph
+    assert [v.name for v in graph.inputs][-3:] == [
+        "param_groups.0.lr",
+        "param_groups.0.betas.0",
+        "param_groups.0.betas.1",
+    ]
+    assert "beta1=param_groups.0.betas.0" in str(graph)
+
+
+def test_a_branch_on_an_input_is_refused():
+    """All but comparisons with 0, which decide whether a term is left out."""
+
+    class Chooses(optim.SGD):
+        def step(self, closure=None):
+            if self.param_groups[0]["momentum"] > 0.5:
+                super().step()
+
+    model = nn.Linear(6, 4)
+    optimizer = Chooses(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = schedulers.OneCycleLR(optimizer, 0.1, total_steps=9)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match="reads a tensor's value"):
+        zt.Step(step).trace(state, *data(1)[0])
+    scheduler.step()
