@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.ablations
 
-For each step and each choice a version of the step is built without that choice, and one without any of them. All
-versions of a step are in one process. Measured ones take turns; simulated ones have the same seconds in every run, so
-one is enough. Writes benchmarks/results/ablations.md and .json; parts that are not run keep their figures.
+For each step and each choice, a version of the step is built without that choice, and one without any of them. All
+versions of a step run in one process. Measured versions take turns. Simulated versions run once, because they have the
+same seconds in every run. Writes benchmarks/results/ablations.md and .json; parts that are not run keep their figures.
 
-A `Part` is one table of the report, and an entry of `PARTS`: its choices, its steps, and how to build a step without
-some of the choices. What is built is a function that returns seconds, measured or simulated.
+A `Part` is one table of the report, and an entry of `PARTS`: its choices, its steps, and a function that builds a step
+without some of the choices. A built step is a function that returns seconds, measured or simulated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 
 from ztrans.planning.solver import local_search
 from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.local_search import GATHERS, REDUCTIONS, Moves
+from ztrans.planning.solver.local_search import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
-from ztrans.planning.solver.solve import MOVES, later, one_ahead, solve
+from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
 from ztrans.tracing.arguments import Arguments, flat
 
@@ -38,7 +38,7 @@ from .planned import subjects
 
 ALL, NONE = "all choices", "no choice"
 WARM_UP = 3  # calls of each version before its steps are timed
-LITTLE = 0.002  # a smaller share of a step is not listed in the table of a simulated part
+LITTLE = 0.005  # the table of a simulated part lists the steps that change by this share
 
 Step = Callable[[], float]  # runs a step, or simulates one, and returns its seconds
 Build = Callable[[frozenset[str]], Step]  # builds a step without the named choices
@@ -46,13 +46,13 @@ Build = Callable[[frozenset[str]], Step]  # builds a step without the named choi
 
 @dataclass(frozen=True)
 class Part:
-    """One table: choices, and steps that can be built without some of them. `unit` says what the seconds are.
+    """One table: choices, and steps that can be built without some of them.
 
-    The steps are made one after the other, because the programs of all would fill the memory.
+    The steps are built one after the other, because the programs of all would fill the memory.
     """
 
     title: str
-    unit: str
+    unit: str  # where the seconds come from
     choices: tuple[str, ...]
     steps: Iterable[tuple[str, Build]]
     simulated: bool = False
@@ -86,63 +86,33 @@ def cpu_part(config: Config, long: Config) -> Part:
     return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps.items())
 
 
-def by_size(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:
-    """Sizes of buckets that are full once their bytes take eight times the latency."""
-    sizes: list[int] = []
-    start, moved = 0, 0.0
-    for j, each in enumerate(seconds):
-        if j > start and (moved > 8 * latency or first[j] > start):
-            sizes.append(j - start)
-            start, moved = j, 0.0
-        moved += each
-    return [*sizes, len(seconds) - start] if seconds else []
-
-
 def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
     """Leave one of the random changes out."""
     return lambda moves: replace(moves, changes=tuple(each for each in moves.changes if each[0] is not change))
 
 
 WITHOUT: dict[str, Callable[[Moves], Moves]] = {
-    "seeds that keep values": lambda moves: replace(moves, shares=moves.shares[:1]),
-    "seeds that keep other shares than none and all": lambda moves: replace(moves, shares=(0.0, 1.0)),
-    "seeds with lead 1 and no reserve": lambda moves: replace(moves, starts=moves.starts[1:] or moves.starts),
-    "seeds with lead 2 and a reserve": lambda moves: replace(moves, starts=moves.starts[:1]),
-    "seeds with other portions of the room": lambda moves: replace(moves, portions=()),
-    "seeds with half of the link": lambda moves: replace(moves, links=moves.links[:1]),
-    "exact buckets (without: buckets of one size)": lambda moves: replace(moves, cut=by_size),
-    "merge of gathers": lambda moves: replace(moves, merged=tuple({*moves.merged} - {GATHERS})),
-    "merge of reductions": lambda moves: replace(moves, merged=tuple({*moves.merged} - {REDUCTIONS})),
-    "merge": lambda moves: replace(moves, merged=()),
+    "begin with kept values": lambda moves: replace(moves, keep=False),
+    "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=0.0),
+    "merge": lambda moves: replace(moves, merge=False),
     "climb": lambda moves: replace(moves, changes=()),
-    "climb: split": without_change(local_search.split),
-    "climb: join": without_change(local_search.join),
-    "climb: move a border": without_change(local_search.move_border),
-    "climb: lead and reserve": without_change(local_search.start_otherwise),
-    "climb: keep otherwise": without_change(local_search.keep_otherwise),
-    "climb: slightly slower ones": lambda moves: replace(moves, worse=0.0),
-    "later": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not later)),
-    "one ahead": lambda moves: replace(moves, finish=tuple(each for each in moves.finish if each is not one_ahead)),
+    "climb: split a bucket": without_change(local_search.split),
+    "climb: join two buckets": without_change(local_search.join),
+    "climb: move the border of two buckets": without_change(local_search.move_border),
+    "climb: change when gathers start": without_change(local_search.change_lead),
+    "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
 }
 
 
-def planned_step(problems: Sequence[Problem], without: frozenset[str]) -> Step:
-    """The step of the first problem whose schedule fits, or else of the last, planned without some of the moves."""
+def planned_step(problem: Problem, without: frozenset[str]) -> Step:
+    """A step that is planned without some of the moves."""
     moves = functools.reduce(lambda left, name: WITHOUT[name](left), sorted(without), MOVES)
-
-    def step() -> float:
-        for problem in problems:
-            outcome = evaluate(problem, solve(problem, moves=moves))
-            if outcome.peak <= problem.memory:
-                break
-        return outcome.seconds
-
-    return step
+    return lambda: evaluate(problem, solve(problem, moves=moves)).seconds
 
 
 def search_part() -> Part:
     """The moves of the planner's search."""
-    steps = ((name, functools.partial(planned_step, problems)) for name, problems in subjects())
+    steps = ((name, functools.partial(planned_step, problem)) for name, problem in subjects())
     return Part("The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True)
 
 
@@ -194,8 +164,8 @@ def table(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
 
 
 def by_choice(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """A row for each choice: what steps take more without it, on average and at most, and those where it matters."""
-    lines = ["| without | mean | worst | steps: with, without, ms |", "|---|---:|---:|---|"]
+    """A row for each choice: how much longer steps are without it, on average and at most, and the steps it changes."""
+    lines = ["| without | mean | most | steps: with, without, ms |", "|---|---:|---:|---|"]
     versions = [version for version in next(iter(seconds.values())) if version != ALL]
     for version in versions:
         pairs = {step: (by_version[ALL][0], by_version[version][0]) for step, by_version in seconds.items()}
@@ -206,8 +176,8 @@ def by_choice(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]
     return lines
 
 
-def _pair(step: str, a: float, b: float) -> str:
-    return f"{step}: {1e3 * a:.1f}, {1e3 * b:.1f} ({b / a - 1:+.1%})"
+def _pair(step: str, base: float, without: float) -> str:
+    return f"{step}: {1e3 * base:.1f}, {1e3 * without:.1f} ({without / base - 1:+.1%})"
 
 
 def report(results: Mapping[str, dict]) -> str:
@@ -218,7 +188,7 @@ def report(results: Mapping[str, dict]) -> str:
         lines += [f"## {each['title']}", "", f"{each['where']}; {each['date']}."]
         if each.get("simulated"):
             count = len(each["seconds"])
-            lines += [f"Simulated seconds of {count} steps. Those that change by {LITTLE:.1%} are listed.", ""]
+            lines += [f"Simulated seconds of {count} steps. Steps that change by {LITTLE:.1%} or more are listed.", ""]
             lines += [*by_choice(each["seconds"]), ""]
         else:
             lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]

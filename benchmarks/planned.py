@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ztrans as zt
 from tests.support.synthetic import fsdp2, seven
 from ztrans.planning.cost import memory
-from ztrans.planning.formulate import formulate
-from ztrans.planning.make_plan import SLACK
+from ztrans.planning.make_plan import SLACK, problem_within
 from ztrans.planning.program_order import skeleton
 from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.problem import Problem
@@ -33,8 +32,7 @@ from .plan_cases import LANES
 MESHES = ((16, 8), (64, 1), (64, 8))  # dp and tp of Llama
 SEQUENCES = (8192, 2048)
 
-# A step, and its problems in the order in which they are tried: with eager updates, and with updates at the end.
-Subject = tuple[str, list[Problem]]
+Subject = tuple[str, Problem]  # the name of a step and its budget, and its problem
 
 
 def subjects() -> Iterator[Subject]:
@@ -53,7 +51,7 @@ def chains() -> Iterator[Subject]:
             peak = evaluate(case.problem, fsdp2(case)).peak
             for name, budget in (("its peak", peak), ("more", peak + case.more), ("no limit", float("inf"))):
                 queues = "one queue" if len(set(lanes)) == 1 else "two queues"
-                yield f"{case.name}, {queues}, {name}", [replace(case.problem, memory=budget)]
+                yield f"{case.name}, {queues}, {name}", replace(case.problem, memory=budget)
 
 
 def gpt() -> Iterator[Subject]:
@@ -81,5 +79,4 @@ def budgets(name: str, hinted: zt.ir.Graph, cluster: zt.Cluster) -> Iterator[Sub
     """A program within the memory of "auto", and within the peak of its own order."""
     s, peak = skeleton(hinted), memory(hinted).peak
     for budget, within in ((int(peak * (1 + SLACK)), "auto"), (peak, "its own peak")):
-        updates = dict.fromkeys((s.asked_update, "last"))
-        yield f"{name}, {within}", [formulate(s, cluster, budget, update) for update in updates]
+        yield f"{name}, {within}", problem_within(s, cluster, budget)[0]

@@ -86,7 +86,7 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             buckets(problem.reductions, range(len(problem.reductions))),
         )
         choice = Choice(
-            tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]), chance.choice([0, 1])
+            tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6])
         )
         budget = chance.choice([float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))])
         placed = Placement(replace(problem, memory=budget))(choice)

@@ -39,7 +39,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         plan = Plan(fingerprint(graph))
         return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(s.graph)
 
-    problem, update = _problem(s, cluster, budget)
+    problem, update = problem_within(s, cluster, budget)
     try:
         schedule = solve(problem)
         validate(problem, schedule)
@@ -61,7 +61,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     return weighed(plan, peak, graph.budget, cluster.device), ordered
 
 
-def _problem(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
+def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
     """The problem to solve, and when updates run in it.
 
     Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided

@@ -1,26 +1,28 @@
 """residency: the bytes that a program has live, apart from what its planned collectives hold while they are under way.
 
-What an operation at a fixed place makes is live up to the last operation at a fixed place that needs it, in every
-order. How long reduced values live, and what eager updates make of them, depends on where reductions are waited for:
-those bytes are counted from a wait on, until the last place or wait at which something may need them. So no order has
-more bytes live than its schedule counts.
+A value that an operation at a fixed place computes is live up to the last operation at a fixed place that needs it, in
+every order. How long reduced values live, and what eager updates allocate, depends on where reductions are waited for.
+These bytes are counted from the wait on, until the last place or wait at which they may be needed. So no order has more
+bytes live than its schedule counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
-from ..ir.graph import Var, variables
+from ..ir.graph import Eqn, Var, variables
+from ..ir.relations import grouped
 from .cost import Held, held, local_bytes
 from .eager_updates import Group
 from .program_order import Planned, Skeleton
 from .solver.problem import Gather
 
-_Part = tuple[int, int, bool]  # the first operation, the one after the last, and whether the place before it counts
+_Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Residency:
-    """`live` and `across` of a `Problem`, and the values of its reductions."""
+    """Live bytes by operation, by place, and of every reduction."""
 
     live: tuple[int, ...]
     across: tuple[int, ...]
@@ -49,165 +51,200 @@ def residency(s: Skeleton, gathers: Sequence[Gather], groups: Iterable[Group]) -
 
     Args:
         s: the program without its planned collectives.
-        gathers: those of the problem.
+        gathers: the gathers of the problem.
         groups: the equations of the update that leave their places.
     """
-    given, groups, n = donation(s.graph), tuple(groups), len(s.ops)
-    uses = _Uses(s, given, gathers, groups)
+    storages, n = _Storages(s, donation(s.graph), tuple(groups)), len(s.ops)
     values = [_value(s, p) for p in s.reductions]
-    _follow(s, uses, groups, values)
+    _count_updates(storages, values)
     live, across = [0] * (n + 1), [0] * (n + 3)
-    for h in held(s.graph, given):
-        for a, b, at_end in _fixed(s, uses, gathers, values, h):
-            if a < b:
-                live[max(a, 0)] += h.bytes
-                live[b] -= h.bytes
-                across[a + 1] += h.bytes
-                across[b + (at_end or b == n)] -= h.bytes
+    for h in held(s.graph, storages.given):
+        if (latest := storages.gradient.get(h.value)) is not None:
+            values[latest].waiting += _shared(s, latest, h)
+        for first, end, at_end in _fixed(storages, gathers, h):
+            if first < end:
+                live[max(first, 0)] += h.bytes
+                live[end] -= h.bytes
+                across[first + 1] += h.bytes
+                across[end + (at_end or end == n)] -= h.bytes
     return Residency(tuple(accumulate(live[:n])), tuple(accumulate(across[: n + 1])), tuple(values))
 
 
-class _Uses:
-    """Who makes and needs each storage.
+@dataclass(frozen=True)
+class _Storages:
+    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
 
-    Attributes:
-        fixed: by storage, the place after the last operation at a fixed place that makes or reads it.
-        groups: by storage, the groups of an eager update that do, by index.
-        made: by storage that a group makes, that group.
-        free: the storages of values that groups need and that depend on state alone.
-        reduced: by storage of a reduced value, the reduction.
-        planned: every result of a planned reduction.
-        gathered: by result of a planned gather, the gather.
-        repeated: the gathers whose values may be kept for later ones.
-        gradients: by storage of gradients, their reductions.
-        kept: the storages of outputs.
-        gather: by storage that is gathered, the place of the last use.
-    """
+    s: Skeleton
+    given: Donation
+    groups: tuple[Group, ...]  # of eager updates
 
-    def __init__(self, s: Skeleton, given: Donation, gathers: Sequence[Gather], groups: Sequence[Group]) -> None:
-        self.owner = given.owner
-        floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
-        on_state = set(s.floating[1].values())
-        self.fixed: dict[Var, int] = {}
-        self.groups: dict[Var, set[int]] = {}
-        self.made: dict[Var, int] = {}
-        self.free: set[Var] = set()
-        for k, e in enumerate(s.ops):
-            outs = [out for out in e.outs if out is not None]
-            if e in floating:
-                made = [out for out in outs if self.owner[out] is out]
-                self.made.update(dict.fromkeys(made, floating[e]) if groups[floating[e]].after else {})
-                self.free.update(made if e in on_state else ())
-            for storage in {self.owner[v] for v in (*e.ins, *outs)}:
-                if e in floating:
-                    self.groups.setdefault(storage, set()).add(floating[e])
-                else:
-                    self.fixed[storage] = k + 1
-        self.reduced = {self.owner[p.value]: i for i, p in enumerate(s.reductions)}
-        self.planned = {v for p in s.reductions for e in (p.start, p.wait, *(p.then or ())) for v in e.results}
-        self.gathered = {v: i for i, p in enumerate(s.gathers) for v in (*p.start.results, *p.wait.results)}
-        self.repeated = {g.again for g in gathers}
-        self.gradients: dict[Var, list[int]] = {}
-        for i, p in enumerate(s.reductions):
-            for storage in {self.owner[v] for v in p.start.ins}:
-                self.gradients.setdefault(storage, []).append(i)
-        self.kept = {self.owner[v] for v in variables(s.graph.outputs)}
-        self.gather: dict[Var, int] = {}
-        for p, use in zip(s.gathers, s.use):
-            for storage in {self.owner[v] for v in p.start.ins}:
-                self.gather[storage] = max(use, self.gather.get(storage, 0))
+    def of(self, e: Eqn) -> set[Var]:
+        """The storages that an equation reads or writes."""
+        return {self.given.owner[v] for v in (*e.ins, *e.results)}
+
+    def allocated(self, e: Eqn) -> list[Var]:
+        """The storages that an equation allocates."""
+        return [v for v in e.results if self.given.owner[v] is v]
+
+    @functools.cached_property
+    def floating(self) -> dict[Eqn, int]:
+        """For each equation of an eager update, its group."""
+        return {e: u for u, group in enumerate(self.groups) for e in group.eqns}
+
+    @functools.cached_property
+    def fixed(self) -> dict[Var, int]:
+        """For each storage that an operation at a fixed place needs, the place behind the last one."""
+        operations = ((k, e) for k, e in enumerate(self.s.ops) if e not in self.floating)
+        return {storage: k + 1 for k, e in operations for storage in self.of(e)}
+
+    @functools.cached_property
+    def sent(self) -> dict[Var, int]:
+        """For each storage that planned gathers send, the place of the last wait for one of them."""
+        owner = self.given.owner
+        return {owner[v]: use for p, use in zip(self.s.gathers, self.s.use) for v in p.start.ins}  # `use` ascends
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """For each storage that eager updates need, their groups."""
+        return grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
+
+    @functools.cached_property
+    def update(self) -> dict[Var, int]:
+        """For each storage that an eager update allocates after a reduction, its group."""
+        return {v: u for e, u in self.floating.items() if self.groups[u].after for v in self.allocated(e)}
+
+    @functools.cached_property
+    def state_only(self) -> set[Var]:
+        """The storages of values that eager updates need and that depend on the state only."""
+        return {v for e in self.s.floating[1].values() if e in self.floating for v in self.allocated(e)}
+
+    @functools.cached_property
+    def gather(self) -> dict[Var, int]:
+        """For each result of a planned gather, the gather."""
+        return {v: i for i, p in enumerate(self.s.gathers) for v in (*p.start.results, *p.wait.results)}
+
+    @functools.cached_property
+    def gradient(self) -> dict[Var, int]:
+        """For each storage of gradients, the last reduction of one of them."""
+        return {self.given.owner[v]: i for i, p in enumerate(self.s.reductions) for v in p.start.ins}
+
+    @functools.cached_property
+    def reduced(self) -> dict[Var, int]:
+        """For each storage of a reduced value, its reduction."""
+        return {self.given.owner[p.value]: i for i, p in enumerate(self.s.reductions)}
+
+    @functools.cached_property
+    def planned(self) -> set[Var]:
+        """Every result of a planned reduction."""
+        return {v for p in self.s.reductions for e in (p.start, p.wait, *(p.then or ())) for v in e.results}
+
+    @functools.cached_property
+    def outputs(self) -> set[Var]:
+        """The storages of the results of the program."""
+        return {self.given.owner[v] for v in variables(self.s.graph.outputs)}
+
+    def outlives(self, storage: Var) -> bool:
+        """Whether something else than the group that allocates a storage needs it."""
+        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent))
+        return elsewhere or len({*self.readers[storage]}) > 1
 
 
-def _fixed(s: Skeleton, uses: _Uses, gathers: Sequence[Gather], values: Sequence[Value], h: Held) -> Iterator[_Part]:
-    """The operations during which a storage is live whatever the schedule."""
-    n, v = len(s.ops), h.value
-    made, end = s.before[h.first], s.before[h.last + 1]
+def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[_Span]:
+    """The operations during which a storage is live in every order."""
+    s, v = storages.s, h.value
+    n, first, end = len(s.ops), s.before[h.first], s.before[h.last + 1]
     if v in s.graph.inputs:
         yield -1, n, True
-    elif v in uses.free:  # it is made at its place, or before it by the first group that needs it
-        yield made if v in uses.made else min(made, s.born[0] + 1), n, True
-    elif v in uses.gathered:
-        i = uses.gathered[v]
-        after = max(gathers[i].last + 1, made)
-        # What takes its place there has room of its own if the value is kept for a later gather.
-        yield after - (end > after and i in uses.repeated), max(after, end), False
-    elif v in uses.gradients:
-        latest = max(uses.gradients[v])
-        born, shared = s.born[latest], max(h.bytes - s.held[latest], 0)
-        values[latest].waiting += shared  # other gradients lie in this storage too
-        yield made, born + bool(shared), shared > 0 or made < born
-        yield born + 1, uses.fixed.get(v, 0), False
-    elif v in uses.made or v in uses.planned:
-        return
-    else:
-        use = uses.gather.get(v, -1)
-        yield made, n if v in uses.groups else max(end, use), use >= end
+    elif v in storages.state_only:  # it is computed at its place, or before that by the first group that needs it
+        yield first if v in storages.update else min(first, s.born[0] + 1), n, True
+    elif v in storages.gather:
+        i = storages.gather[v]
+        after = max(gathers[i].last + 1, first)
+        # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
+        kept = end > after and any(g.again == i for g in gathers)
+        yield after - kept, max(after, end), False
+    elif v in storages.gradient:
+        latest = storages.gradient[v]
+        born, shared = s.born[latest], _shared(s, latest, h) > 0
+        yield first, born + shared, shared or first < born
+        yield born + 1, storages.fixed.get(v, 0), False
+    elif v not in storages.update and v not in storages.planned:
+        sent = storages.sent.get(v, -1)
+        yield first, n if v in storages.readers else max(end, sent), sent >= end
+
+
+def _shared(s: Skeleton, latest: int, h: Held) -> int:
+    """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
+    return max(h.bytes - s.held[latest], 0)
 
 
 def _value(s: Skeleton, p: Planned) -> Value:
-    """What the waits for a reduction allocate."""
+    """The bytes that the waits for a reduction allocate."""
     graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
-    made = lambda wait: size(wait.out) if root[wait.out] is wait.out else 0
+    allocated = lambda wait: size(wait.out) if root[wait.out] is wait.out else 0
     if p.then is None:
-        return Value(made(p.wait), 0)
+        return Value(allocated(p.wait), 0)
     start, wait = p.then
-    first = made(p.wait) or rules(p.start).received_bytes(p.start, 0, graph.axes)
+    first = allocated(p.wait) or rules(p.start).received_bytes(p.start, 0, graph.axes)
     sent, received = rules(start).sent_bytes(start, graph.axes), rules(start).received_bytes(start, 0, graph.axes)
-    return Value(made(p.wait), first + sent + received + made(wait))
+    return Value(allocated(p.wait), first + sent + received + allocated(wait))
 
 
-def _follow(s: Skeleton, uses: _Uses, groups: Sequence[Group], values: Sequence[Value]) -> None:
-    """Count what reduced values and eager updates leave after a wait, by the reduction whose wait it is."""
-    latest = [max(group.after, default=-1) for group in groups]
-    start = [*(2 * k + 2 for k in s.born), 0]  # slots
+def _count_updates(storages: _Storages, values: Sequence[Value]) -> None:
+    """Count the bytes that reduced values and eager updates hold after a wait, by the reduction that is waited for."""
+    s = storages.s
+    latest = [max(group.after, default=-1) for group in storages.groups]
+    slots = [*(2 * k + 2 for k in s.born), 0]  # for each reduction, the first slot at which it may be waited for
+    reduced = ((storage, i, _reduced_bytes(s, s.reductions[i])) for storage, i in storages.reduced.items())
     size = local_bytes(s.graph)
-
-    def until(storage: Var, wait: int) -> tuple[int, set[int]]:
-        """The slot after which nothing needs a storage of a wait, and the other reductions for which it waits."""
-        others = {latest[u] for u in uses.groups.get(storage, ())} - {wait}
-        releases = (2 * groups[u].release + 1 for u in uses.groups.get(storage, ()))
-        end = 2 * len(s.ops) + 2 if storage in uses.kept else 2 * uses.fixed.get(storage, 0)
-        gather = 2 * uses.gather.get(storage, -1) + 1
-        return max([end, gather, *releases, *(start[other] for other in others)]), others
-
-    for storage, wait in [*uses.reduced.items(), *((v, latest[u]) for v, u in uses.made.items())]:
-        end, others = until(storage, wait)
-        bytes_ = _allocated(s, s.reductions[uses.reduced[storage]]) if storage in uses.reduced else size(storage)
-        if end > start[wait] + 1:
-            values[wait].results += ((bytes_, end),)
-        if storage in uses.made and _stays(uses, storage):
-            values[wait].updated += bytes_
+    for storage, i, allocated in [*reduced, *((v, latest[u], size(v)) for v, u in storages.update.items())]:
+        others = {latest[u] for u in storages.readers.get(storage, ())} - {i}
+        until = max([_end(storages, storage), *(slots[other] for other in others)])
+        if until > slots[i] + 1:
+            values[i].results += ((allocated, until),)
+        if storage in storages.update and storages.outlives(storage):
+            values[i].updated += allocated
         for other in others:
-            values[other].waiting += bytes_
-            values[other].second += bytes_ if s.reductions[other].then else 0
-    for group, wait in zip(groups, latest):
+            values[other].waiting += allocated
+            values[other].second += allocated if s.reductions[other].then else 0
+    _count_temporaries(storages, values, latest, slots)
+
+
+def _count_temporaries(
+    storages: _Storages, values: Sequence[Value], latest: Sequence[int], slots: Sequence[int]
+) -> None:
+    """Count the temporaries of eager updates, by the last reduction that each waits for."""
+    for group, i in zip(storages.groups, latest):
         if group.after:
-            most = _most(uses, group, size)
-            values[wait].updating = max(values[wait].updating, most)
-            values[wait].second += most if s.reductions[wait].then else 0
-            if 2 * group.release > start[wait]:
-                values[wait].results += ((most, 2 * group.release + 1),)
+            most = _temporaries(storages, group)
+            values[i].updating = max(values[i].updating, most)
+            values[i].second += most if storages.s.reductions[i].then else 0
+            if 2 * group.release > slots[i]:
+                values[i].results += ((most, 2 * group.release + 1),)
 
 
-def _allocated(s: Skeleton, p: Planned) -> int:
-    """The bytes of the storage of a reduced value, which may lie in the buffer in which it was received."""
+def _end(storages: _Storages, storage: Var) -> int:
+    """The slot from which on no place, gather or release needs a storage."""
+    releases = (2 * storages.groups[u].release + 1 for u in storages.readers.get(storage, ()))
+    fixed = 2 * len(storages.s.ops) + 2 if storage in storages.outputs else 2 * storages.fixed.get(storage, 0)
+    return max([fixed, 2 * storages.sent.get(storage, -1) + 1, *releases])
+
+
+def _reduced_bytes(s: Skeleton, p: Planned) -> int:
+    """The bytes of the storage of a reduced value, which may be the buffer in which it was received."""
     start = (p.then or (p.start,))[0]
-    lies = s.live.root[p.value] is not p.value
-    return rules(start).received_bytes(start, 0, s.graph.axes) if lies else local_bytes(s.graph)(p.value)
+    received = s.live.root[p.value] is not p.value
+    return rules(start).received_bytes(start, 0, s.graph.axes) if received else local_bytes(s.graph)(p.value)
 
 
-def _most(uses: _Uses, group: Group, size: Callable[[Var], int]) -> int:
-    """The most bytes that the equations of a group have live of what they make for themselves alone."""
-    owners = [{uses.owner[v] for v in (*e.ins, *e.results)} for e in group.eqns]
-    last = {storage: i for i, storages in enumerate(owners) for storage in storages}
+def _temporaries(storages: _Storages, group: Group) -> int:
+    """The most bytes of temporaries that the equations of a group have live at once."""
+    size = local_bytes(storages.s.graph)
+    last = {storage: i for i, e in enumerate(group.eqns) for storage in storages.of(e)}
     total = most = 0
-    for i, (e, storages) in enumerate(zip(group.eqns, owners)):
-        total += sum(size(v) for v in e.results if uses.owner[v] is v and not _stays(uses, v))
+    for i, e in enumerate(group.eqns):
+        total += sum(size(v) for v in storages.allocated(e) if not storages.outlives(v))
         most = max(most, total)
-        total -= sum(size(v) for v in storages if v in uses.made and last[v] == i and not _stays(uses, v))
+        freed = (v for v in storages.of(e) if v in storages.update and last[v] == i and not storages.outlives(v))
+        total -= sum(map(size, freed))
     return most
-
-
-def _stays(uses: _Uses, storage: Var) -> bool:
-    """Whether something outside of its group needs a storage."""
-    return any(storage in needed for needed in (uses.kept, uses.fixed, uses.gather)) or len(uses.groups[storage]) > 1

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..event_simulator import Message, Network
 from .in_flight import FixedInFlight, GatherInFlight, InFlight, Lane, ReductionInFlight
-from .loads import Choice, Load, Loads
+from .loads import Choice, Load, Loaded, Loads
 from .problem import Bucket, Problem, Schedule
 from .updates import Updates
 
@@ -51,11 +51,9 @@ class Placement:
 
     def __call__(self, choice: Choice, limit: float = _NEVER) -> Placed | None:
         """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
-        loads = self.loads.of(choice)
-        if loads is None:
-            return None
+        loaded = self.loads.of(choice)
         try:
-            return _Play(self, choice, *loads, limit).placed()
+            return None if loaded is None else _Play(self, choice, loaded, limit).placed()
         except _TooLong:
             return None
 
@@ -67,20 +65,11 @@ class _TooLong(Exception):
 class _Play:
     """One choice while it is played: the time, the room that is left by slot, and the messages that are under way."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        choice: Choice,
-        gathers: list[Load],
-        reductions: list[Load],
-        room: np.ndarray,
-        limit: float,
-    ) -> None:
+    def __init__(self, placement: Placement, choice: Choice, loaded: Loaded, limit: float) -> None:
+        gathers, reductions, self.room = loaded
         self.problem, self.memory = placement.problem, placement.loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
-        self.choice, self.room, self.limit = choice, room, limit
-        self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))
-        self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
+        self.choice, self.limit = choice, limit
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
@@ -100,7 +89,6 @@ class _Play:
         for lane in self.queued:
             self._set_due(lane)
             lane.next = max(lane.queue[0].due, lane.queue[0].load.bound)
-
         self.agenda = self._agenda()
 
     def _agenda(self) -> list[_Item]:
@@ -128,10 +116,7 @@ class _Play:
         """Play the choice; raise `_TooLong` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _TooLong
-        happen = (
-            *(self._arrive, self._send_fixed, self._send_gathers, self._send_reduction),
-            *(self._update, self._wait),
-        )
+        happen = self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._update, self._wait
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -192,20 +177,20 @@ class _Play:
         start = min(place, use)
         most = self.problem.gathers_in_flight
         if most is not None and start < use:
-            others = [gather.load for gather in self.ahead if gather.load.place > start]
-            if sum(each.held for each in others) + load.held > most:
-                return use if load.held > most else min(use, *(each.place for each in others))
+            ahead = [gather.load for gather in self.ahead if gather.load.place > start]
+            if sum(earlier.held for earlier in ahead) + load.held > most:
+                return use if load.held > most else min(use, *(earlier.place for earlier in ahead))
         return self._with_room(load, start) if start < use else start
 
     def _with_room(self, load: Load, start: int) -> int:
         """The first place from `start` on, and before its use, from which a gather has room until its use."""
-        use, size = load.place, load.size + (self.reserve if load.place >= self.first_gradient else 0)
-        full = (self.room[2 * start : 2 * use] < size)[::-1]
+        use = load.place
+        full = (self.room[2 * start : 2 * use] < load.size)[::-1]
         last = int(full.argmax())  # 0 if no slot is full
         if full[last]:
             start = use - last // 2
         if load.burst and start < use:
-            fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
+            fits = self.room[2 * start : 2 * use : 2] >= load.size + load.burst
             start = start + int(fits.argmax()) if fits.any() else use
         return start
 
@@ -295,16 +280,12 @@ class _Play:
         for end, _, message in arrivals:
             if end > self.clock:
                 self.clock = end
-                self._look_again(place)
+                for reduction in self.behind:  # at the next place, see which have arrived during the stall
+                    if self.network.end[reduction.number] <= end and reduction.until > place:
+                        heapq.heappush(self.agenda, (place + 1, _ARRIVE, reduction.index, reduction))
             self.clock += self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _TooLong
-
-    def _look_again(self, place: int) -> None:
-        """After a stall: see at the next place which reductions have arrived meanwhile."""
-        for reduction in self.behind:
-            if self.network.end[reduction.number] <= self.clock and reduction.until > place:
-                heapq.heappush(self.agenda, (place + 1, _ARRIVE, reduction.index, reduction))
 
     def _follows(self, message: InFlight, place: int) -> float:
         """The compute that follows a message: the seconds to unpack it, and those of the updates that may run now."""
