@@ -203,8 +203,8 @@ def table(measured: dict) -> str:
     notes = [f"- {name}: {note}." for name, note in measured["notes"].items() if note]
     head = (
         f"## Sequence {measured['sequence']}\n\n{measured['equations']} equations, traced in "
-        f"{measured['trace s']:.1f} s. With these operations in this order and {100 * SLACK:.0f}% more memory, no placement of gathers and reductions "
-        f"takes less than {measured['least ms']:.1f} ms, for {measured['binds']}.\n"
+        f"{measured['trace s']:.1f} s. With these operations in this order and {100 * SLACK:.0f}% more memory, no "
+        f"placement of gathers and reductions takes less than {measured['least ms']:.1f} ms, for {measured['binds']}.\n"
     )
     return "\n".join([head, *lines, "", *notes, ""])
 

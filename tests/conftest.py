@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ import torch.distributed as dist
 from ztrans.runtime.inductor.compiler import check_compiler
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# A test that fails shows all frames, also of the processes that it starts.
+os.environ.setdefault("ZTRANS_TRACEBACK", "full")
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("ztrans", deadline=None)

@@ -305,6 +305,7 @@ def test_state_on_another_mesh_is_refused(mesh):
         zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_rank_that_fails_ends_without_waiting_for_the_others(fails):
     """NCCL ends a communicator together with all of its ranks, but the others wait for this one in a collective."""
@@ -333,6 +334,7 @@ def test_a_mesh_that_needs_more_ranks_is_refused(mesh):
         zt.make_mesh(dp=2)
 
 
+@pytest.mark.slow
 def test_many_batch_shapes_warn(mesh):
     case = CASES["mlp_momentum"]
     step = zt.shard_params(mesh)(case.step)

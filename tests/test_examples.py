@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support import torchrun as support
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -52,6 +54,7 @@ def test_the_mlp_example_learns(example, capsys):
     assert printed(capsys.readouterr().out).keys() == {0, 20, 29}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_gpt_example_learns(example, bf16):
     gpt = example("gpt")
@@ -59,6 +62,7 @@ def test_the_gpt_example_learns(example, bf16):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_the_inspection_example_prints_every_stage(example, capsys):
     config = example("gpt").Config(layers=1, width=32, heads=2, sequence=16)
     example("inspect_a_step").main(config, ranks=4)
@@ -92,6 +96,35 @@ def test_the_demo_agrees_with_the_plain_step(tmp_path):
     assert relative < 1e-5
     param = re.search(r"param .*(0\.\d\d)", text)
     assert float(param[1]) < 0.7, "matrices must be gathered in bf16"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_hf_trainer_example_has_the_losses_of_the_trainer_alone_and_resumes(tmp_path):
+    """On two ranks, where the Trainer alone uses DDP. The checkpoints are models that transformers reads."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    assert len((EXAMPLES / "hf_trainer.py").read_text().splitlines()) <= 80
+    (report,) = support.torchrun(2, "hf_training.py", str(tmp_path))
+    assert len(report["plain"]) == 6 and report["plain"][-1] < report["plain"][0]
+    assert report["resumed"] == pytest.approx(report["plain"], abs=1e-5)
+    assert report["first"] == report["resumed"][:3]
+    assert report["apart"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_lora_example_trains_adapters_as_the_plain_loop_does(example, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora, text = example("finetune_lora"), example("text")
+    losses = lora.main(steps=8, batch=4, folder=str(tmp_path))
+    model, _, loop_step = lora.make_loop()
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    assert losses == [loop_step(text.draw(text.stdlib_bytes(), i, 4, 63)).item() for i in range(8)]
+    assert all(p.equal(frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    read = peft.PeftModel.from_pretrained(lora.make_base(), tmp_path)
+    wanted, own = (peft.get_peft_model_state_dict(each) for each in (model, read))
+    assert wanted.keys() == own.keys() and all(x.equal(own[name]) for name, x in wanted.items())
 
 
 def test_the_program_in_the_readme_is_from_the_golden_file():

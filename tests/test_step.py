@@ -241,6 +241,7 @@ def test_a_copied_object_has_its_own_bound_steps(how):
     assert torch.equal(trainer.plain(X.clone(), X)[0], X - 0.5 * X.mean())
 
 
+@pytest.mark.slow
 def test_an_object_with_a_compiled_method_can_be_freed():
     trainer = Trainer()
     trainer.plain(X.clone(), X)

@@ -14,6 +14,8 @@ from .planning.plan import Plan
 from .planning.timeline import Timeline
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
+from .runtime.checkpoints.load import load
+from .runtime.checkpoints.save import save
 from .runtime.codegen import to_fx
 from .runtime.mesh import make_mesh
 from .stages import Lowered, Traced
@@ -34,8 +36,8 @@ __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
     "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
-    "lift", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
-    "shard_params", "to_fx",
+    "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
+    "save", "shard_params", "to_fx",
 ]  # fmt: skip
 
 

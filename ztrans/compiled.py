@@ -22,6 +22,7 @@ from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
+from .progress import stage
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
@@ -31,6 +32,7 @@ from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
+from .tracebacks import ends_at_user
 from .tracing.arguments import (
     Arguments,
     BatchKey,
@@ -101,6 +103,7 @@ class Compiled(Printed):
         captured = ", cuda_graph=True" if self.cuda_graph else ""
         return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
 
+    @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
@@ -127,6 +130,7 @@ class Compiled(Printed):
         last.remember(state, outputs[:n], given.state_key)
         return state, output
 
+    @ends_at_user
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Run `steps` steps on these arguments, and record when each operation and message ran.
@@ -155,6 +159,7 @@ class Compiled(Printed):
             if isinstance(bound.run, Capture):
                 bound.run.close()
 
+    @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
         """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
@@ -234,13 +239,13 @@ class Compiled(Printed):
             if self.cuda_graph:
                 check_values(lowered.graph)
                 local = placed(lowered.graph, local)
-            if self.backend == "inductor":
-                graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
-                lowered = dataclasses.replace(lowered, graph=graph)
-            else:
-                graph, groups = _grouped(lowered.graph)
-                run = executable(graph, self._mesh, self._writes.begin, groups)
-                lowered = dataclasses.replace(lowered, graph=graph)
+            with stage(lowered.graph.name, f"compile ({self.backend})"):
+                if self.backend == "inductor":
+                    graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
+                else:
+                    graph, groups = _grouped(lowered.graph)
+                    run = executable(graph, self._mesh, self._writes.begin, groups)
+            lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
                 run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
@@ -272,7 +277,8 @@ def _agreed(lowered: Lowered) -> Lowered:
         return lowered
     plan, hinted = lowered.plan, lowered.hinted
     mine = Proposal(plan.program, update_fingerprint(hinted), messages(hinted), (plan, landmarks(hinted, plan)))
-    everyone = proposals(name, mesh, mine)
+    with stage(name, "wait for the plans of the other ranks"):
+        everyone = proposals(name, mesh, mine)
     (first, marks), problem = everyone[0].plan, ""
     try:
         if plan.program != everyone[0].program:

@@ -7,6 +7,8 @@ order planned. Printing a stage prints its program.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +38,12 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
+from .progress import stage
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
-from .tracing.arguments import Arguments, check_captured, local_part, traced_leaves
+from .tracebacks import ends_at_user
+from .tracing.arguments import Arguments, check_captured, flat
 from .tracing.trace import Program
 from .transforms.base import Transform, mesh_of, rewritten
 
@@ -55,6 +59,7 @@ class Traced(Printed):
     def graph(self) -> Graph:
         return self.program.graph
 
+    @ends_at_user
     @no_collection()
     @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
@@ -70,7 +75,8 @@ class Traced(Printed):
             ProgramError: a transform returned a program that is not well formed.
         """
         hinted = self._hinted(cluster)
-        return hinted.planned(plan) if plan is not None else hinted._ordered(*make(hinted.graph, hinted.cluster))
+        with stage(self.graph.name, "plan"):
+            return hinted.planned(plan) if plan is not None else hinted._ordered(*make(hinted.graph, hinted.cluster))
 
     @no_collection()
     def follow(self, leader: Lowered) -> Lowered:
@@ -89,7 +95,8 @@ class Traced(Printed):
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history = [("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
-            graph = rewritten(graph, transform)
+            with stage(graph.name, transform.name, logging.DEBUG):
+                graph = rewritten(graph, transform)
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
@@ -135,6 +142,7 @@ class Lowered(Printed):
         least = bound(formulate(s, cluster, played.peak))
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
+    @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
         """Plan again, from measured times; `plan.notes` say how much faster the step should become.
 
@@ -165,6 +173,7 @@ class Lowered(Printed):
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))  # its text begins with that
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
+    @ends_at_user
     def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
         """Run one step of all ranks in this process, equation by equation.
 
@@ -177,16 +186,28 @@ class Lowered(Printed):
         Returns: The full new state, and the output of each rank.
 
         Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
-            traced for.
+            traced for. The error names the rank and the argument. ValueError if there is not one batch for each rank.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_captured(program, graph.name)
+        size = math.prod(graph.axes.values())
+        if not isinstance(batches, Sequence) or len(batches) != size:
+            given = f"{len(batches)} batches" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
+            raise ValueError(
+                f"{graph.name}.lockstep: {given} for the {size} ranks of the mesh.\n"
+                f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."
+            )
         inputs = []
-        for batch in batches:
+        for rank, batch in enumerate(batches):
+            if not isinstance(batch, tuple | list | Mapping):
+                raise TypeError(
+                    f"{graph.name}.lockstep: the batch of rank {rank} is a {type(batch).__name__}.\n"
+                    f"Pass its arguments as a tuple, (x,), or as a dict by name."
+                )
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
             arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
-            inputs.append([local_part(x) for x in traced_leaves(program, graph.name, arguments)])
+            inputs.append(flat(program, graph, None, arguments, f"{graph.name}.lockstep, rank {rank}")[1])
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
@@ -195,6 +216,7 @@ class Lowered(Printed):
         results = [pytree.tree_unflatten([*new_state, *out[n:]], program.out_tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
+    @ends_at_user
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
         """Bind the program to this rank's device, so that it can be called.
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -24,17 +23,20 @@ from .compiled import Compiled, Given
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh, copied
+from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
+from .progress import stage
 from .runtime.failure import check_whole
 from .runtime.known_state import LastState
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
+from .tracebacks import ends_at_user
 from .tracing.arguments import Arguments, StepKey, check_laid_out
 from .tracing.captured import Captured
-from .tracing.errors import no_state
+from .tracing.errors import many_programs, no_state, warn
 from .tracing.trace import is_number, leaf_names, trace
 from .transforms.base import Transform, appended, layout_of, mesh_of
 
@@ -115,6 +117,11 @@ class Step(Generic[P, R]):
         bind = getattr(type(self.fn), "__get__", None)
         if instance is None or bind is None:
             return self
+        if isinstance(instance, type):
+            raise TypeError(
+                f"{self.__name__}: a step that is a method keeps its programs in its object, and a class keeps none.\n"
+                f"Make the step a staticmethod, or a function outside of {instance.__name__}."
+            )
         attributes = getattr(instance, "__dict__", None)
         if not isinstance(attributes, dict):
             raise TypeError(
@@ -129,6 +136,7 @@ class Step(Generic[P, R]):
         """The mesh that the step runs on, or None if it runs in one process."""
         return mesh_of(self.transforms)
 
+    @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         return self._traced(Arguments.of(self.fn, args, kwargs))
@@ -136,9 +144,11 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         state, batch, names = arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
+        with stage(self.__name__, "trace"):
+            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
         return Traced(program, self.transforms)
 
+    @ends_at_user
     def lower(self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any) -> Lowered:
         """`trace(state, *batch).lower(cluster=..., plan=...)`; the plan is by default that of `planned`, if it fits.
 
@@ -152,7 +162,7 @@ class Step(Generic[P, R]):
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
             except OtherProgramError as error:  # for instance for a last, smaller batch
-                warnings.warn(f"{error}\nThis program is planned anew.", stacklevel=3)
+                warn(f"{error}\nThis program is planned anew.", user_source())
         return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step[P, R]:
@@ -162,6 +172,7 @@ class Step(Generic[P, R]):
         """
         return Step(self.fn, self.transforms, plan)
 
+    @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
 
@@ -179,12 +190,14 @@ class Step(Generic[P, R]):
         self._cache[key] = self._agreed[key.any_size()] = tuned
         return measured
 
+    @ends_at_user
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
         return cast("R", self._compiled(given).run(given, self._last))
 
+    @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """The compiled step for arguments like these. It is compiled when such arguments first occur.
 
@@ -205,15 +218,7 @@ class Step(Generic[P, R]):
                 self._cache[key] = first.for_other_sizes(self._traced(arguments))
             if len(self._cache) > _MANY_PROGRAMS:
                 leaves = pytree.tree_leaves(arguments.batch)
-                shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-                warnings.warn(
-                    f"{self.__name__} has been traced for {len(self._cache)} different arguments, the last one "
-                    f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
-                    f"batches to a few sizes. So is every new value of a number that the step reads besides its "
-                    f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-                    f"and the whole numbers and signs in the optimizer's parameter groups.",
-                    stacklevel=3,
-                )
+                warn(many_programs(self.__name__, len(self._cache), leaves), user_source())
         return self._cache[key]
 
     def _key(self, given: Given) -> StepKey:
@@ -243,6 +248,7 @@ class Step(Generic[P, R]):
         names = leaf_names(self.fn, (state,))[0]
         return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
+    @ends_at_user
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
         """Copy a state into DTensors in the layouts that this step needs. All ranks must call it.
 
@@ -266,8 +272,10 @@ class Step(Generic[P, R]):
             return pytree.tree_map_only(torch.Tensor, copied, state)
         axes = [axis for t in self.transforms for axis in t.axes]
         target = torch.device(device) if device is not None else None
-        return shard_state(state, mesh, paths, self.layouts(state), axes, source, target)
+        with stage(self.__name__, "shard"):
+            return shard_state(state, mesh, paths, self.layouts(state), axes, source, target)
 
+    @ends_at_user
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 

@@ -10,11 +10,15 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from ztrans.runtime.checkpoints.folder import FolderWriter
 from ztrans.runtime.process_groups import Channel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -346,6 +351,24 @@ def ends_early() -> None:
     report("last step", **error)
 
 
+def killed_while_saving() -> None:
+    """Rank 1 is killed before it writes its part of a second save."""
+    step = transformed(start(), 3)
+    state, folder = step.shard(first_state()), [tempfile.mkdtemp() if RANK == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "checkpoint"
+    zt.save(path, state).result()
+    before = step.unshard(state)
+    state, _ = step(state, *batch(0, RANK))
+    if RANK == 1:
+        FolderWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = failed(zt.save(path, state).result)
+    report("save", whole=same(zt.load(path, train_step, first_state()), before), **error)
+    shutil.rmtree(folder[0])
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "uneven": uneven,
     "disagreements": disagreements,
@@ -360,6 +383,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted_last": last(interrupt),
     "memory": eager(out_of_memory, 3),
     "killed_last": last(signalled(signal.SIGKILL)),
+    "killed_while_saving": killed_while_saving,
 }
 
 

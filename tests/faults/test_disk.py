@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ztrans as zt
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,7 @@ def saved(script: str, path: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_plan_whole(tmp_path):
     done = saved(FULL, tmp_path / "step.plan")
     assert done.returncode == 1 and "failed: OSError" in done.stderr
@@ -42,6 +45,7 @@ def test_a_full_disk_leaves_the_old_plan_whole(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["step.plan"], "the incomplete new file is deleted"
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_plan_whole(tmp_path):
     done = saved(KILLED, tmp_path / "step.plan")
     assert done.returncode == -signal.SIGKILL

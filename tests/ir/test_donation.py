@@ -8,7 +8,7 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
-from ztrans.ir.donation import donation, onto
+from ztrans.ir.donation import batch_norm_over, donation, onto
 
 aten = torch.ops.aten
 
@@ -60,6 +60,16 @@ def test_an_argument_that_is_not_contiguous_is_not_overwritten(name):
         assert torch.equal(result, wanted) and torch.equal(args[place], before)
 
 
+@pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor])
+def test_arithmetic_overwrites_either_argument_however_the_other_is_laid_out(op):
+    for place in (0, 1):
+        args = [torch.randn(12, 6), torch.randn(12, 6)]
+        args[1 - place] = args[1 - place].t().contiguous().t()
+        wanted = op(*args)
+        result = onto(op, place)(*args)
+        assert torch.equal(result, wanted) and result.data_ptr() == args[place].data_ptr()
+
+
 def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
     """A scalar may be on the CPU, as a learning rate is, while the result of the operation is on the GPU."""
 
@@ -79,3 +89,20 @@ def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     for name in ("accumulation", "autocast"):
         over |= {getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()}
     assert {"tanh_backward_over", "_log_softmax_over", "_log_softmax_backward_data_over"} <= over
+
+
+def test_a_batch_norm_writes_its_statistics_in_place():
+    def step(state, x):
+        mean, variance = state["mean"].clone(), state["variance"].clone()
+        y = torch.nn.functional.batch_norm(x, mean, variance, training=True)
+        return {"mean": mean, "variance": variance}, y
+
+    state, x = {"mean": torch.zeros(3), "variance": torch.ones(3)}, torch.randn(4, 3)
+    graph = zt.Step.of(step).trace(state, x).graph
+    (norm,) = (e for e in graph.eqns if "batch_norm" in str(e.op))
+    assert donation(graph).twins[norm] is batch_norm_over
+    expected, y = step(state, x)
+    addresses = [v.data_ptr() for v in state.values()]
+    new, output = zt.Step.of(step)(state, x)
+    assert [v.data_ptr() for v in new.values()] == addresses
+    assert torch.equal(output, y) and all(torch.equal(new[k], expected[k]) for k in expected)

@@ -212,6 +212,7 @@ def test_a_long_program_is_cut_in_a_notebook():
     assert "forward, 1,000 equations" in cell and "... 600 more" in cell and len(cell.splitlines()) < 420
 
 
+@pytest.mark.slow
 def test_a_notebook_needs_no_optional_package():
     """Programs and timelines are drawn in a notebook with the standard library alone."""
     import subprocess
@@ -229,6 +230,7 @@ def test_a_notebook_needs_no_optional_package():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_short_reprs_are_one_short_line():
     lowered = on_ranks(CASES["gpt_adam"], 4, zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
     traced = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASES["gpt_adam"].step)

@@ -70,6 +70,7 @@ def products(lowered, region):
     return sum(e.op in PRODUCTS and e.region == region for e in lowered.graph.eqns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_changes_no_bit(kind, stage):
@@ -84,6 +85,7 @@ def test_a_checkpoint_changes_no_bit(kind, stage):
     assert distance(results[0][0], make("none")[0](state, X, Y)[0]) < 1e-6
 
 
+@pytest.mark.slow
 def test_dropped_values_take_no_memory_until_backward():
     """Where no product is saved, one of the two products of each block is repeated; nothing reads the other's result."""
     lowered = {kind: zt.Step.of(make(kind)[0]).lower(make(kind)[1], X, Y) for kind in KINDS}
@@ -146,6 +148,7 @@ def lifted(kind):
     return zt.lift(loop_step, model, adam)
 
 
+@pytest.mark.slow
 def test_a_lifted_loop_may_use_selective_checkpoints():
     states, peaks = [], []
     for kind in ("none", "products"):
@@ -159,6 +162,7 @@ def test_a_lifted_loop_may_use_selective_checkpoints():
     assert distance(*states) == 0 and peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_hold_a_thousand_operations():
     def step(state, x):
         w = state.detach().requires_grad_()

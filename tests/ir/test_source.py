@@ -141,6 +141,7 @@ def test_code_in_a_doctest_is_the_users_line():
     assert sources(test.globs["step"]) == {"<doctest train[1]>:2 step", "<doctest train[1]>:3 step"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("-i",), ("-",), ("-c", f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))")])
 def test_code_at_a_prompt_is_the_users_line(how):
     """A Python process reads its code from a prompt, from a pipe, or from its command line."""

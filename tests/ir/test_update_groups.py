@@ -57,6 +57,7 @@ def test_other_optimizers_are_calls_over_lists():
     assert len(calls(adam)) < len(calls(adam, samples=1)) < 6 * len(calls(adam)), "where memory is short, some groups"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_only_updates_move_and_values_stay(name, ranks):
@@ -74,6 +75,7 @@ def test_only_updates_move_and_values_stay(name, ranks):
         assert not any(v in results for e in group for v in e.ins), "equal equations do not depend on each other"
 
 
+@pytest.mark.slow
 def test_where_groups_would_raise_the_peak_updates_stay_apart():
     step, state = lifted(lambda params: optim.Adam(params, foreach=False), layers=12)
     step = zt.Step.of(step)

@@ -120,6 +120,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_programs_are_verified_under_optimised_python():
     run = [sys.executable, "-O", "-c", OPTIMISED]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)

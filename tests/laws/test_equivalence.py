@@ -13,9 +13,18 @@ from ztrans.ir.collectives import REDUCE_SCATTER
 WORLDS = (1, 2, 3, 4, 8)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
-@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
-def test_sharded_equals_plain(case, dtype, bound):
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+QUICK = {"mlp_momentum", "uneven", "lora", "adamw_fused", "batch_norm_mean"}  # these run in `make quick`, in f64
+PROGRAMS = [
+    pytest.param(case, dtype, marks=() if case.name in QUICK and dtype is torch.float64 else pytest.mark.slow)
+    for case in EXACT
+    for dtype in BOUNDS
+]
+
+
+@pytest.mark.parametrize("case, dtype", PROGRAMS, ids=lambda x: getattr(x, "name", None))
+def test_sharded_equals_plain(case, dtype):
+    bound = BOUNDS[dtype]
     with default_dtype(dtype):
         truth, outputs = plain(case)
         for ranks in WORLDS:
@@ -36,6 +45,7 @@ def by_hand(case, loss, update, ranks, steps=5):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_autocast_equals_data_parallelism_by_hand(ranks, stage):
@@ -103,6 +113,7 @@ def test_local_outputs_are_left_alone():
     assert torch.allclose(torch.stack(each[0]).mean(), mean[0][0])
 
 
+@pytest.mark.slow
 def test_hierarchical_sharding_equals_plain():
     case = CASES["gpt_adam"]
     with default_dtype(torch.float64):

@@ -51,6 +51,7 @@ def test_repr():
     assert repr(zt.prefetch(max_in_flight=1)) == "prefetch(max_in_flight=1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", "clipped", "sam"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rewrites_and_schedules_commute(name, stage):
@@ -65,6 +66,7 @@ def test_rewrites_and_schedules_commute(name, stage):
         assert all(torch.equal(a, b) for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", "cast_outside", "gpt_adam"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fuse_cast_gather_is_bitwise(name, stage):
@@ -73,6 +75,7 @@ def test_fuse_cast_gather_is_bitwise(name, stage):
     assert all(torch.equal(x, y) for x, y in zip(*map(torch.utils._pytree.tree_leaves, (a, b))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"])
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -116,6 +119,7 @@ def test_on_one_rank_the_collectives_vanish(name):
     assert "@dp" not in str(lowered).split("):")[0]
 
 
+@pytest.mark.slow
 def test_printing_is_deterministic_and_names_are_stable():
     a, b = (on_ranks(autocast(), 4, SHARD) for _ in range(2))  # two functions, so each is traced
     assert str(a) == str(b)

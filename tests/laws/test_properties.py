@@ -31,6 +31,7 @@ def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
         return step.lower(state, *batch).graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed, bound", [(seed, bound) for seed in range(1, 5) for bound in (0, 256, 4096)])
 def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
     graph, under_way = lowered(seed, zt.prefetch(max_in_flight=bound)), {}
@@ -46,6 +47,7 @@ def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
             assert sum(under_way.values()) <= max(bound, largest), f"while {e.op} runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_no_value_is_read_before_its_wait(seed):
     """Every future is waited for once before its value is read, and every wait follows its start."""

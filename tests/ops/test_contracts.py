@@ -85,6 +85,7 @@ def test_one_node_for_a_gpu_that_is_not_there(sample):
     assert [n.target for n in nodes if "getitem" not in str(n.target)] == [op]
 
 
+@pytest.mark.slow
 def test_import_needs_no_triton_and_touches_no_gpu():
     code = """
 import sys
@@ -129,6 +130,7 @@ def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
     assert len(seen) == 4 and all(size >= wanted for size, wanted in seen)
 
 
+@pytest.mark.slow
 def test_processes_over_shared_memory():
     """On the CPU, barrier, all_gather and reduce_scatter work between processes."""
     run_ranks(2, TRITON_INTERPRET="0")

@@ -75,6 +75,7 @@ def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
 SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "sequence": 16, "batch": 2}
 
 
+@pytest.mark.slow
 def test_subjects_take_turns_in_processes():
     """A subject that does not exist is a line that says so."""
     import gpu_rounds
@@ -86,6 +87,7 @@ def test_subjects_take_turns_in_processes():
     assert unknown == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
 
 
+@pytest.mark.slow
 def test_a_subject_that_is_too_slow_or_dies_is_a_line():
     import gpu_rounds
 
@@ -102,6 +104,7 @@ def _dies(pipe):
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines():
     import gpu
     import gpu_rounds
@@ -124,6 +127,7 @@ def _exits(_):
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_all_subjects_train_alike():
     import gpu_rounds
     import gpu_step
@@ -133,6 +137,7 @@ def test_all_subjects_train_alike():
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     import gpu_nccl
     import gpu_step
@@ -156,6 +161,7 @@ def test_a_step_is_counted_in_parameters_and_flops():
     assert gpu_step.peak("NVIDIA H100 PCIe") == 756e12 and gpu_step.peak("another") is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_written():
     results = BENCHMARKS / "results"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 def test_kernels_pass_their_tests_in_the_interpreter():
     pytest.importorskip("triton", reason="kernels need Triton")
     folder = Path(__file__).parent / "interpreted"

@@ -11,6 +11,7 @@ from benchmarks import analyses
 SMALL = ("GPT 2 x 128, fp32", "MLP, uneven and thin leaves")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SMALL)
 def test_bounds_budgets_and_stages_hold_in_real_programs(model):
     """No step beats its bound, and no peak exceeds its budget or the peak of a lower stage.
@@ -23,6 +24,7 @@ def test_bounds_budgets_and_stages_hold_in_real_programs(model):
     assert len(list(analyses._pairs(programs))) == 7 and len(list(analyses._stages(programs))) == 2
 
 
+@pytest.mark.slow
 def test_a_broken_law_is_reported():
     rows = [row for row in analyses.rows(SMALL[:1], places=1) if row.usual and row.budget is None]
     program, *lower = sorted(rows, key=lambda row: -row.stage)

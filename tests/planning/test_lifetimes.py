@@ -210,6 +210,7 @@ def test_gradients_of_micro_batches_are_added_as_soon_as_they_are_computed(stage
     assert at_once(gradients(lines), range(len(lines))) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "cast_inside", "clipped", "lora", "sam", "accumulation", "weight_penalty"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):

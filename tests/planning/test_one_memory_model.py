@@ -42,6 +42,7 @@ def counted(problem: Problem, schedule: Schedule) -> int:
     return evaluate(problem, schedule).peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -105,11 +106,13 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
             yield memory(zt.check(realise(s, schedule, problem))).peak, counted(problem, schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_program_has_more_live_than_its_schedule_counts(name):
     assert all(analysed <= count for analysed, count in both(name, 4))
 
 
+@pytest.mark.slow
 def test_nearly_all_programs_have_as_much_live_as_their_schedules_count():
     peaks = [pair for name in PROGRAMS for pair in both(name, 6)]
     assert len(peaks) > 80

@@ -67,6 +67,7 @@ def test_the_fingerprint_of_a_program_depends_on_what_it_computes():
     assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(changed)
 
 
+@pytest.mark.slow
 def test_plans_are_deterministic():
     assert lower(gpt_adam()).plan == lower(gpt_adam()).plan  # two functions, so each is traced
 

@@ -133,6 +133,7 @@ def equal(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_edited_plan_is_applied_or_refused(name):
     lowered, case = lower(name), CASES[name]

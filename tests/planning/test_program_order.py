@@ -171,6 +171,7 @@ def under_way(graph: Graph, ops, roles):
             yield list(now.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "cast_outside"])
 def test_bytes_in_flight_are_bounded_at_every_point(name):
     for stage in (0, 2, 3):

@@ -135,6 +135,7 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     assert torch.isfinite(kept(state, *batch)[1])
 
 
+@pytest.mark.slow
 def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
     """The link is fitted to the measured messages, and the new plan is made for that link."""
     shard, cluster = zt.shard_params(zt.AbstractMesh(dp=4)), zt.cluster("h100", dp="nvlink4")
@@ -177,6 +178,7 @@ def pretended():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)
     state = step.shard(CASE.state())
@@ -224,6 +226,7 @@ def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretend
     assert {("sin" in k, k.endswith(" deterministic")) for k in kernels} == {(True, False), (False, True)}
 
 
+@pytest.mark.slow
 def test_a_compiled_step_can_be_tuned_with_a_fake_process_group(pretended):
     """The other rank is not there, and every exchange between ranks returns this rank's values."""
     step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)

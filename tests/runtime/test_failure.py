@@ -71,6 +71,7 @@ def interrupted(step, state, x, after: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["eager", "last"])
 def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
     mesh = zt.make_mesh("cpu", dp=-1)
@@ -104,6 +105,7 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
         assert whole > torn, "the update takes the smaller part of the step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"])
 def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):

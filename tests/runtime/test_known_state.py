@@ -168,6 +168,7 @@ def test_a_compiled_step_knows_its_state_too():
     assert compiled(state, X)[0] is not state
 
 
+@pytest.mark.slow
 def test_what_is_known_keeps_no_leaf_alive():
     own = zt.Step.of(step)
     state, _ = own(own.shard(fresh()), X)

@@ -173,6 +173,7 @@ def test_an_attribute_that_a_step_writes_before_it_reads_it_is_a_warning():
     assert torch.allclose(torch.stack(losses), torch.stack([loop_step(X).detach() for _ in range(2)]))
 
 
+@pytest.mark.slow
 def test_a_cache_that_keeps_a_tensor():
     """The trace that fills the cache warns. The next trace would read a tensor without values, and is refused."""
 

@@ -70,6 +70,7 @@ def own(graph: Graph) -> list[str]:
     return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_users(e)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(parallel_steps(), st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from(["auto", "always"]), schedules())
 def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step, mesh, stage, reshard, transforms):
@@ -100,6 +101,7 @@ def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
     within_what_was_asked(zt.check(planned.graph), transforms)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(parallel_steps(), st.integers(0, 3), st.integers(1, 5))
 def test_delayed_weight_gradients_change_no_bit(step, stage, most):
@@ -233,6 +235,7 @@ def megatron(group: str) -> Callable:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[::2])
 def test_every_rank_hands_each_communicator_the_same_messages(mesh):
     """Each rank lowers its own program on a real mesh. With different orders the ranks would wait for ever."""

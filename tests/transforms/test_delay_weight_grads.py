@@ -87,6 +87,7 @@ def test_a_gradient_that_an_operation_reads_stays_in_place():
     assert [matmuls_during_collectives(x.graph) for x in lowered] == [[0], [0]]
 
 
+@pytest.mark.slow
 def test_a_step_without_collectives_of_its_own_does_not_change():
     case = CASES["gpt_adam"]
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
@@ -95,6 +96,7 @@ def test_a_step_without_collectives_of_its_own_does_not_change():
     assert list(map(str, before)) == list(map(str, after))
 
 
+@pytest.mark.slow
 def test_the_transform_may_be_anywhere_in_a_chain():
     chain = [SHARD, *ALL]
     orders = [[*chain[:k], zt.delay_weight_grads(), *chain[k:]] for k in range(len(chain) + 1)]

@@ -23,6 +23,7 @@ def test_the_program_of_all_four_transforms_prints(golden):
     assert str(lower(zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())) == golden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_that_are_used_in_bf16_cost_half_of_the_bytes(stage):
     both = [(zt.overlap_grads(), zt.prefetch()), (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())]
@@ -90,7 +91,7 @@ def test_a_cast_of_a_view_with_gaps_stays(use):
         return {"w": state["w"] - 0.1 * grads}, value
 
     state, x = {"w": torch.randn(8, 8)}, torch.randn(4, 8)
-    fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x[:2])
+    fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x)
     new, _ = fused.lockstep(state, [(x,), (x,)])
     assert torch.allclose(new["w"], step(state, x)[0]["w"])
 

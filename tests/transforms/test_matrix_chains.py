@@ -63,6 +63,7 @@ def of_update(lowered):
     return Counter(e.op.name for e in lowered.graph.eqns if e.provenance and e.provenance.role == "update")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_muon_has_the_bits_of_stage_0_with_one_message_for_each_matrix(stage, ranks):
@@ -80,6 +81,7 @@ def test_muon_has_the_bits_of_stage_0_with_one_message_for_each_matrix(stage, ra
             assert {v.dtype for v in e.ins} == {torch.bfloat16}, "it is gathered where it has the fewest bytes"
 
 
+@pytest.mark.slow
 def test_a_note_names_the_updates_that_run_whole():
     text = str(trained(3, 3)[1])
     assert "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more " in text
@@ -87,6 +89,7 @@ def test_a_note_names_the_updates_that_run_whole():
     assert "# note" not in str(trained(3, 0)[1]), "at stage 0 every update runs on whole values anyway"
 
 
+@pytest.mark.slow
 def test_clipping_with_muon_still_reduces_one_scalar():
     """The norm over all leaves is computed from shards, as without Muon."""
     got, lowered = trained(3, 2, clipped=True)

@@ -97,6 +97,7 @@ def gaps(lowered) -> list[int]:
     return [b - a for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most, fewest", [(8, 9), (4, 18), (2, 35)])
 @pytest.mark.parametrize("bucket", ["auto", 1 << 30])
 def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, fewest, bucket):
@@ -172,3 +173,27 @@ def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError) as caught:
         zt.overlap_grads(**options)
     assert str(caught.value) == message
+
+
+def test_new_statistics_of_batch_norms_share_messages():
+    names = ("mean0", "variance0", "mean1", "variance1")
+
+    def step(state, x):
+        def loss_of(w):
+            new = {name: state[name].clone() for name in names}
+            for k in "01":
+                mean, variance = new[f"mean{k}"], new[f"variance{k}"]
+                y = torch.nn.functional.batch_norm(x @ w, mean, variance, training=True)
+            return y.square().mean(), new
+
+        grad, (_, new) = torch.func.grad_and_value(loss_of, has_aux=True)(state["w"])
+        return {"w": state["w"] - grad, **new}, None
+
+    state = {"w": torch.randn(8, 8)} | {name: torch.ones(8) for name in names}
+
+    def messages(*transforms):
+        chain = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=2), *transforms)
+        graph = chain(step).lower(state, torch.randn(4, 8)).graph
+        return [len(e.ins) for e in graph.eqns if e.op is REDUCE_SCATTER]
+
+    assert messages() == [1] * 5 and max(messages(zt.overlap_grads())) >= 4

@@ -59,6 +59,7 @@ def test_no_bit_changes_and_the_peak_does_not_rise(name):
             assert sum(e.op is op for e in a.graph.eqns) == sum(e.op is op for e in b.graph.eqns), op
 
 
+@pytest.mark.slow
 def test_remat_lowers_the_peak_of_a_gpt():
     """In each block it recomputes gelu, both norms, and the reordered result of attention."""
     case = gpt_adam(layers=2)
@@ -69,6 +70,7 @@ def test_remat_lowers_the_peak_of_a_gpt():
     assert remat.memory_analysis().peak < 0.8 * kept.memory_analysis().peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "autocast"])
 def test_remat_may_be_anywhere_in_a_chain(name):
     case = CASES[name]

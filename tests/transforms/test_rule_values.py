@@ -124,6 +124,7 @@ def joined(parts: list[torch.Tensor], layout: tuple) -> torch.Tensor:
     return {"sum": terms.sum, "mean": terms.mean, "max": terms.amax, "min": terms.amin}[how.op](0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*ALONG, *WHOLE], ids=str)
 def test_joined_results_of_shards_equal_the_result_of_the_whole(op):
     sharded = 0

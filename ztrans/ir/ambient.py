@@ -86,8 +86,7 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called inside torch.func.{kind}. A step runs as a program, which torch.func cannot see into.\n"
             f"Apply torch.func.{kind} inside the step, or to the function of the step."
         )
-    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and _has_tangent(arguments):
         raise TypeError(
             f"{name}: called with a dual tensor of forward-mode differentiation. A program computes no tangents.\n"
             f"Use torch.func.jvp inside the step, or on the function of the step."
@@ -97,3 +96,9 @@ def refuse_inside(name: str, arguments: Any) -> None:
             f"{name}: called while another step is traced.\n"
             f"Call the function of this step instead, and apply its transforms to the outer step."
         )
+
+
+def _has_tangent(arguments: Any) -> bool:
+    """Whether a tensor among the arguments is a dual tensor of forward-mode differentiation."""
+    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

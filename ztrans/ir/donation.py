@@ -148,11 +148,14 @@ def _alike(v: Var, out: Var | None) -> bool:
 def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
     """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
-    if twin is not None:
+    if e.op is _BATCH_NORM:
+        yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
+    elif twin is not None:
         yield twin, _written(e, twin)
-    elif _into(e.op) is not None:
+    into = _into(e.op)
+    if into is not None and (twin is None or into[0]._schema.name in _ARITHMETIC):
         for k, v in enumerate(e.args):
-            if isinstance(v, Var):
+            if isinstance(v, Var) and (k or twin is None):
                 yield onto(e.op, k), [(v, e.outs[0])]
 
 
@@ -168,8 +171,19 @@ def in_place(op: Any) -> Any:
     return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
 
 
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+
+
+def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """A batch norm that writes the new running mean and variance over the old ones, its arguments 3 and 4."""
+    return *torch.ops.aten._native_batch_norm_legit.default(*args, **kwargs), args[3], args[4]
+
+
 # Each row of the result depends on the same row of the arguments only, and is written after that row was read.
 _BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
+
+# Each element of the result is computed from the elements at the same place, however the arguments are laid out.
+_ARITHMETIC = {"aten::add", "aten::sub", "aten::mul", "aten::div"}
 
 
 @functools.cache
@@ -189,7 +203,9 @@ def _into(op: Any) -> tuple[Any, str] | None:
 
 @functools.cache
 def onto(op: Any, place: int) -> Callable:
-    """`op` as a function that writes its result over argument number `place`, if all its arguments are contiguous.
+    """`op` as a function that writes its result over argument number `place`.
+
+    All but plain arithmetic does so only if all its arguments are contiguous.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
@@ -200,6 +216,7 @@ def onto(op: Any, place: int) -> Callable:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
     tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
+    tensors = [] if op._schema.name in _ARITHMETIC else tensors
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         for k in tensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
     """The axes of a mesh and their sizes."""
     if isinstance(mesh, AbstractMesh):
         return mesh.axes
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"the mesh is {mesh!r}, which is neither a DeviceMesh nor an AbstractMesh.\n"
+            f"Make one: zt.make_mesh('cpu', dp=-1), or without devices zt.AbstractMesh(dp=8)."
+        )
     if not mesh.mesh_dim_names:
         raise ValueError(
             "the mesh has no axis names.\nGive it some: init_device_mesh(device, (n,), mesh_dim_names=('dp',))."
@@ -119,6 +125,16 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
     return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
 
 
+def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank holds of `leaf`, as a view."""
+    if isinstance(leaf, DTensor):
+        for axis, placement in enumerate(leaf.placements):
+            if isinstance(placement, Shard):
+                size, rank = leaf.device_mesh.size(axis), leaf.device_mesh.get_local_rank(axis)
+                whole = whole.narrow(placement.dim, *part(whole.shape[placement.dim], size, rank))
+    return whole
+
+
 def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
     """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
 
@@ -155,6 +171,17 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list:
     return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
 
 
+def as_tensor(leaf: Any) -> torch.Tensor:
+    """A leaf of a state as a tensor: a number has fp64 or int64.
+
+    >>> as_tensor(0.1)
+    tensor(0.1000, dtype=torch.float64)
+    """
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, Integral) else torch.float64)
+
+
 def shard_leaf(
     leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
 ) -> torch.Tensor:
@@ -163,8 +190,7 @@ def shard_leaf(
     The full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor,
     for which uninitialised memory is allocated.
     """
-    if not isinstance(leaf, torch.Tensor):
-        leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+    leaf = as_tensor(leaf)
     leaf, wanted, trained = leaf.detach(), placements(layout, mesh), leaf.requires_grad
     if source is not None:
         if leaf.is_meta:

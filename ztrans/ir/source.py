@@ -9,10 +9,12 @@ a cell, or passed to `exec` has no file. Python gives it a name in angle bracket
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -49,6 +51,12 @@ class Source:
     def __str__(self) -> str:
         return f"{_cell(self.file) or os.path.basename(self.file)}:{self.line} {self.function}"
 
+    @staticmethod
+    def of(function: Callable) -> Source | None:
+        """The line on which the definition of a function begins; None for a function that Python did not compile."""
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return Source(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None
+
     @property
     def where(self) -> str:
         """The line as an error message gives it, with the whole path."""
@@ -65,6 +73,24 @@ def is_library(file: str) -> bool:
     """Whether a file of code belongs to torch, the standard library, ztrans or an installed package."""
     installed = "site-packages" in file or "dist-packages" in file
     return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
+
+
+def is_ztrans(file: str) -> bool:
+    """Whether a file of code belongs to ztrans itself."""
+    return os.path.realpath(file).startswith(_LIBRARIES[2:])
+
+
+def is_plumbing(frame: FrameType) -> bool:
+    """Whether the code of a frame only leads to that of others: torch, the standard library, ztrans, generated code.
+
+    The code of other installed packages, such as a library of models, is none.
+    """
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # torch.fx calls the functions that it traces through a lambda
+        return not is_users(frame) or (file == "<string>" and frame.f_code.co_name == "<lambda>")
+    file = os.path.realpath(file)
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith((_LIBRARIES[0], *_LIBRARIES[2:]) if installed else _LIBRARIES)
 
 
 def is_users(frame: FrameType) -> bool:

@@ -116,7 +116,7 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
     if groups.farewell is not None:
         groups.farewell.detach()
     store = groups.store()
-    _in_time(lambda: _write(store, groups.ranks[groups.rank], is_cause, why))
+    in_time(lambda: _write(store, groups.ranks[groups.rank], is_cause, why))
     groups.close()
 
 
@@ -138,7 +138,7 @@ def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], proces
     failed = getattr(sys, "last_type", None)
     why = f"ended with {failed.__name__}" if failed else "ended its program, or destroyed its process group,"
     after = f" after {groups.calls} calls in which all ranks took part" if groups is not None else ""
-    _in_time(lambda: _write(store, rank, True, f"{why}{after}"))
+    in_time(lambda: _write(store, rank, True, f"{why}{after}"))
 
 
 def _write(store: dist.Store, rank: int, is_cause: bool, why: str) -> None:
@@ -211,11 +211,11 @@ def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
                     notes[rank] = is_cause, text
             time.sleep(0.02)
 
-    _in_time(read)
+    in_time(read)
     return dict(notes)
 
 
-def _in_time(talk: Callable[[], object]) -> None:
+def in_time(talk: Callable[[], object]) -> None:
     """Use the store, but give up after a time-out, because the host of the store may be the one that failed."""
 
     def quietly() -> None:

@@ -5,32 +5,34 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import socket
 import sys
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ir.layout import AbstractMesh
+from .process_groups import process_groups
+from .uncaught import print_once
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """Make a DeviceMesh with the given axes, in order. One size may be -1, which stands for all remaining ranks.
 
     Under torchrun this starts torch.distributed, unless it runs already, and ends it with the process; each rank uses
-    the GPU of its local rank. Without torchrun it makes a mesh of one rank. A mesh from PyTorch's `init_device_mesh`
-    works as well.
+    the GPU of its local rank. If several ranks end with the same error, one of them prints it. Without torchrun this
+    makes a mesh of one rank. A mesh from PyTorch's `init_device_mesh` works as well.
 
-    Raises: RuntimeError if the axes do not fit the number of ranks, or the device is missing.
+    Raises:
+        TypeError: the device is no name, or the size of an axis is no number of ranks.
+        ValueError: there are no axes, or two sizes are -1.
+        RuntimeError: the axes do not fit the number of ranks, the device is missing, the process has a WORLD_SIZE and
+            no RANK, or GLOO_SOCKET_IFNAME names no network interface.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
-            "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
-        )
-    if device == "cuda" and "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    _check_axes(device, sizes)
+    device = _own_device(device)
     if not dist.is_initialized():
         _begin("nccl" if device == "cuda" else "gloo")
     world, known = dist.get_world_size(), math.prod(size for size in sizes.values() if size != -1)
@@ -41,11 +43,56 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             f"make_mesh: {want} does not fit {world} rank{'s' * (world > 1)}.\n"
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
         )
-    return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
+    if world > 1:
+        print_once(process_groups(mesh).store(), dist.get_rank())
+    return mesh
+
+
+def _own_device(device: str | None) -> str:
+    """The device of the mesh, by default that of the machine. This rank uses the GPU of its local rank."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
+            "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
+        )
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return device
+
+
+def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
+    if not isinstance(device, str | None):
+        raise TypeError(
+            f"make_mesh: the device is {device!r}, and it is a name such as 'cpu' or 'cuda'.\n"
+            f"Give each axis a name and a size: zt.make_mesh('cpu', dp={device if isinstance(device, int) else -1})."
+        )
+    if not sizes:
+        raise ValueError(f"make_mesh: the mesh has no axes.\nName one: zt.make_mesh({device or 'cpu'!r}, dp=-1).")
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise TypeError(f"make_mesh: {axis}={size!r}; a size is a number of ranks, or -1 for all remaining ranks.")
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"make_mesh: two sizes are -1, {dict(sizes)}.\nOne of them may be; give the other a number.")
 
 
 def _begin(backend: str) -> None:
     """Start torch.distributed, with a world of one rank unless torchrun has started this process."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" not in os.environ and world != "1":
+        raise RuntimeError(
+            f"make_mesh: WORLD_SIZE is {world}, and RANK is not set, so this process does not know which rank it is.\n"
+            f"Start the script with torchrun, which sets both; for a mesh of one rank, unset WORLD_SIZE."
+        )
+    wanted, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    missing = [name for name in wanted.split(",") if name and name not in there]
+    if missing and backend == "gloo":
+        raise RuntimeError(
+            f"make_mesh: GLOO_SOCKET_IFNAME={wanted}, and this host, {socket.gethostname()}, has no network interface "
+            f"{missing[0]}; it has {', '.join(there)}.\n"
+            f"Set it to the one that leads to the other hosts, or unset it."
+        )
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

@@ -41,6 +41,7 @@ class Channel:
     axis: Axis
     purpose: str
     owned: bool = True  # whether ztrans made the group
+    lasting: bool = False  # whether it stays open if a step fails, because it carries no messages of steps
     tags: Iterator[int] = field(default_factory=itertools.count)  # numbers for the exchanges, equal on all ranks
     futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)  # the collectives that were started on it
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
@@ -123,11 +124,11 @@ class ProcessGroups:
         """The index of this rank in the mesh."""
         return self.ranks.index(dist.get_rank())
 
-    def channel(self, axis: Axis, purpose: str) -> Channel:
+    def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
         key = axis, purpose
         if key not in self._channels:
-            self._channels[key] = self._open(Channel(axis, purpose))
+            self._channels[key] = self._open(Channel(axis, purpose, lasting=lasting))
         return self._channels[key]
 
     def open(self) -> None:
@@ -144,9 +145,10 @@ class ProcessGroups:
                 self._open(channel)
 
     def close(self) -> None:
-        """Close all channels, so that the other ranks do not wait for this one."""
+        """Close all channels of steps, so that the other ranks do not wait for this one."""
         for channel in self._channels.values():
-            channel.close()
+            if not channel.lasting:
+                channel.close()
 
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""

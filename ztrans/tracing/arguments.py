@@ -157,13 +157,20 @@ def check_captured(program: Program, name: str) -> None:
 
 
 def flat(
-    program: Program, graph: Graph, mesh: DeviceMesh | AbstractMesh | None, arguments: Arguments
+    program: Program,
+    graph: Graph,
+    mesh: DeviceMesh | AbstractMesh | None,
+    arguments: Arguments,
+    caller: str | None = None,
 ) -> tuple[list, list[torch.Tensor]]:
     """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
+    `caller` names the call in errors, by default with the name of the program.
+
     Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
     """
-    leaves = traced_leaves(program, graph.name, arguments)
+    name = caller or graph.name
+    leaves = traced_leaves(program, name, arguments)
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
         layouts = [v.layout for v in graph.inputs[: graph.num_state]]
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
@@ -171,7 +178,10 @@ def flat(
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
         if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
             got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
-            raise TypeError(f"{graph.name}: compiled for {v}, called with {got}.")
+            raise TypeError(
+                f"{name}: compiled for {v}, called with {got}.\n"
+                f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
+            )
     return leaves, local
 
 
@@ -221,7 +231,8 @@ def check_laid_out(
             f"{name} was called with state that is not laid out for it. "
             f"{len(wrong)} of {len(layouts)} leaves, including:\n"
             + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop."
+            + "Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
+            + "makes such a step of the body of an ordinary loop."
         )
 
 

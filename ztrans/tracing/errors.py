@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..ir.graph import is_random
 from ..ir.source import Source, where
@@ -18,25 +22,49 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
-        f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters()."
+        f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(). In "
+        f"another step, call a module by torch.func.functional_call(module, state['params'], args)."
     )
 
 
 def no_state(path: str, leaf: Any) -> TypeError:
     """A leaf of the state that cannot be updated."""
+    shown = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
     return TypeError(
-        f"trace: state leaf {path} is {leaf!r}, which is neither a tensor nor a number.\n"
-        f"Keep it outside of the state, or make it a tensor."
+        f"trace: state leaf {path} is {shown}, which is neither a tensor nor a number.\n"
+        f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
     )
 
 
-def no_argument(leaf: Any) -> TypeError:
+def no_argument(leaf: Any, is_state: bool = False) -> TypeError:
     """An argument that can be neither an input nor a constant of a program."""
     return TypeError(
-        f"trace: an argument holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, "
+        f"trace: {'the state' if is_state else 'an argument'} holds {_kind(leaf)}, which is neither a tensor, "
         f"a number, nor a constant to be compared.\n"
-        f"Make it a tensor: torch.as_tensor(...)."
+        f"{_advice(leaf, 'Make it a tensor: torch.as_tensor(...).')}"
     )
+
+
+def _kind(leaf: Any) -> str:
+    return f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+def _advice(leaf: Any, otherwise: str) -> str:
+    """What to do with an object that is no leaf of a tree, and no tree that PyTorch knows."""
+    name = type(leaf).__name__
+    if isinstance(leaf, nn.Module | torch.optim.Optimizer):
+        return (
+            "Lift the loop that uses it: step, state = zt.lift(loop_step, module, optimizer). Or pass the tensors of a "
+            "module, dict(module.named_parameters()), and call it by torch.func.functional_call."
+        )
+    if dataclasses.is_dataclass(leaf):
+        return f"Register its class, so that its tensors are found: torch.export.register_dataclass({name})."
+    if hasattr(leaf, "__dict__"):
+        return (
+            f"Use a dict, a tuple or a registered dataclass for {name}, so that its tensors are found: "
+            f"torch.export.register_dataclass(cls)."
+        )
+    return otherwise
 
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
@@ -46,7 +74,37 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
         f"trace: {step} {read} while it is traced ({op}).\n"
         f"  at {where(source)}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
-        f"torch.where, and boolean indexing by masks."
+        f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
+        f"the step."
+    )
+
+
+def failed(error: Exception, call: str, given: str, source: Source | None, step: str) -> Exception:
+    """A function of PyTorch fails, because of the shapes that it is given or because it needs values."""
+    advice = _ADVICE.get(
+        call, f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
+    )
+    return type(error)(
+        f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
+        f"Its arguments are {given or 'no tensors'}.\n{advice}"
+    )
+
+
+_WITH_NUMPY = (
+    "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
+    "pass the result in."
+)
+_ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY}
+
+
+def no_gradient(source: Source | None, step: str) -> ValueError:
+    """The step takes the gradient of a loss that depends on nothing that requires one."""
+    off = "gradients are off" if not torch.is_grad_enabled() else "the loss depends on nothing that requires a gradient"
+    return ValueError(
+        f"trace: {step} takes gradients, and {off}.\n"
+        f"  at {where(source)}\n"
+        f"Call the step outside of torch.no_grad() and torch.inference_mode(), and leave requires_grad of at least one "
+        f"parameter on."
     )
 
 
@@ -133,3 +191,23 @@ def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
         f"  at {where(source)}\n"
         f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
     )
+
+
+def many_programs(step: str, count: int, leaves: Sequence[Any]) -> str:
+    """A warning: a step is traced again and again, the last time for a batch with these leaves."""
+    shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
+    return (
+        f"{step} has been traced for {count} different arguments, the last one "
+        f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
+        f"batches to a few sizes. So is every new value of a number that the step reads besides its "
+        f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
+        f"and the whole numbers and signs in the optimizer's parameter groups."
+    )
+
+
+def warn(text: str, source: Source | None) -> None:
+    """Warn at the user's line."""
+    if source is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        warnings.warn_explicit(text, UserWarning, source.file, source.line)

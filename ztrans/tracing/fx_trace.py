@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,13 +39,21 @@ def record(
     call: Callable[[Sequence[torch.Tensor]], Any],
     make_inputs: Callable[[], list[torch.Tensor]],
     wants_grad: Sequence[bool],
+    names: Sequence[str],
     step: str,
 ) -> Recorded:
     """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
 
+    Errors call the inputs by their `names`.
+
     Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
         (see `watch`).
     """
+    with _outside_inference_mode():
+        return _recorded(call, make_inputs, wants_grad, names, step)
+
+
+def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str) -> Recorded:
     with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         inputs = make_inputs()
     watch = Watch(step, mode)
@@ -54,14 +63,14 @@ def record(
         for tensor, wants in zip(tensors, wants_grad):
             tensor.requires_grad_(wants)
         watch.remember(tensors, None)
-        with watch, Marks():
+        with watch, Marks(step, dict(zip(names, tensors))):
             result = call(tensors)
         leaves, tree = pytree.tree_flatten(result)
         trees.append(tree)
         return leaves
 
     generator = torch.random.get_rng_state()
-    with mode, _quiet(), _without_onednn(), _with_caches_that_change():
+    with mode, _quiet(), _without_onednn(), _with_caches_that_change(), _without_reentrance():
         module = make_fx(flat, _declared(), "fake", _allow_non_fake_inputs=True)(*inputs)
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
@@ -95,6 +104,34 @@ def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
     return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
 
 
+def _without_reentrance() -> contextlib.AbstractContextManager[None]:
+    """Run a reentrant checkpoint as one that is not reentrant, which computes the same gradients.
+
+    The backward of a reentrant one calls `.backward()`, which a trace cannot follow. It computes no gradients at all
+    if none of its arguments requires one, whatever its function reads besides them.
+    """
+    checkpoint = torch.utils.checkpoint
+
+    def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+        checkpoint.check_backward_validity(args)  # warns if it computes none
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        with torch.no_grad():
+            return function(*args)
+
+    return having(checkpoint.CheckpointFunction, apply=apply)
+
+
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Trace a step that is called under inference mode as one that is called without gradients."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
+
 @functools.cache
 def _declared() -> dict:
     """Decompositions of cuDNN's batch norm.
@@ -124,5 +161,7 @@ def _quiet() -> Iterator[None]:
     There an optimizer keeps its step count as a tensor, which the trace can follow.
     """
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+    # Where shapes do not fit, this logger would write a traceback besides that of the error.
+    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    with silent, fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
         yield

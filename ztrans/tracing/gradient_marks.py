@@ -9,7 +9,8 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +18,51 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 
 from .. import ops
+from ..ir.graph import Var
 from ..ir.relations import reachable
 from ..ir.source import user_source
-from .errors import refuse_closure
-from .lifting.scalars import with_tensor_scalar
+from .errors import failed, no_gradient, refuse_closure
+from .lifting.scalars import tensors_in, with_tensor_scalar
+
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+# The errors of PyTorch's functions, which get the user's line and the arguments of the function.
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class Marks(TorchFunctionMode):
-    """Mark the gradients that `torch.autograd.grad` returns, and express `.backward()` by it."""
+    """Mark the gradients that `torch.autograd.grad` returns, and express `.backward()` by it.
+
+    `inputs` are the tensors of the state and the batch by name, for the errors of functions that fail.
+    """
+
+    def __init__(self, step: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.step, self._names = step, {_storage(x): name for name, x in inputs.items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        try:
+            if func in _DERIVATIVES:
+                self._check_differentiable(*args[:1], **(kwargs or {}))
+            return self._run(func, args, kwargs or {})
+        except _FAILURES as error:
+            if type(error) not in _FAILURES or str(error).startswith(("trace:", "lift:")):
+                raise
+            given = ", ".join(map(self._described, tensors_in((args, kwargs))))
+            name = getattr(func, "__name__", str(func))
+            failure = failed(error, name, given, user_source(2), self.step)
+            raise failure.with_traceback(error.__traceback__) from None
+
+    def _described(self, x: torch.Tensor) -> str:
+        """A tensor as errors show it: its type, and its name if it is an input of the step."""
+        name = self._names.get(_storage(x))
+        return str(Var(name, x.dtype, tuple(x.shape))) if name else Var("", x.dtype, tuple(x.shape)).type
+
+    def _check_differentiable(self, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
+        losses = outputs if tensors is None else tensors
+        if not any(x.requires_grad for x in _listed(losses)):
+            raise no_gradient(user_source(), self.step)
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.autograd.grad:
             grads = func(*args, **kwargs)
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -43,6 +78,13 @@ class Marks(TorchFunctionMode):
             args, kwargs = _with_dense_gradient(func, args, kwargs)
         result = with_tensor_scalar(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _storage(x: torch.Tensor) -> int | None:
+    """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.recompute import checkpointed
+from ..ir.relations import key_parts
 from .captured import Captured, Key
 from .errors import no_argument, no_state
 from .fx_trace import Recorded, record
@@ -66,7 +67,7 @@ class Abstract:
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, Hashable):
-                raise no_argument(leaf)
+                raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
         stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
@@ -158,7 +159,9 @@ def trace(
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        recorded = record(call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, name)
+        recorded = record(
+            call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
+        )
         with without_autocast():
             eqns, outputs, facts = import_fx(recorded.graph, inputs)
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
@@ -196,7 +199,7 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
     paths: list[str] = []
     for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
         for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
-            parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+            parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path

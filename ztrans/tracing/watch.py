@@ -10,7 +10,6 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from typing import Any
 
@@ -94,9 +93,9 @@ class Watch(TorchDispatchMode):
         if c10d.is_point_to_point(func):
             raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
-            warnings.warn(
+            errors.warn(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
-                stacklevel=2,
+                line,
             )
 
     def _run(self, func: Any, args: tuple, kwargs: dict, line: Source | None) -> Any:

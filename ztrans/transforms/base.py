@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout
 from ..ir.layout import AbstractMesh
+from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
 
 if TYPE_CHECKING:
@@ -43,6 +45,16 @@ class Transform:
 
     # The mesh that the program runs on, if this transform distributes it.
     mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
+
+    def __new__(cls, *args: Any, **options: Any) -> Transform:
+        """Raises: TypeError if the class takes options and is no dataclass."""
+        if (args or options) and "__dataclass_params__" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}: a transform with options is a frozen dataclass with a field for each option. Without "
+                f"it, two {cls.__name__} with different options are equal, and one replaces the other.\n"
+                f"Write @dataclass(frozen=True) above class {cls.__name__}, and the options as fields, such as n: int."
+            )
+        return super().__new__(cls)
 
     def rewrite(self, graph: Graph) -> Graph:
         """The program after this transform."""
@@ -80,6 +92,25 @@ class Transform:
             if f.repr and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
         ]
         return f"{self.name}({', '.join(shown)})"
+
+
+def constructor(build: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that returns a transform, so that `@build` above a step, without a call, is an error."""
+
+    @functools.wraps(build)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        if len(args) == 1 and callable(args[0]) and not options:
+            needed = [p.name for p in inspect.signature(build).parameters.values() if p.default is p.empty]
+            step: Any = args[0]
+            raise TypeError(
+                f"{build.__name__}: applied to {getattr(step, '__name__', repr(step))} without a call.\n"
+                f"  at {where(Source.of(step))}\n"
+                f"Write @zt.{build.__name__}({', '.join(needed)}): the call takes the options, and returns the "
+                f"transform."
+            )
+        return build(*args, **options)
+
+    return checked
 
 
 def rewritten(graph: Graph, transform: Transform) -> Graph:

@@ -11,9 +11,10 @@ from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
 from ..ir.relations import reachable
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 
 
+@constructor
 def delay_weight_grads(*, most: int = 4) -> Transform:
     """Let matmuls of weight gradients run while a collective that the step's own backward calls is under way.
 

@@ -11,11 +11,12 @@ import torch
 from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.operations import rearranges
-from .base import Transform
+from .base import Transform, constructor
 
 _CAST = torch.ops.aten._to_copy.default
 
 
+@constructor
 def fuse_cast_gather() -> Transform:
     """Gather parameters in the dtype in which they are used: half the bytes for bf16, and the same bits.
 

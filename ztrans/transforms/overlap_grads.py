@@ -9,9 +9,13 @@ from typing import Literal
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .accumulate import SCALES, SUMS
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
+
+# Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
+_REDUCED = ("grad", "pmean", "state")
 
 
+@constructor
 def overlap_grads(
     *,
     bucket: int | Literal["auto"] = "auto",
@@ -25,7 +29,8 @@ def overlap_grads(
     Otherwise a program that casts all its parameters at the start of the loss would start every reduction at the very
     end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member is
     computed. Its wait moves to the point at which the reduction is complete, and the update of its parameters then runs
-    while backward continues.
+    while backward continues. New state that varies over the ranks, such as the statistics of a batch norm, is reduced
+    in buckets as well.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
@@ -73,7 +78,7 @@ class _OverlapGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)
-        starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in ("grad", "pmean")]
+        starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in _REDUCED]
         if not starts:
             raise ValueError(
                 "overlap_grads: the program has no gradient reductions to overlap.\n"

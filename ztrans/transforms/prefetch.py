@@ -7,9 +7,10 @@ from typing import Literal
 
 from ..ir.collectives import rules
 from ..ir.graph import Graph, Order
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 
 
+@constructor
 def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 

@@ -12,13 +12,14 @@ from ..ir.liveness import liveness
 from ..ir.operations import is_view
 from ..ir.recompute import recompute
 from ..ir.varying import varying
-from .base import Transform, check_number
+from .base import Transform, check_number, constructor
 
 aten = torch.ops.aten
 _CHEAP = {aten._to_copy.default, aten.clone.default, aten.native_layer_norm.default}
 _DEPTH = 4  # the most equations in a row that are repeated for one value
 
 
+@constructor
 def remat(*, at_least: int = 1 << 16) -> Transform:
     """Recompute a cheap activation in backward if its inputs are alive there anyway: less memory, the same bits.
 

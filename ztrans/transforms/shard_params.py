@@ -18,13 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .accumulate import accumulate_unsharded
-from .base import Transform
+from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
 from .sharding import Sharding
 
 Where = Callable[[str, torch.Tensor], bool]
 
 
+@constructor
 def shard_params(
     mesh: DeviceMesh | AbstractMesh,
     *,

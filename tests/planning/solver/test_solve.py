@@ -95,6 +95,7 @@ def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, 
 # The bound.
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems | costly | riches)
 def test_no_schedule_beats_the_bound(p):
@@ -148,6 +149,7 @@ def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
 # Plans.
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems | riches)
 def test_plans_are_valid_and_keep_every_limit(p):
@@ -165,6 +167,7 @@ def test_plans_are_valid_and_keep_every_limit(p):
     assert solve(p) == schedule
 
 
+@pytest.mark.slow
 def test_plans_are_near_the_best_if_packing_takes_compute_time():
     """No schedule beats the bound, and few plans are slower than the fastest schedule by more than 0.3%."""
     over = []
@@ -179,6 +182,7 @@ def test_plans_are_near_the_best_if_packing_takes_compute_time():
     assert sum(x > 0.003 for x in over) <= 0.05 * len(over)
 
 
+@pytest.mark.slow
 @SMALL
 @given(problems)
 def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
@@ -195,6 +199,7 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
         assert memory(p, s)[at] >= needs
 
 
+@pytest.mark.slow
 def test_plans_of_small_problems_are_near_the_best():
     """Where a plan is not the best, the best one has a bucket that skips a neighbour, or a lane out of order of use."""
     over = []
@@ -253,6 +258,7 @@ def test_more_memory_buys_time():
 CASES = seven()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_with_the_memory_of_fsdp2_a_plan_is_within_5_percent_of_the_bound(case):
     theirs = evaluate(case.problem, fsdp2(case))
@@ -267,6 +273,7 @@ def test_with_the_memory_of_fsdp2_a_plan_is_within_5_percent_of_the_bound(case):
         assert evaluate(case.problem, schedule).seconds >= bound(case.problem).seconds
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_in_every_process():
     """Keys are strings and tuples. Their hashes differ between processes, and must not decide anything."""
     program = (

@@ -72,6 +72,7 @@ def same(a, b):
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_replays_compute_what_the_step_computes():
     data = [(batch_of(k),) for k in range(5)]
     compiled, cuda, calls = captured(step, state_of(), data[0])
@@ -86,6 +87,7 @@ def test_replays_compute_what_the_step_computes():
     assert cuda.capture_modes == ["thread_local"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "adamw_fused", "muon"])
 def test_whole_training_steps_are_captured(name):
     case = CASES[name]
@@ -102,6 +104,7 @@ def clone(x):
     return x.clone() if isinstance(x, torch.Tensor) else torch.as_tensor(x)
 
 
+@pytest.mark.slow
 def test_another_state_is_refused_until_the_graph_is_closed():
     data = [(batch_of(k),) for k in range(3)]
     compiled, cuda, calls = captured(step, state_of(), data[0])
@@ -122,6 +125,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
     assert calls == [1] * 4
 
 
+@pytest.mark.slow
 def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     data = [(batch_of(k),) for k in range(2)]
     compiled, cuda, _ = captured(step, state_of(), data[0])
@@ -142,6 +146,7 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     assert same(before, state) and capture.captured is None
 
 
+@pytest.mark.slow
 def test_the_graph_is_closed_when_the_process_ends(monkeypatch):
     ends = []
     monkeypatch.setattr("atexit.register", lambda f, *args: ends.append((f, args)))
@@ -169,6 +174,7 @@ def test_state_on_the_cpu_is_refused_if_the_step_changes_it():
     assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     """A fused optimizer on a GPU reads it in fp32."""
 
@@ -259,6 +265,7 @@ def test_tables_of_kernels_take_memory_that_is_allocated_before_the_capture(monk
             on_device(rows, device)
 
 
+@pytest.mark.slow
 def test_a_failed_capture_restores_the_stream_and_the_garbage_collector():
     cuda = FakeCuda()
     graph = zt.Step.of(step).lower(state_of(), batch_of(0)).graph

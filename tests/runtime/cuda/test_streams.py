@@ -74,6 +74,7 @@ def play(low, local, mesh, steps=2):
     return cuda
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "chain"),
@@ -184,12 +185,14 @@ def test_a_barrier_that_timed_out_is_an_error_at_the_next_check():
         memory.check()
 
 
+@pytest.mark.slow
 def test_the_printed_program_names_the_transport_of_each_collective(mesh):
     low, _ = lowered(mesh, "gpt_adam", 3)
     text = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
     assert "by=nccl all_gather (moves bytes" in text and "by=nccl reduce_scatter (reduces float32" in text
 
 
+@pytest.mark.slow
 def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     monkeypatch.setattr("torch.Event", TimedEvent)
     monkeypatch.setattr(TimedEvent, "readings", [])
@@ -250,17 +253,20 @@ def wait_without_event(done, *_):
     done.streams.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [FreesEarly, PacksEarly, SendsEarly])
 def test_the_checker_reports_a_missing_wait(mesh, streams, monkeypatch):
     monkeypatch.setattr("test_streams.Streams", streams)
     assert play(*lowered(mesh, "cast_inside", 3), mesh).races
 
 
+@pytest.mark.slow
 def test_the_checker_reports_a_wait_without_an_event(mesh, monkeypatch):
     monkeypatch.setattr(Done, "wait", wait_without_event)
     assert play(*lowered(mesh, "gpt_adam", 3), mesh).races
 
 
+@pytest.mark.slow
 def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch):
     kept = Done.__init__
     monkeypatch.setattr(Done, "__init__", lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()))

@@ -26,6 +26,7 @@ def kept_in_order(graph: Graph) -> list:
     return keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_fusion_only_reorders_the_program(name, stage):

@@ -121,6 +121,7 @@ def test_a_loop_that_resets_its_gradients_is_lifted_unchanged(make_loop):
     assert compare(make_loop) == 0
 
 
+@pytest.mark.slow
 def test_carry_grads_carries_gradients_in_the_state():
     assert compare(never, carry_grads=True) == 0
     assert compare(never, carry_grads=True, before=2) == 0
@@ -128,6 +129,7 @@ def test_carry_grads_carries_gradients_in_the_state():
     assert compare(at_the_end, carry_grads=True) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_are_carried_on_several_ranks(stage):
     with default_dtype(torch.float64):

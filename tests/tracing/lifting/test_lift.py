@@ -109,6 +109,7 @@ def started(make_optimizer):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_lifted_step_agrees_with_the_loop_for_each_optimizer(name):
     compare(make_matrices if name == "muon" else make_model, OPTIMIZERS[name])
@@ -206,6 +207,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x[:, None])[0][:, 0])
 
 
+@pytest.mark.slow
 def test_recurrent_layers_can_be_lifted():
     """The kernel of oneDNN saves what backward needs only if it runs under autograd."""
     compare(Recurrent, OPTIMIZERS["adam"])

@@ -29,6 +29,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", WRITTEN.values(), ids=WRITTEN)
 def test_optimizers_outside_of_pytorch_start_from_their_own_first_state(make_optimizer):
     """With the first state of PyTorch's RMSprop, which has the same keys, RMSpropTF's step would be 14 times longer."""
@@ -66,7 +67,6 @@ def test_existing_optimizer_state_is_kept():
     lambda m: written.Dampened(m.parameters(), lr=0.1, momentum=0.9),
     lambda m: written.Unseen(m.parameters()),
     lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
-    lambda m: optim.SparseAdam(m.parameters()),
 ])  # fmt: skip
 def test_an_optimizer_with_a_special_first_step_must_take_it_before_lift(make_optimizer):
     model = make_model()

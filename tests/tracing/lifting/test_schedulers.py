@@ -110,6 +110,7 @@ def test_every_rank_reads_its_scheduler(optimizer, stage):
     assert distance(everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key, values",
     [("weight_decay", [0.1, 0.2, 0.3]), ("eps", [1e-8, 1e-6, 1e-4]), ("betas", [(0.9, 0.99), (0.8, 0.99), (0.8, 0.9)])],

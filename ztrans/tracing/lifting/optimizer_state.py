@@ -35,6 +35,11 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
     Raises: ValueError if the state before the first step cannot be determined.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "lift: SparseAdam takes sparse gradients, and all gradients of a program are dense.\n"
+            "Use torch.optim.Adam. The lookups may keep sparse=True; it has no effect in a program."
+        )
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
     if new:

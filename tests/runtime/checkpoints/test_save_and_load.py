@@ -1,0 +1,155 @@
+"""Checkpoints in one process: what is saved is loaded, saves do not tear, and errors say what is wrong."""
+
+import re
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.lifted import batch, lifted
+from tests.support.worlds import clone
+from ztrans.runtime.checkpoints.folder import FolderWriter
+
+
+def same(a, b) -> bool:
+    """Whether two states have the same tree, dtypes and bits."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b))
+    equal = all(type(x) is type(y) and torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
+    return equal and pytree.tree_structure(a) == pytree.tree_structure(b)
+
+
+def as_meta(state):
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), state)
+
+
+@pytest.fixture
+def trained():
+    """A step, and its state after two steps."""
+    *_, step, state = lifted()
+    for i in range(2):
+        state, _ = step(state, batch(i))
+    return step, state
+
+
+@pytest.mark.parametrize("blank", [as_meta, lambda state: pytree.tree_map(torch.zeros_like, state)])
+def test_what_is_saved_is_loaded(trained, tmp_path, blank):
+    step, state = trained
+    assert zt.save(tmp_path / "a", state).result() == tmp_path / "a"
+    like = blank(state)
+    assert same(zt.load(tmp_path / "a", step, like), state)
+    assert same(zt.load(str(tmp_path / "a"), zt.remat()(step), like), state)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_numbers_stay_numbers_without_a_mesh(tmp_path):
+    state = {"w": torch.ones(3, dtype=torch.bfloat16), "lr": 0.1, "count": 3, "nested": [(torch.eye(2), 2.5)]}
+    zt.save(tmp_path / "a", state).result()
+    like = {"w": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.0, "count": 0, "nested": [(torch.zeros(2, 2), 0.0)]}
+    assert same(zt.load(tmp_path / "a", lambda state: state, like), state)
+    assert like["lr"] == 0.0 and not like["w"].any(), "`like` does not change"
+
+
+def test_a_part_of_a_checkpoint_can_be_loaded_in_another_dtype(trained, tmp_path):
+    step, state = trained
+    zt.save(tmp_path / "a", state).result()
+    like = {"params": pytree.tree_map(lambda x: x.bfloat16(), state["params"])}
+    half = zt.load(tmp_path / "a", step, like)
+    assert same(half, {"params": pytree.tree_map(lambda x: x.bfloat16(), state["params"])})
+
+
+def test_a_checkpoint_of_dcp_itself_can_be_loaded(trained, tmp_path):
+    step, state = trained
+    mesh = zt.make_mesh("cpu", dp=-1)
+    sharded = zt.shard_params(mesh)(step)
+    dcp.save(sharded.shard(state), checkpoint_id=tmp_path / "a")
+    assert same(sharded.unshard(zt.load(tmp_path / "a", sharded, state)), sharded.unshard(sharded.shard(state)))
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_steps_that_go_on_do_not_tear_a_save(trained, tmp_path, monkeypatch, on_mesh):
+    """The thread that writes waits until the state has been overwritten."""
+    step, state = trained
+    if on_mesh:
+        step = zt.shard_params(zt.make_mesh("cpu", dp=-1))(step)
+        state = step.shard(state)
+    overwritten, write = threading.Event(), FolderWriter.write
+    monkeypatch.setattr(FolderWriter, "write", lambda *args: overwritten.wait(60) and write(*args))
+    before = clone(step.unshard(state) if on_mesh else state)
+    future = zt.save(tmp_path / "a", state)
+    with torch.no_grad():
+        for leaf in pytree.tree_leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                leaf.add_(1)
+    assert not future.done()
+    overwritten.set()
+    future.result()
+    loaded = zt.load(tmp_path / "a", step, as_meta(before))
+    assert same(step.unshard(loaded) if on_mesh else loaded, before)
+
+
+def test_a_save_replaces_the_one_before_and_waits_for_it(trained, tmp_path):
+    step, state = trained
+    futures = []
+    for i in range(3):
+        state["buffers"]["scale"].fill_(i)
+        futures.append(zt.save(tmp_path / "a", state))
+        assert all(future.done() for future in futures[:-1])
+    futures[-1].result()
+    assert zt.load(tmp_path / "a", step, state)["buffers"]["scale"].tolist() == [2.0] * 3
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(trained, tmp_path, monkeypatch):
+    step, state = trained
+    zt.save(tmp_path / "a", state).result()
+
+    def fails(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(FolderWriter, "write_data", fails)
+    with pytest.warns(UserWarning, match=r"save: .*a was not written. OSError: No space left on device.") as told:
+        future = zt.save(tmp_path / "a", pytree.tree_map(lambda x: x + 1, state))
+        with pytest.raises(RuntimeError, match=r"A checkpoint that it had before is whole."):
+            future.result()
+    assert len(told) == 1
+    assert same(zt.load(tmp_path / "a", step, as_meta(state)), state)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_save_deletes_no_other_folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes").write_text("keep")
+    told = pytest.warns(UserWarning, match="runs exists and is no checkpoint; choose a new name")
+    with told, pytest.raises(RuntimeError):
+        zt.save(tmp_path / "runs", {"w": torch.ones(2)}).result()
+    assert (tmp_path / "runs" / "notes").read_text() == "keep"
+
+
+def test_leaves_that_are_no_tensors_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"save: state name is 'net'; a state holds tensors and numbers."):
+        zt.save(tmp_path / "a", {"name": "net"})
+    with pytest.raises(ValueError, match=r"two leaves of the state are called 'a.b'"):
+        zt.save(tmp_path / "a", {"a": {"b": 1}, "a.b": 2})
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."):
+        zt.load(tmp_path / "a", lambda state: state, {})
+    (tmp_path / "a.partial").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"The first save to it was ended before it was complete."):
+        zt.load(tmp_path / "a", lambda state: state, {})
+
+
+def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
+    step, state = trained
+    zt.save(tmp_path / "a", state).result()
+    more = {**state, "ema": {"first.weight": torch.zeros(7, 7)}}
+    with pytest.raises(ValueError, match=r"load: .*a does not fit.*\n  The checkpoint does not have ema.first.weight."):
+        zt.load(tmp_path / "a", step, more)
+    state["params"]["first.weight"] = torch.zeros(8, 7)
+    message = "load: params.first.weight has shape [7, 7] in "
+    with pytest.raises(ValueError, match=re.escape(message) + r".*a, and \[8, 7\] in the state"):
+        zt.load(tmp_path / "a", step, state)

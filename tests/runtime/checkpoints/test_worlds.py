@@ -1,0 +1,101 @@
+"""Checkpoints of several processes: `tests/support/checkpoints.py` saves on four ranks and loads on three and two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ztrans as zt
+from tests.faults.launch import launch
+from tests.runtime.checkpoints.test_save_and_load import same
+from tests.support.lifted import lifted
+from tests.support.torchrun import torchrun
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def four(folder) -> list[dict]:
+    return torchrun(4, "checkpoints.py", str(folder))
+
+
+def of(reports: list[dict], check: str) -> list[dict]:
+    return [report for report in reports if report["check"] == check]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_state_is_loaded_by_other_worlds_stages_and_axes(four):
+    """What four ranks saved at stages 3 and 0 and on two hosts, while they went on, is loaded by three and by two."""
+    assert [(report["name"], report["moved"]) for report in of(four, "saved")] == [
+        ("three", True), ("zero", True), ("hosts", True)
+    ]  # fmt: skip
+    loads = of(four, "loaded")
+    assert sorted(report["ranks"] for report in loads) == [2] * 2 + [3] * 9
+    assert all(report["equal"] and report["placed"] and report["finite"] for report in loads)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_one_process_loads_what_four_have_saved(four, folder):
+    *_, step, state = lifted()
+    whole = torch.load(folder / "whole.pt")
+    loaded = zt.load(folder / "three", step, state)
+    assert same(loaded, whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_four_ranks_write_and_read_the_file_of_an_ordinary_model(four, folder):
+    assert of(four, "file") == [{"check": "file", "equal": [True, True]}]
+    model, other = lifted()[0], lifted(seed=3)[0]
+    model.load_state_dict(torch.load(folder / "model.pt"), strict=False)
+    assert same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_save_to_different_paths_are_told(four):
+    (report,) = of(four, "paths")
+    assert "the ranks of the mesh do not do the same" in report["error"]
+    assert "rank 3: save to " in report["error"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_copies_that_differ_are_not_saved(four):
+    """A checkpoint would hold the values of one rank only."""
+    (report,) = of(four, "copies")
+    assert "tp was not written. ValueError: w has other values on rank 1 than on rank 0" in report["error"]
+    assert "tp" not in report["rest"] and "tp.partial" not in report["rest"]
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one():
+    """A save is killed before each of its file operations in turn. A later save deletes what it has left."""
+    command = [sys.executable, str(ROOT / "tests/support/killed_saves.py")]
+    run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert len(report["loaded"]) >= 10 and report["loaded"] == sorted(report["loaded"])
+    assert {*report["loaded"]} == {"1", "2"} and report["at_the_end"] == "2"
+    assert all(later == ["3", ["checkpoint"]] for later in report["later"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_mid_save_leaves_the_old_checkpoint_whole():
+    first, second = launch("killed_while_saving", 2, seconds=60)
+    assert second.code == -9
+    assert first.code == 0, first.errors
+    report = first.reports["save"]
+    assert "was not written" in report["text"] and "before is whole" in report["text"]
+    assert report["whole"]

@@ -1,0 +1,74 @@
+"""Kill a save at each of its file operations in turn, and report what can be loaded then. Prints a line of JSON.
+
+A process that is killed by SIGKILL has written a part of its files, in the order in which it wrote them. So each trial
+is a forked child that kills itself before its n-th operation on a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import ztrans as zt
+
+WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "shutil.rmtree")
+
+
+def state(value: float) -> dict:
+    return {"w": torch.full((5,), value), "m": {"w": torch.full((5,), -value)}, "lr": value}
+
+
+def save_until(folder: Path, operation: int) -> None:
+    """Save over the checkpoint, and kill this process before the given operation on a file of its folder."""
+    count = [0]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event in WATCHED and str(folder.parent) in str(arguments[0]):
+            count[0] += 1
+            if count[0] == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    zt.save(folder, state(2.0)).result()
+
+
+def trial(first: Path, operation: int) -> tuple[bool, str]:
+    """Whether the save was killed at this operation, and which checkpoint is then loaded."""
+    folder = first.parent / f"trial {operation}" / "checkpoint"
+    shutil.copytree(first, folder)
+    child = os.fork()
+    if not child:
+        save_until(folder, operation)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status), loaded_from(folder)
+
+
+def loaded_from(folder: Path) -> str:
+    """The value of a whole checkpoint, or "torn"."""
+    like = zt.load(folder, lambda state: state, state(0.0))
+    value = like["lr"]
+    whole = like["w"].eq(value).all() and like["m"]["w"].eq(-value).all()
+    return f"{value:g}" if whole else "torn"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as parent:
+        first, loaded = Path(parent) / "first", list[str]()
+        zt.save(first, state(1.0)).result()
+        while (outcome := trial(first, len(loaded) + 1))[0]:
+            loaded.append(outcome[1])
+        later = []
+        for operation in range(1, len(loaded) + 1, 3):
+            folder = Path(parent) / f"trial {operation}" / "checkpoint"
+            zt.save(folder, state(3.0)).result()
+            later.append((loaded_from(folder), os.listdir(folder.parent)))
+    sys.stdout.write(json.dumps({"loaded": loaded, "at_the_end": outcome[1], "later": later}) + "\n")

@@ -1,0 +1,75 @@
+"""Progress: what ztrans does while its user waits, and how many seconds that takes.
+
+The logger "ztrans" tells when a step is traced, transformed, planned and compiled, once a job, on rank 0. On a terminal
+the present stage is shown on one line, and stages of more than a second leave a line. Elsewhere nothing is shown unless
+`ZTRANS_LOG=info` or `ZTRANS_LOG=debug` is set, or the program configures the logger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+log = logging.getLogger("ztrans")
+_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
+_LONG = 1.0  # seconds; a shorter stage leaves no line on a terminal
+
+
+@contextlib.contextmanager
+def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
+    """Tell that a stage of `step` begins, and after it how many seconds it took."""
+    _prepare()
+    if not log.isEnabledFor(level) or not _is_first_rank():
+        yield
+        return
+    begin = time.monotonic()
+    log.log(level, "%s: %s", step, name, extra={"seconds": None})
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        seconds = time.monotonic() - begin
+        text = "%s: %s, %.1f s" if done else "%s: %s failed after %.1f s"
+        log.log(level, text, step, name, seconds, extra={"seconds": seconds})
+
+
+def _is_first_rank() -> bool:
+    started = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
+
+
+@functools.cache
+def _prepare() -> None:
+    """Show progress on stderr, if it is a terminal or ZTRANS_LOG asks for it, and the program does not log itself.
+
+    Raises: ValueError if ZTRANS_LOG is neither "info" nor "debug".
+    """
+    wanted = os.environ.get("ZTRANS_LOG", "").lower()
+    if wanted and wanted not in _LEVELS:
+        raise ValueError(f"ZTRANS_LOG={wanted}: it is info or debug.")
+    handler = logging.StreamHandler() if wanted else _Terminal() if sys.stderr.isatty() else None
+    if handler is not None and not log.hasHandlers():
+        handler.setFormatter(logging.Formatter("ztrans: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(_LEVELS.get(wanted, logging.DEBUG))
+    elif wanted:
+        log.setLevel(_LEVELS[wanted])
+
+
+class _Terminal(logging.StreamHandler):
+    """Shows the stage that runs on the last line of a terminal, and replaces it when the stage ends."""
+
+    terminator = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = getattr(record, "seconds", None)
+        clear, text = "\r\x1b[K", super().format(record)
+        return clear + (text if seconds is None else f"{text}\n" if seconds >= _LONG else "")
