@@ -93,7 +93,7 @@ def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
 
 WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "begin with kept values": lambda moves: replace(moves, keep=False),
-    "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=0.0),
+    "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=(0.0,)),
     "merge": lambda moves: replace(moves, merge=False),
     "climb": lambda moves: replace(moves, changes=()),
     "climb: split a bucket": without_change(local_search.split),

@@ -72,14 +72,14 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
     p = problem(chance, gathers=6, reductions=6)
     rooms = np.full(len(p.seconds), float(room))
     for collectives, buckets, most in (
-        (p.gathers, gather_buckets(p, range(len(p.gathers)), rooms, portion), p.gathers_in_flight),
-        (p.reductions, reduction_buckets(p, rooms, portion), p.reductions_in_flight),
+        (p.gathers, gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0), p.gathers_in_flight),
+        (p.reductions, reduction_buckets(p, rooms, portion, 16.0), p.reductions_in_flight),
     ):
         assert sorted(i for b in buckets for i in b) == [*range(len(collectives))]
         for b in buckets:
             assert len({collectives[i].key for i in b}) == 1
             assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(portion * room, INF if most is None else most)
-    for b in gather_buckets(p, range(len(p.gathers)), rooms, portion):
+    for b in gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0):
         assert max(p.gathers[i].release for i in b) <= min(p.gathers[i].use for i in b)
 
 
@@ -87,7 +87,7 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
 def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, between):
     p = replace(problem(chance, keys=1, gathers=0, reductions=6), max_between=between, reductions_in_flight=None)
     n, needs = len(p.seconds), [r.need or len(p.seconds) for r in p.reductions]
-    buckets = reduction_buckets(p, np.full(n, INF), 1.0)
+    buckets = reduction_buckets(p, np.full(n, INF), 1.0, 16.0)
     starts = [max(p.reductions[i].born for i in b) + 1 for b in buckets]
     validate(p, Schedule((), tuple(Bucket(b, k, min(needs[i] for i in b)) for b, k in zip(buckets, starts))))
 

@@ -1,7 +1,7 @@
 """bucketing: the buckets with which a search begins.
 
-Neighbours of one key share a bucket until its transfer takes `FULL` times the latency of a message, or until its bytes
-take the portion of the memory that such buckets may have.
+Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message (`FULL`),
+or its bytes take the portion of the memory that such buckets may have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...ir.relations import grouped
 from .loads import Members
 from .problem import Gather, Problem, Reduction
 
-FULL = 16.0  # latencies
+FULL = (16.0,)  # latencies that the transfer of a full bucket takes; the search tries both
 FIRST_GATHERS, REGATHERS, REDUCTIONS = 0.3, 0.12, 0.2  # portions of the memory that is left where a bucket is needed
 
 
@@ -23,7 +23,7 @@ def by_key(messages: Sequence[Gather | Reduction], among: Iterable[int]) -> dict
 
 
 def gather_buckets(
-    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, full: float = FULL
+    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, full: float
 ) -> list[Members]:
     """Make buckets of some gathers, in order of use.
 
@@ -53,7 +53,7 @@ def gather_buckets(
 
 
 def reduction_buckets(
-    problem: Problem, room: Sequence[float], portion: float = REDUCTIONS, full: float = FULL
+    problem: Problem, room: Sequence[float], portion: float, full: float
 ) -> list[Members]:
     """Make buckets of all reductions likewise; they start as often as `max_between` asks."""
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight

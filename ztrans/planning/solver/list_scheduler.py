@@ -70,6 +70,8 @@ class _Play:
         self.problem, self.memory = placement.problem, placement.loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
+        self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))
+        self.reserve = max((load.size for load in reductions), default=0)  # the room that a gather leaves from there on
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
@@ -184,13 +186,13 @@ class _Play:
 
     def _with_room(self, load: Load, start: int) -> int:
         """The first place from `start` on, and before its use, from which a gather has room until its use."""
-        use = load.place
-        full = (self.room[2 * start : 2 * use] < load.size)[::-1]
+        use, size = load.place, load.size + (self.reserve if load.place >= self.first_gradient else 0)
+        full = (self.room[2 * start : 2 * use] < size)[::-1]
         last = int(full.argmax())  # 0 if no slot is full
         if full[last]:
             start = use - last // 2
         if load.burst and start < use:
-            fits = self.room[2 * start : 2 * use : 2] >= load.size + load.burst
+            fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
             start = start + int(fits.argmax()) if fits.any() else use
         return start
 

@@ -13,8 +13,9 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from .bucketing import FIRST_GATHERS, FULL, REGATHERS, by_key, gather_buckets, reduction_buckets
+from .bucketing import FIRST_GATHERS, FULL, REDUCTIONS, REGATHERS, by_key, gather_buckets, reduction_buckets
 from .list_scheduler import Placed, Placement
 from .loads import Choice, Members, kept
 from .problem import Gather, Problem, Reduction
@@ -78,9 +79,9 @@ class Search:
 
     def begin(self) -> None:
         """Try full buckets: with no values kept, and with as many as fit."""
-        for dropped in (self.free, self._dropped()) if self.moves.keep else (self.free,):
+        for dropped, full in product((self.free, self._dropped())[: 1 + self.moves.keep], self.moves.full):
             if not self.done:
-                self.try_(self._full(dropped))
+                self.try_(self._full(dropped, full))
 
     def _dropped(self) -> frozenset[int]:
         """The gathers that are dropped if as many values are kept as fit.
@@ -101,16 +102,16 @@ class Search:
                 dropped.add(i)
         return kept(self.problem, dropped)
 
-    def _full(self, dropped: frozenset[int]) -> Choice:
+    def _full(self, dropped: frozenset[int], full: float) -> Choice:
         """Full buckets of everything that is not dropped."""
-        room, full = self.loads.room(dropped).tolist(), self.moves.full
+        room = self.loads.room(dropped).tolist()
         buckets: list[Members] = []
         for portion, is_first in ((FIRST_GATHERS, True), (REGATHERS, False)):
             among = [
                 i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first
             ]
             buckets += gather_buckets(self.problem, among, room, portion, full)
-        reductions = reduction_buckets(self.problem, room, full=full)
+        reductions = reduction_buckets(self.problem, room, REDUCTIONS, full)
         return Choice(self._sorted(buckets), tuple(reductions), dropped, lead=2.0)
 
     def merge(self) -> None:
@@ -216,7 +217,7 @@ class Moves:
     """What a search tries. `benchmarks/ablations.py` leaves each of them out, to see what it gains."""
 
     keep: bool = True  # begin also with as many values kept from forward to backward as fit
-    full: float = FULL  # latencies that the transfer of a bucket takes at the beginning
+    full: tuple[float, ...] = FULL  # latencies that the transfer of a bucket takes at the beginning
     merge: bool = True  # merge buckets of gathers, many at once
     changes: tuple[tuple[Change, int], ...] = (  # each with its weight
         (split, 20),
