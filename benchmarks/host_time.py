@@ -143,13 +143,13 @@ class Counted(TorchDispatchMode):
 
 def counts(model: Model, bf16: bool) -> dict[str, list[int]]:
     """The operations and launches of one step, eager, by subject."""
-    found, batch = {}, model.batch()
+    by_subject, batch = {}, model.batch()
     for name, step in {PLAIN: plain(model, batch, bf16=bf16), EAGER: ours(model, batch, "eager", 1, bf16)}.items():
         step(), step()
         with Counted() as counted:
             step()
-        found[name] = [counted.calls, counted.launches]
-    return found
+        by_subject[name] = [counted.calls, counted.launches]
+    return by_subject
 
 
 def shares(model: Model) -> dict[str, float]:

@@ -63,6 +63,13 @@ def test_the_gpt_example_learns(example, bf16):
 
 
 @pytest.mark.slow
+def test_the_transforms_of_the_example_obey_the_laws(example):
+    norms = example("transforms").main()
+    assert list(norms) == [f"norm of params.{name}" for name in ("up", "middle", "down")]
+    assert all(norm > 0 for norm in norms.values())
+
+
+@pytest.mark.slow
 def test_the_inspection_example_prints_every_stage(example, capsys):
     config = example("gpt").Config(layers=1, width=32, heads=2, sequence=16)
     example("inspect_a_step").main(config, ranks=4)

@@ -38,7 +38,7 @@ ARROWS = {
     "report": {"ir", "planning"},
 }
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
-TOP = ("tracebacks", "progress", "compiled", "stages", "step", "__init__")
+TOP = ("tracebacks", "progress", "compiled", "stages", "step", "testing", "__init__")
 
 # The exceptions: imports of a higher module, inside a method.
 DOORS = {
@@ -62,7 +62,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional"
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 13_500
+CODE = 14_250  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

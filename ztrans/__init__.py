@@ -1,6 +1,6 @@
 """ztrans: composable function transforms of PyTorch train steps."""
 
-from . import ir
+from . import ir, testing
 from .compiled import Compiled
 from .ir.graph import Eqn, Graph, Var
 from .ir.interpreter import evaluate, lockstep
@@ -22,6 +22,7 @@ from .stages import Lowered, Traced
 from .step import Step
 from .tracing.lifting.lift import lift
 from .tracing.lifting.lifted_state import restore
+from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
 from .transforms.delay_weight_grads import delay_weight_grads
 from .transforms.fuse_cast_gather import fuse_cast_gather
@@ -35,9 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate", "fuse_cast_gather", "ir",
-    "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "restore",
-    "save", "shard_params", "to_fx",
+    "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
+    "fuse_cast_gather", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch",
+    "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
 ]  # fmt: skip
 
 

@@ -26,11 +26,12 @@ from .progress import stage
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
-from .runtime.executable import executable
+from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
 from .runtime.meeting import Call, everywhere, meet
+from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
 from .tracebacks import ends_at_user
 from .tracing.arguments import (
@@ -48,10 +49,11 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """The arguments of one call, their keys, and the leaves of the state if it is the one that was returned last."""
+    """The arguments of a call, their keys, the leaves of the batch, and those of the state if it was returned last."""
 
     arguments: Arguments
     state: StateLeaves | None
+    batch: list
     state_key: StateKey
     batch_key: BatchKey
 
@@ -60,7 +62,8 @@ class Given(NamedTuple):
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
         known = last.known if state is not None else None
-        return Given(arguments, state, known.key if known else arguments.state_key(), arguments.batch_key())
+        batch, batch_key = arguments.batch_key()
+        return Given(arguments, state, batch, known.key if known else arguments.state_key(), batch_key)
 
 
 class Bound(NamedTuple):
@@ -107,7 +110,7 @@ class Compiled(Printed):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(Given.of(self._arguments(args, kwargs), self._last), self._last)
+        return self.run(Given.of(Arguments.of(self.lowered.program.captured.fn, args, kwargs), self._last), self._last)
 
     def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
         """Run the program without checking the captured values.
@@ -115,17 +118,17 @@ class Compiled(Printed):
         A `Step` calls this: it has compared the captured values when it chose the program. `last` holds the state
         that was returned last, and after this run the state that it returns.
         """
-        key, n = (given.state_key, given.batch_key), self.graph.num_state
-        known = given.state is not None and key in self._accepted
-        leaves, local = self._known_inputs(given, last) if known else self._flat(given.arguments)
+        key, n = (given.state_key, given.batch_key), self.lowered.graph.num_state
+        out_tree = self._accepted.get(key)
+        leaves, local = self._flat(given.arguments) if out_tree is None else self._known_inputs(given, last)
         with self._step(leaves, local) as run:
             outputs = run(local)
-        if known:
-            return given.arguments.state, pytree.tree_unflatten(outputs[n:], self._accepted[key])
+        if given.state is not None and out_tree is not None:
+            return given.arguments.state, pytree.tree_unflatten(outputs[n:], out_tree)
         for i, old in enumerate(leaves[:n]):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        state, output = pytree.tree_unflatten(outputs, self.lowered.program.out_tree)
+        state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
         self._accepted[key] = pytree.tree_structure(output)
         last.remember(state, outputs[:n], given.state_key)
         return state, output
@@ -137,17 +140,20 @@ class Compiled(Printed):
 
         The state is donated and advances. All ranks must call it. The times of operations and links in the result are
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
-        `cuda_graph` is recorded without its graph. See `profile.Profile`.
+        `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
-        leaves, local = self._flat(self._arguments(args, kwargs))
+        leaves, local = self._flat(Arguments.of(self.lowered.program.captured.fn, args, kwargs))
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
             graph, mesh = self._bound[0].lowered.graph, self._mesh
-            if mesh is None:
-                return profile(graph, run.program, local, steps)
-            return profile(graph, run.program, local, steps, functools.partial(everywhere, None, mesh)).agreed(mesh)
+            micro = run.run if isinstance(run, Capture) else run
+            together: Any = () if mesh is None else (functools.partial(everywhere, None, mesh),)
+            more: Any = {"prepare": micro.before_last} if isinstance(micro, MicroBatches) else {}
+            graph = micro.last if isinstance(micro, MicroBatches) else graph
+            measured = profile(graph, run.program, local, steps, *together, **more)
+            return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one.
@@ -195,7 +201,7 @@ class Compiled(Printed):
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))
                 meet(mesh, call, lambda: messages(bound.lowered.graph))
-            with running(f"step {steps_of(state) + 1} of {name}", state, mesh, self._writes):
+            with running(name, state, mesh, self._writes):
                 if self.cuda_graph:
                     self._writes.begin()
                 yield bound.run
@@ -212,9 +218,6 @@ class Compiled(Printed):
         except ValueError:
             return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
-    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        return Arguments.of(self.lowered.program.captured.fn, args, kwargs)
-
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         lowered = self.lowered
         leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
@@ -223,8 +226,7 @@ class Compiled(Printed):
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
         """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
-        program, n = self.lowered.program, self.lowered.graph.num_state
-        batch = local_batch(program, n, given.arguments)
+        batch = local_batch(self.lowered.program, self.lowered.graph.num_state, given.batch)
         if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
             return self._flat(given.arguments)
         return given.state.leaves, [*given.state.local, *batch]
@@ -240,16 +242,24 @@ class Compiled(Printed):
                 check_values(lowered.graph)
                 local = placed(lowered.graph, local)
             with stage(lowered.graph.name, f"compile ({self.backend})"):
-                if self.backend == "inductor":
-                    graph, run = inductor.executable(lowered.graph, self._mesh, local, self._writes.begin)
+                if lowered.graph.micro > 1:
+                    run = micro_batches(lowered.graph, self._mesh, local, self._executable)
                 else:
-                    graph, groups = _grouped(lowered.graph)
-                    run = executable(graph, self._mesh, self._writes.begin, groups)
-            lowered = dataclasses.replace(lowered, graph=graph)
+                    graph, run = self._executable(lowered.graph, local)
+                    lowered = dataclasses.replace(lowered, graph=graph)
             if self.cuda_graph:
-                run = Capture(run, lowered.graph, check=functools.partial(check, run.program))
+                run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
             self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
         return self._bound[0]
+
+    def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
+        """A program in the order in which it runs, and what runs it."""
+        n, begin = graph.num_state, self._writes.begin
+        on_write = begin if graph.outputs[:n] != graph.inputs[:n] else None
+        if self.backend == "inductor":
+            return inductor.executable(graph, self._mesh, local, on_write)
+        graph, groups = _grouped(graph)
+        return graph, executable(graph, self._mesh, on_write, groups)
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
@@ -258,8 +268,7 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
     twins, peak = donation(graph).twins, memory(graph).peak
-    needs_no_memory = lambda e: e in twins or not any(v.shape for v in e.results)
-    for may_move in (lambda e: True, needs_no_memory):
+    for may_move in (lambda e: True, lambda e: e in twins or not any(v.shape for v in e.results)):
         grouped, groups = group_updates(graph, may_move)
         if memory(grouped).peak <= peak:
             return grouped, groups

@@ -23,6 +23,7 @@ from .ir.collectives.user_collectives import by_axis
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
+from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds, traffic
 from .ir.write_order import writes_last
 from .planning import plan as plans
@@ -139,6 +140,8 @@ class Lowered(Printed):
         played, s = simulate(self.graph, cluster), skeleton(self.hinted)
         if not s.gathers and not s.reductions:
             return played
+        if self.hinted.micro > 1:
+            return dataclasses.replace(played, bound=_bound_in_turn(self.hinted, cluster, played.peak))
         least = bound(formulate(s, cluster, played.peak))
         return dataclasses.replace(played, bound=(least.seconds, least.binds))
 
@@ -213,7 +216,8 @@ class Lowered(Printed):
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
         outs = lockstep(graph, ranks)
         new_state = join(graph, outs)
-        results = [pytree.tree_unflatten([*new_state, *out[n:]], program.out_tree) for out in outs]
+        tree = program.returned(graph.added)
+        results = [pytree.tree_unflatten([*new_state, *out[n:]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     @ends_at_user
@@ -237,3 +241,14 @@ class Lowered(Printed):
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
+
+
+def _bound_in_turn(graph: Graph, cluster: Cluster, peak: int) -> tuple[float, str]:
+    """The lower bound of micro-batches that run one behind the other, and what causes that of the last."""
+    programs, least = parts(graph), dict[Graph, tuple[float, str]]()
+    for part in programs.different:
+        s = skeleton(part)
+        of_part = bound(formulate(s, cluster, peak)) if s.gathers or s.reductions else None
+        # Without planned collectives there is one order.
+        least[part] = (of_part.seconds, of_part.binds) if of_part else (simulate(part, cluster).seconds, "compute")
+    return sum(least[part][0] for part in programs.in_order), least[programs.last][1]

@@ -142,7 +142,8 @@ class Step(Generic[P, R]):
         return self._traced(Arguments.of(self.fn, args, kwargs))
 
     def _traced(self, arguments: Arguments) -> Traced:
-        state, batch, names = arguments
+        micro = max((t.micro_batches for t in self.transforms), default=1)
+        state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
@@ -208,18 +209,20 @@ class Step(Generic[P, R]):
 
     def _compiled(self, given: Given) -> Compiled:
         key = self._key(given)
-        if key not in self._cache:
+        compiled = self._cache.get(key)
+        if compiled is None:
             arguments = given.arguments
             self._check_laid_out(arguments.state)
             first = self._agreed.get(key.any_size())
             if first is None:
-                self._cache[key] = self._agreed[key.any_size()] = self._lowered(arguments).compile()
+                compiled = self._agreed[key.any_size()] = self._lowered(arguments).compile()
             else:
-                self._cache[key] = first.for_other_sizes(self._traced(arguments))
+                compiled = first.for_other_sizes(self._traced(arguments))
+            self._cache[key] = compiled
             if len(self._cache) > _MANY_PROGRAMS:
                 leaves = pytree.tree_leaves(arguments.batch)
                 warn(many_programs(self.__name__, len(self._cache), leaves), user_source())
-        return self._cache[key]
+        return compiled
 
     def _key(self, given: Given) -> StepKey:
         return StepKey(given.state_key, given.batch_key, self._captured.key())

@@ -61,8 +61,8 @@ def failure(seed: int, whole: bool = False) -> str | None:
             check(case)
     except Exception as error:
         text = str(error).split("\n")[0]
-        what = f"{type(error).__name__}: {text}" if not whole else traceback.format_exc()
-        return f"{case.reproduction}    # {what}\n    {case.name}"
+        message = f"{type(error).__name__}: {text}" if not whole else traceback.format_exc()
+        return f"{case.reproduction}    # {message}\n    {case.name}"
     return None
 
 
@@ -83,7 +83,7 @@ def check(case: Case) -> None:
     far = max(distance(sharded, true_state), distance(_means(outputs), true_outputs))
     if not far <= NEAR:
         raise Wrong(f"{far:.3g} from the truth")
-    if dict(options.shard).get("outputs") != "local" and any(distance(each, one[0]) for one in outputs for each in one):
+    if dict(options.shard).get("outputs") != "local" and any(distance(output, outputs_of_rank[0]) for outputs_of_rank in outputs for output in outputs_of_rank):
         raise Wrong("ranks have outputs of their own")
     same, others = _steps(lowered, program.state(), batches)
     if not _equal((same, others), (sharded, outputs)):

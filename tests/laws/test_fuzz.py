@@ -17,19 +17,19 @@ EACH = 10
 @pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(EACH, RUNS, EACH))])
 def test_random_programs(first):
     """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
-    failures = [found for seed in range(first, first + EACH) if (found := failure(seed))]
+    failures = [text for seed in range(first, first + EACH) if (text := failure(seed))]
     assert not failures, "\n".join(failures)
 
 
 def test_a_seed_is_a_case():
     """The same case each time, down to the numbers of its state and its batches."""
     for seed in range(20):
-        one, other = Case.of(seed), Case.of(seed)
-        assert one.name == other.name
+        case, same = Case.of(seed), Case.of(seed)
+        assert case.name == same.name
         with doubles():
-            pairs = zip(one.program.batch(4, 1), other.program.batch(4, 1))
+            pairs = zip(case.program.batch(4, 1), same.program.batch(4, 1))
             assert all(torch.equal(x, y) for x, y in pairs)
-            states = one.program.state()["params"], other.program.state()["params"]
+            states = case.program.state()["params"], same.program.state()["params"]
             assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 

@@ -29,6 +29,12 @@ def test_two_ranks_have_the_bits_of_lockstep(two):
         assert f["plain"] <= (0.05 if half else 1e-10), f
 
 
+@pytest.mark.distributed
+def test_two_ranks_have_the_bits_of_lockstep_in_micro_batches(two):
+    figures = of(two, "micro_batches")
+    assert [f["stage"] for f in figures] == [0, 1, 3] and all(f["bitwise"] for f in figures), figures
+
+
 @pytest.fixture(scope="module")
 def four() -> list[dict]:
     return torchrun(4, "ranks.py", "four")

@@ -137,11 +137,11 @@ def test_a_batch_that_shares_memory_with_a_known_state_is_refused(run):
 
 def test_the_state_that_comes_back_is_the_one_that_was_passed(run):
     own, state = run
-    again, _ = own(state, X)
-    assert again is state
+    returned, _ = own(state, X)
+    assert returned is state
     # A tree of the caller's own, with the same leaves, is known too.
-    other = {**state}
-    assert own._last.recognise(other) is not None
+    copy = {**state}
+    assert own._last.recognise(copy) is not None
 
 
 def test_another_batch_size_has_its_own_program_and_the_same_state(run):
@@ -153,10 +153,10 @@ def test_another_batch_size_has_its_own_program_and_the_same_state(run):
 
 def test_a_state_of_another_step_is_examined(run):
     own, state = run
-    other = zt.Step.of(lambda state, x: ({**state, "w": state["w"] * 2}, x.sum()))
-    assert other._last.recognise(state) is None
-    doubled, _ = other(state, X)
-    assert other._last.recognise(doubled) is not None and own._last.recognise(doubled) is not None
+    another = zt.Step.of(lambda state, x: ({**state, "w": state["w"] * 2}, x.sum()))
+    assert another._last.recognise(state) is None
+    doubled, _ = another(state, X)
+    assert another._last.recognise(doubled) is not None and own._last.recognise(doubled) is not None
     assert torch.equal(doubled["w"], state["w"])
 
 

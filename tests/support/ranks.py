@@ -83,6 +83,22 @@ def counted():
         Channel.exchange = original
 
 
+def micro_batches(mesh) -> None:
+    """Steps in micro-batches on real ranks, against those in lock-step."""
+    case = CASES["mlp_momentum"]
+    for stage in (0, 1, 3):
+        on = lambda mesh, stage=stage: zt.chain(zt.accumulate(3), zt.shard_params(mesh, stage=stage), *ALL)(case.step)
+        step, abstract = on(mesh), on(zt.AbstractMesh(dp=WORLD))
+        state, expected = step.shard(case.state()), case.state()
+        for batch in batches(case, 2):
+            parts = slices(batch, WORLD)
+            state, output = step(state, *parts[RANK])
+            expected, outputs = abstract.lower(expected, *parts[0]).lockstep(expected, parts)
+        pairs = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(expected))
+        bits = all(torch.equal(a, b) for a, b in pairs) and torch.equal(output, outputs[RANK])
+        report("micro_batches", stage=stage, bitwise=bits)
+
+
 def wire_bytes(mesh) -> None:
     case = CASES["cast_inside"]
     for stage in (1, 2, 3):
@@ -272,6 +288,7 @@ def two() -> None:
     names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
     equals_lockstep_and_plain(mesh, names)
     wire_bytes(mesh)
+    micro_batches(mesh)
     disagreement(mesh)
     sharding(mesh)
     as_plain(mesh, report)

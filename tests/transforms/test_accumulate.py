@@ -1,189 +1,387 @@
-"""Sums of reduced gradients: at stages 0 and 1, `RS(a) + RS(b)` becomes `RS(a + b)` where that is legal.
+"""accumulate: a step runs in micro-batches, its program is written for one of them, and its results are those of a loop."""
 
-RS is a reduce_scatter. The functions below add the gradients of three micro-batches in different ways.
-"""
+import copy
+import dataclasses
+import itertools
+import re
 
 import pytest
 import torch
-from torch.func import grad
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from benchmarks.peers.memory import Peak, lent
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
+from ztrans.ir.write_order import first_write
 
-MICRO = 3
-
-
-def loss(params, x, y):
-    return (torch.relu(x @ params["up"].T) @ params["down"].T - y).square().mean()
+SIZES = (8, 16, 16, 4)
 
 
-def added(grads, state):
-    return {k: grads[0][k] + grads[1][k] + grads[2][k] for k in grads[0]}
+def loss_fn(params, x, y):
+    for k, w in enumerate(params):
+        x = torch.relu(x @ w) if k else x @ w
+    return (x - y).square().mean()
 
 
-def added_from_the_right(grads, state):
-    return {k: grads[0][k] + (grads[1][k] + grads[2][k]) for k in grads[0]}
+def train(state, x, y):
+    grads, loss = grad_and_value(loss_fn)(state["params"], x, y)
+    return updated(state, grads), loss
 
 
-def averaged_one_by_one(grads, state):
-    return {k: grads[0][k] / 3 + grads[1][k] / 3 + grads[2][k] / 3 for k in grads[0]}
+def updated(state, grads):
+    m = [0.9 * m + g for m, g in zip(state["m"], grads)]
+    return {"params": [p - 0.1 * m for p, m in zip(state["params"], m)], "m": m}
 
 
-def summed(grads, state):
-    return {k: sum(g[k] for g in grads) for k in grads[0]}
+def loop(state, x, y, micro):
+    """The loop that a user writes."""
+    total, losses = None, []
+    for part in zip(x.chunk(micro), y.chunk(micro)):
+        grads, loss = grad_and_value(loss_fn)(state["params"], *part)
+        total = grads if total is None else [t + g for t, g in zip(total, grads)]
+        losses.append(loss)
+    return updated(state, [t / micro for t in total]), sum(losses) / micro
 
 
-def into_momentum(grads, state):
-    total = {k: 0.9 * m for k, m in state["m"].items()}
-    for g in grads:
-        total = {k: total[k] + g[k] / 3 for k in g}
-    return total
+def new_state():
+    torch.manual_seed(0)
+    params = [torch.randn(a, b) for a, b in itertools.pairwise(SIZES)]
+    return {"params": params, "m": [torch.ones_like(p) for p in params]}
 
 
-def in_place(grads, state):
-    total = {k: torch.zeros_like(p) for k, p in state["params"].items()}
-    for g in grads:
-        for k in g:
-            total[k] += g[k]
-    return total
+def batch(rows=24):
+    torch.manual_seed(1)
+    return torch.randn(rows, SIZES[0]), torch.randn(rows, SIZES[-1])
 
 
-def foreach(grads, state):
-    total = list(grads[0].values())
-    for g in grads[1:]:
-        total = torch._foreach_add(total, list(g.values()))
-    return dict(zip(grads[0], total))
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
 
 
-def newest_first(grads, state):
-    return {k: grads[2][k] + grads[1][k] + grads[0][k] for k in grads[0]}
+def lower(micro=3, stage=None, ranks=2, keep="auto", rows=12):
+    schedules = zt.overlap_grads(), zt.prefetch()
+    sharded = () if stage is None else (zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *schedules)
+    return zt.chain(zt.accumulate(micro, keep=keep), *sharded)(train).lower(new_state(), *batch(rows))
 
 
-def newest_first_into_momentum(grads, state):
-    total = {k: 0.9 * m for k, m in state["m"].items()}
-    for g in reversed(grads):
-        total = {k: total[k] + g[k] / 3 for k in g}
-    return total
+@pytest.mark.parametrize("micro", [1, 2, 3, 8])
+def test_on_one_rank_it_has_the_bits_of_the_loop(micro):
+    step = zt.accumulate(micro)(train)
+    state, wanted = step.shard(new_state()), new_state()
+    for _ in range(3):
+        state, loss = step(state, *batch())
+        wanted, wanted_loss = loop(wanted, *batch(), micro)
+        assert same(state, wanted) and torch.equal(loss, wanted_loss)
 
 
-MERGED = [added, added_from_the_right, averaged_one_by_one, summed, into_momentum, in_place, foreach,
-          newest_first, newest_first_into_momentum]  # fmt: skip
+@pytest.mark.parametrize("keep", ["whole", "shard"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_one_rank_every_stage_has_the_bits_of_the_loop(stage, keep):
+    lowered = lower(3, stage, ranks=1, keep=keep, rows=24)
+    state, (loss,) = lowered.lockstep(new_state(), [batch()])
+    assert same((state, loss), loop(new_state(), *batch(), 3))
 
 
-def also_looked_at(grads, state):
-    """The norm of the first gradient is used too, so that gradient must be reduced alone."""
-    scale = {k: torch.rsqrt(1 + g.square().sum()) for k, g in grads[0].items()}
-    return {k: grads[0][k] + (grads[1][k] + grads[2][k]) * scale[k] for k in grads[0]}
+@pytest.mark.parametrize("stage, keep, gathered, reduced", [
+    (0, "auto", 0, 1), (0, "shard", 0, 3), (1, "auto", 1, 1), (1, "shard", 1, 3),
+    (2, "auto", 1, 3), (2, "whole", 1, 1), (3, "auto", 3, 3), (3, "whole", 3, 1),
+])  # fmt: skip
+def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_time(stage, keep, gathered, reduced):
+    lowered = lower(3, stage, keep=keep)
+    starts = [e for part in zt.ir.parts(lowered.graph).in_order for e in part.eqns if is_start(e)]
+    count = lambda role, *ops: sum(len(e.outs) for e in starts if e.op in ops and e.provenance.role == role)
+    assert count("grad", REDUCE_SCATTER, ALL_REDUCE) == 3 * reduced
+    assert count("param", ALL_GATHER) in (3 * gathered, (3 + 2) * gathered)  # at stage 3 two of them again in backward
+    assert count("output", ALL_REDUCE) == 1
+    assert lowered.cost_analysis().over("dp", "grad") == sum(t.bytes for (_, role), t in lowered.plan.traffic if role == "grad")
 
 
-def multiplied(grads, state):
-    return {k: grads[0][k] * grads[1][k] + grads[2][k] for k in grads[0]}
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
+    few, many = lower(2, stage, rows=16), lower(16, stage, rows=128)
+    assert len(few.hinted.eqns) == len(many.hinted.eqns)  # the plan then makes buckets, of which it has no more
+    assert len(many.graph.eqns) <= len(many.hinted.eqns)
+    lengths = [[len(part.eqns) for part in zt.ir.parts(each.hinted).different] for each in (few, many)]
+    assert lengths[0] == [lengths[1][0], lengths[1][2]]
+    peaks = [dataclasses.replace(each, graph=each.hinted).memory_analysis().peak for each in (few, many)]
+    assert peaks[1] - peaks[0] == 14 * 8 * 12 * 4  # the batch
 
 
-def crossed(grads, state):
-    """Sums of gradients of different values."""
-    up, down = grads[0]["up"], grads[1]["down"]
-    return {"up": up + (up + down.sum()), "down": down * grads[2]["down"] + grads[2]["up"].sum()}
+def test_costs_are_those_of_all_micro_batches():
+    lowered = lower(5, 2, rows=20)
+    first, middle, last = zt.ir.parts(lowered.graph).different
+    flops = lambda graph: dataclasses.replace(lowered, graph=graph).cost_analysis().flops
+    assert lowered.cost_analysis().flops == flops(first) + 3 * flops(middle) + flops(last)
+    seconds = [dataclasses.replace(lowered, graph=part).timeline().seconds for part in (first, middle, last)]
+    timeline = lowered.timeline()
+    assert timeline.seconds == pytest.approx(seconds[0] + 3 * seconds[1] + seconds[2])
+    assert timeline.bound[0] <= timeline.seconds * (1 + 1e-9)
 
 
-def doubled(grads, state):
-    """A gradient added to itself in one equation."""
-    return {k: g + g for k, g in grads[0].items()}
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_last_micro_batch_reduces_while_backward_runs(stage):
+    cluster = dataclasses.replace(zt.cluster("cpu", dp="ethernet-1g"))
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), zt.overlap_grads(bucket=0), zt.accumulate(3))(train)
+    last = zt.ir.parts(step.lower(new_state(), *batch(12), cluster=cluster).graph).last
+    reduces = [k for k, e in enumerate(last.eqns) if is_start(e) and e.provenance.role == "grad"]
+    matmuls = [k for k, e in enumerate(last.eqns) if "mm" in str(e.op)]
+    assert len(reduces) == 3 and reduces[0] < matmuls[-1]
 
 
-def step_with(total_of):
-    def step(state, batch):
-        parts = zip(*(t.chunk(MICRO) for t in batch))
-        total = total_of([grad(loss)(state["params"], *part) for part in parts], state)
-        return {**state, "m": total, "params": {k: p - 0.1 * total[k] for k, p in state["params"].items()}}, 0.0
+def test_scalars_are_averaged_and_other_outputs_joined():
+    def step(state, x, y):
+        new, loss = train(state, x, y)
+        return new, {"loss": loss, "x": x * 2, "rows": (x > 0).sum(1), "worst": loss.detach() * 3, "const": 7, "none": None}
 
-    return step
-
-
-def lower(total_of, stage, mesh=None, **options):
-    mesh = mesh or zt.AbstractMesh(dp=2)
-    params = {"up": torch.randn(16, 8), "down": torch.randn(6, 16)}
-    state = {"params": params, "m": {k: torch.ones_like(p) for k, p in params.items()}}
-    batch = torch.randn(12, 8), torch.randn(12, 6)
-    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), zt.overlap_grads())(step_with(total_of))
-    return step.lower(state, tuple(t.chunk(2)[0] for t in batch)), state, batch
+    x, y = batch()
+    _, out = zt.accumulate(4)(step)(zt.accumulate(4)(step).shard(new_state()), x, y)
+    _, loss = loop(new_state(), x, y, 4)
+    assert torch.equal(out["loss"], loss) and torch.allclose(out["worst"], 3 * loss)
+    assert torch.equal(out["x"], x * 2) and torch.equal(out["rows"], (x > 0).sum(1))
+    assert out["const"] == 7 and out["none"] is None
 
 
-def reductions(lowered, axis="dp"):
-    """How many reductions each leaf of the state has."""
-    counts: dict[str, int] = {}
-    for e in lowered.history[-2][1].eqns:  # the program before its reductions are put into buckets
-        if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role == "grad" and e.provenance.axis == axis:
-            counts[e.provenance.paths[0]] = counts.get(e.provenance.paths[0], 0) + 1
-    return counts
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_of_ranks_are_joined(stage):
+    def step(state, x, y):
+        new, loss = train(state, x, y)
+        return new, (loss, x @ state["params"][0])
+
+    local = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage, outputs="local")
+    lowered = zt.chain(local, zt.accumulate(3))(step).lower(new_state(), *batch(12))
+    x, y = batch(24)
+    _, outs = lowered.lockstep(new_state(), list(zip(x.chunk(2), y.chunk(2))))
+    for (_, shown), rows in zip(outs, x.chunk(2)):
+        assert torch.allclose(shown, rows @ new_state()["params"][0], atol=1e-5)
 
 
-@pytest.mark.parametrize("total_of", MERGED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("stage, each", [(0, 1), (1, 1), (2, MICRO), (3, MICRO)])
-def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stage, each):
-    lowered, _, _ = lower(total_of, stage)
-    assert reductions(lowered) == {"params.up": each, "params.down": each}
-    whole, ranks = (16 * 8 + 6 * 16) * 4, 2
-    wire = whole * (ranks - 1) // ranks * (2 if stage == 0 else 1)
-    assert lowered.cost_analysis().over("dp", "grad") == each * wire
+def test_numbers_and_scalars_are_passed_to_every_micro_batch():
+    def step(state, x, y, scale, *, rate=1.0):
+        grads, loss = grad_and_value(lambda p: loss_fn(p, x, y) * scale)(state["params"])
+        return {**state, "params": [p - rate * g for p, g in zip(state["params"], grads)]}, loss
+
+    (x, y), scaled = batch(), zt.accumulate(4)(step)
+    state, _ = scaled(scaled.shard(new_state()), x, y, torch.tensor(2.0), rate=0.1)
+    wanted, _ = zt.Step.of(step)(zt.Step.of(step).shard(new_state()), x, y, torch.tensor(2.0), rate=0.1)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(state["params"], wanted["params"]))
 
 
-@pytest.mark.parametrize("total_of", [added, averaged_one_by_one, into_momentum], ids=lambda f: f.__name__)
-def test_micro_batches_reduce_once_over_hosts_too(total_of):
-    lowered, _, _ = lower(total_of, 1, zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
-    assert reductions(lowered) == reductions(lowered, "host") == {"params.up": 1, "params.down": 1}
+def test_random_draws_are_those_of_the_loop():
+    def loss_fn(w, x):
+        return (F.dropout(x, 0.5) @ w).square().mean()
+
+    def step(state, x):
+        g, loss = grad_and_value(loss_fn)(state["w"], x)
+        return {"w": state["w"] - g - 0.01 * torch.randn_like(g)}, loss  # the update draws too, once
+
+    w, (x, _) = torch.randn(SIZES[0], 3), batch()
+    torch.manual_seed(5)
+    grads, losses = zip(*(grad_and_value(loss_fn)(w, part) for part in x.chunk(3)))
+    wanted = w - sum(grads[1:], grads[0]) / 3 - 0.01 * torch.randn_like(w)
+    torch.manual_seed(5)
+    state, loss = zt.accumulate(3)(step)({"w": w.clone()}, x)
+    assert torch.equal(state["w"], wanted) and torch.equal(loss, sum(losses) / 3)
 
 
-@pytest.mark.parametrize("total_of, most", [(also_looked_at, 2), (multiplied, 3), (crossed, 2)], ids=lambda x: getattr(x, "__name__", x))
-def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
-    lowered, _, _ = lower(total_of, 1)
-    assert reductions(lowered) == {"params.up": most, "params.down": most}
+def test_statistics_change_with_every_micro_batch_and_counts_once():
+    model = nn.Sequential(nn.Linear(SIZES[0], 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    wanted = copy.deepcopy(model)
+    step, state = zt.lift(body, model, optimizer)
+    state, _ = zt.accumulate(3)(step)(state, batch()[0])
+    norm = wanted[1]
+    for part in batch()[0].chunk(3):
+        wanted(part)
+    stats = pytree.tree_leaves_with_path(state)
+    named = {str(path[-1].key): leaf for path, leaf in stats if hasattr(path[-1], "key")}
+    assert torch.equal(named["1.running_mean"], norm.running_mean) and torch.equal(named["1.running_var"], norm.running_var)
+    assert named["1.num_batches_tracked"] == 1
 
 
-@pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):
-    """All micro-batches have the same data, as ranks split the batch into other micro-batches than one device does."""
-    lowered, state, _ = lower(total_of, stage)
-    batch = torch.randn(4, 8), torch.randn(4, 6)
-    repeated = tuple(t.repeat(MICRO, 1) for t in batch)
-    ranks = [(tuple(t.chunk(2)[r].repeat(MICRO, 1) for t in batch),) for r in range(2)]
-    new, _ = lowered.lockstep(state, ranks)
-    wanted, _ = step_with(total_of)(state, repeated)
-    for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(wanted)):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
+def test_a_lifted_loop_has_the_bits_of_the_loop_over_micro_batches(optimizer):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        return model, optimizer(model.parameters(), lr=0.01, **({} if optimizer is torch.optim.SGD else {"fused": True}))
+
+    model, opt = build()
+
+    def body(x, y):
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    lifted, state = zt.lift(body, model, opt)
+    step = zt.accumulate(4)(lifted)
+    for _ in range(3):
+        state, _ = step(state, *batch())
+    zt.restore(model, opt, state)
+
+    wanted, opt = build()
+    for _ in range(3):
+        opt.zero_grad()
+        for x, y in zip(*(t.chunk(4) for t in batch())):
+            (F.mse_loss(wanted(x), y) / 4).backward()  # 4 is a power of two: no bit depends on where it divides
+        opt.step()
+    assert same(list(model.parameters()), list(wanted.parameters()))
 
 
-def test_a_scale_moves_before_the_reduction_only_if_reductions_are_merged():
-    """Without a merge, it is cheaper to scale the shard than the whole gradient."""
+def test_a_leaf_that_cannot_be_cut_is_named():
+    def step(state, x, targets):
+        return train(state, x, targets["y"])
 
-    def alone(grads, state):
-        return {k: 0.9 * state["m"][k] + 0.1 * g for k, g in grads[0].items()}
+    x, y = batch()
+    with pytest.raises(ValueError, match=re.escape("accumulate: targets.y has 22 rows, which cannot be cut into 4 equal parts")):
+        zt.accumulate(4)(step)(new_state(), x, {"y": y[:22]})
+    compiled = zt.accumulate(4)(train).lower(new_state(), x, y).compile()
+    with pytest.raises(TypeError, match=re.escape("compiled for x: f32[24,8], called with f32[20,8]")):
+        compiled(new_state(), x[:20], y[:20])
+    with pytest.raises(ValueError, match=re.escape("x has 12 rows, and the program is for 4 micro-batches of 6 rows")):
+        zt.evaluate(compiled.graph, *pytree.tree_leaves(new_state()), x[:12], y[:12])
 
-    for stage in (0, 1):
-        assert "scaled" not in str(lower(alone, stage)[0])
-        assert "scaled" in str(lower(averaged_one_by_one, stage)[0])
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match=r"accumulate: micro=0; it is the number of micro-batches, at least 1"):
+        zt.accumulate(0)
+    with pytest.raises(ValueError, match=r"accumulate: keep='both'; use 'whole', 'shard' or 'auto'"):
+        zt.accumulate(2, keep="both")
+    with pytest.raises(ValueError, match=r"accumulate: applied twice with different options"):
+        zt.chain(zt.accumulate(2), zt.accumulate(4))(train)
+    with pytest.raises(ValueError, match=r"to_fx: train runs for 3 micro-batches"):
+        zt.to_fx(lower(3).graph)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_sum_of_gradients_is_rounded_for_the_wire_and_not_the_terms(stage):
-    """The step casts gradients to fp32 and adds them. Only their sum is cast to bf16 for the message."""
+def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
+    def step(state, x, y):
+        new, loss = train(state, x, y)
+        return {**new, "m": [m + x.mean(0).sum() + x[:1].T for m in new["m"][:1]] + new["m"][1:]}, loss
 
-    def half(state, batch):
-        def loss(params, x, y):
-            low = {k: p.bfloat16() for k, p in params.items()}
-            return ((x.bfloat16() @ low["up"].T) @ low["down"].T - y.bfloat16()).float().square().mean()
+    with pytest.raises(ValueError, match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py"):
+        zt.accumulate(2)(step).lower(new_state(), *batch())
 
-        parts = zip(*(t.chunk(MICRO) for t in batch))
-        g = [grad(loss)(state["params"], *part) for part in parts]
-        return {"params": {k: p - (g[0][k] + g[1][k] + g[2][k]) for k, p in state["params"].items()}}, 0.0
+    def count(state, x, y):
+        new, loss = train(state, x, y)
+        return new, (loss, (x > 0).sum())
 
-    state = {"params": {"up": torch.randn(16, 8), "down": torch.randn(6, 16)}}
-    batch = torch.randn(6, 8), torch.randn(6, 6)
-    step = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage, reduce_dtype=torch.bfloat16)(half)
-    graph = step.lower(state, batch).graph
-    sums = [e for e in graph.eqns if e.op is torch.ops.aten.add.Tensor and e.outs[0].shape in ((16, 8), (6, 16))]
-    assert len(sums) == 4 and all(e.outs[0].dtype == torch.float32 for e in sums)
-    (wire,) = {e.kwargs["dtype"] for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE)}
-    assert wire == torch.bfloat16
+    with pytest.raises(ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Make it a float"):
+        zt.accumulate(2)(count).lower(new_state(), *batch())
+
+
+def test_a_scalar_of_the_forward_enters_the_update_as_its_mean():
+    def step(state, x, y):
+        new, loss = train({k: state[k] for k in ("params", "m")}, x, y)
+        return {**new, "ema": 0.9 * state["ema"] + 0.1 * loss}, loss
+
+    state, loss = zt.accumulate(3)(step)({**new_state(), "ema": torch.tensor(1.0)}, *batch())
+    assert torch.equal(state["ema"], 0.9 * torch.tensor(1.0) + 0.1 * loss)
+
+
+def test_parameters_that_are_updated_between_two_backwards_are_an_error():
+    def gan(state, x, y):
+        grads, _ = grad_and_value(loss_fn)(state["params"], x, y)
+        params = [p - 0.1 * g for p, g in zip(state["params"], grads)]
+        more, loss = grad_and_value(lambda m: loss_fn(params, x @ m[0][:, :8], y))(state["m"])
+        return {"params": params, "m": [m - g for m, g in zip(state["m"], more)]}, loss
+
+    with pytest.raises(ValueError, match=r"accumulate: state params.0: .* is updated before the last backward"):
+        zt.accumulate(2)(gan).lower(new_state(), *batch())
+
+
+def test_half_precision_gradients_are_rounded_when_they_are_sent_and_not_when_they_are_summed():
+    def half(state, x, y):
+        grads, loss = grad_and_value(lambda p: loss_fn([w.bfloat16() for w in p], x.bfloat16(), y))(state["params"])
+        return updated(state, grads), loss
+
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=1, reduce_dtype=torch.bfloat16)
+    graph = zt.chain(shard, zt.accumulate(4))(half).lower(new_state(), *batch()).graph
+    sums = [e for e in graph.eqns if e.op is zt.ir.ACCUMULATE and len(e.out.shape) == 2]
+    assert len(sums) == 3 and all(e.out.dtype == torch.float32 for e in sums)
+    starts = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad"]
+    assert all(e.kwargs["dtype"] == torch.bfloat16 for e in starts)
+
+
+def test_a_step_without_gradients_runs_in_micro_batches():
+    def evaluate(state, x, y):
+        return state, (loss_fn(state["params"], x, y), x @ state["params"][0])
+
+    x, y = batch()
+    _, (loss, hidden) = zt.accumulate(4)(evaluate)(new_state(), x, y)
+    assert torch.allclose(loss, loss_fn(new_state()["params"], x, y))
+    assert torch.allclose(hidden, x @ new_state()["params"][0], atol=1e-5)
+
+
+def test_a_plan_is_saved_and_used_again(tmp_path):
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.overlap_grads(), zt.accumulate(3))(train)
+    first = step.lower(new_state(), *batch(12))
+    first.plan.save(tmp_path / "plan.json")
+    again = step.planned(zt.Plan.load(tmp_path / "plan.json")).lower(new_state(), *batch(12))
+    assert str(again.graph) == str(first.graph)
+
+
+def test_a_recorded_step_advances_the_state_and_tunes_the_plan():
+    step = zt.accumulate(3)(train)
+    state, wanted = new_state(), new_state()
+    profile = step.tune(state, *batch(), steps=2)
+    for _ in range(4):
+        wanted, _ = loop(wanted, *batch(), 3)
+    assert same(state, wanted)
+    assert any("mm" in signature for signature in profile.seconds_by_signature)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
+def test_compiled_kernels_sum_in_place_and_agree():
+    compiled = zt.accumulate(3)(train).lower(new_state(), *batch()).compile(backend="inductor")
+    state, loss = compiled(new_state(), *batch())
+    wanted, wanted_loss = loop(new_state(), *batch(), 3)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted)))
+    assert torch.allclose(loss, wanted_loss)
+
+
+@pytest.mark.slow
+def test_the_peak_is_the_one_that_was_predicted():
+    layers, width, rows = 4, 256, 512
+
+    def step(state, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = torch.relu(h @ w)
+            return h.square().mean()
+
+        grads, value = grad_and_value(loss)(state)
+        return [p - 0.01 * g for p, g in zip(state, grads)], value
+
+    state, x = [torch.randn(width, width) * 0.05 for _ in range(layers)], torch.randn(rows, width)
+    compiled = zt.accumulate(4)(step).lower(state, x).compile()
+    state, _ = compiled(state, x)
+    memory, before = compiled.lowered.memory_analysis(), lent()
+    with Peak() as peak:
+        for _ in range(8):
+            state, _ = compiled(state, x)
+    predicted = memory.peak - memory.state - x.nbytes
+    assert predicted >= layers * width * width * 4  # the sums
+    assert peak.bytes - before <= predicted * 1.05 + (64 << 10)
+
+
+def test_a_failure_before_the_update_leaves_the_state_whole():
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads(update="last"), zt.accumulate(3))(train)
+    last = zt.ir.parts(step.lower(new_state(), *batch(12)).graph).last
+    begin = first_write(last)
+    assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])
+    assert begin > max(k for k, e in enumerate(last.eqns) if is_start(e))

@@ -5,9 +5,12 @@ The names below are public. With them a user writes a transform: the data (`Grap
 """
 
 from .collectives import (
+    ACCUMULATE,
     ALL_GATHER,
     ALL_REDUCE,
     GRADIENT,
+    JOIN,
+    KEEP,
     PMEAN,
     PSUM,
     REDUCE_SCATTER,
@@ -42,14 +45,17 @@ from .graph import (
     users,
     variables,
 )
+from .micro_batches import Parts, parts
 from .operations import is_matmul, is_view
 from .printer import diff, equation, op_name, program
 from .verifier import ProgramError, check
 
 __all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD", "WAIT",
-    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Primitive", "ProgramError", "Provenance", "Rules",
-    "Split", "Start", "Var",
+    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
+    "WAIT",
+    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Parts", "Primitive", "ProgramError",
+    "Provenance", "Rules", "Split", "Start", "Var",
     "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "lane",
-    "op_name", "pair", "producers", "program", "reduce", "rename", "rules", "substitute", "users", "variables", "wait",
+    "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute", "users",
+    "variables", "wait",
 ]  # fmt: skip

@@ -27,11 +27,16 @@ def _devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
+@functools.cache
+def _autocasts() -> tuple[str, ...]:
+    return tuple(f"autocast on {device}" for device in _devices())
+
+
 def ambient() -> dict[str, Any]:
     """The settings of PyTorch on which a trace depends, by name."""
-    casts = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()}
+    casts = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()]
     return {
-        **{f"autocast on {device}": dtype for device, dtype in casts.items()},
+        **dict(zip(_autocasts(), casts)),
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
     }

@@ -61,7 +61,8 @@ class _Storages:
         live = liveness(graph)
         self.root, self.last = live.root, dict(live.last)
         self.state, self.writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
-        self.filling = set(self.state)  # values that fill a storage which the program may write
+        donated = {v for v, _ in graph.donated}
+        self.filling = self.state | donated  # values that fill a storage which the program may write
         self.taken: dict[Var, Var] = {}  # results, each with the owner of the storage that it took
         self.read: dict[Var, int] = {}
 

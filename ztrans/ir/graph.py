@@ -174,10 +174,12 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh: the axes of the mesh and their sizes.
-        history: the transforms that were applied, in order.
+        mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
+        stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
+        donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
+        added: the names of the outputs that transforms have added, behind those of the step.
         notes: remarks of transforms on what they did, which print with the program.
     """
 
@@ -191,10 +193,13 @@ class Graph:
     history: tuple[str, ...] = ()
     writes_last: bool = False
     budget: int | None = None
+    stage: int | None = None
+    micro: int = 1
+    donated: tuple[tuple[Var, Var], ...] = ()
+    added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Graph:
-        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -235,11 +240,8 @@ def variables(tree: Any) -> Iterator[Var]:
     """Every `Var` in nested lists, tuples and dicts, in order."""
     if isinstance(tree, Var):
         yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from variables(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from variables(item)
 
 
@@ -270,12 +272,12 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
-def dce(graph: Graph) -> Graph:
-    """Drop the equations whose results are never read. Random draws stay, for their effect."""
+def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
+    """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))
     kept = []
     for eqn in reversed(graph.eqns):
-        if is_random(eqn.op) or any(out in live for out in eqn.outs):
+        if has_effect(eqn) or any(out in live for out in eqn.outs):
             kept.append(eqn)
             live.update(eqn.ins)
     return graph.replace(eqns=tuple(reversed(kept)))

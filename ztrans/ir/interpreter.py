@@ -17,6 +17,7 @@ from .ambient import refuse_inside, without_autocast
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
+from .micro_batches import Carry, parts
 from .relations import grouped
 
 
@@ -50,6 +51,8 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
         TypeError: it is called inside a transform of torch.func.
     """
     refuse_inside("lockstep", ranks)
+    if graph.micro > 1:
+        return _micro_batches(graph, ranks)
     places = coordinates(graph.mesh)
     if len(ranks) != len(places):
         raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
@@ -62,6 +65,16 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
                 for env in values:
                     del env[dead]
     return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in values]
+
+
+def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+    """As `lockstep`, one micro-batch after the other."""
+    programs = parts(graph)
+    carries = [Carry(graph, programs, inputs) for inputs in ranks]
+    for program in programs.before_last:
+        for carry, outputs in zip(carries, lockstep(program, [carry.inputs() for carry in carries])):
+            carry.take(outputs)
+    return lockstep(programs.last, [carry.inputs() for carry in carries])
 
 
 def _run(

@@ -126,8 +126,8 @@ def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
     needs = [{part_of[maker[v]] for e in part for v in e.ins if v in maker} for part in parts]
     readers: dict[int, list[int]] = {}
     for k, needed in enumerate(needs):
-        for other in needed:
-            readers.setdefault(other, []).append(k)
+        for needed_group in needed:
+            readers.setdefault(needed_group, []).append(k)
     ready = [(place[part[-1]], k) for k, part in enumerate(parts) if not needs[k]]
     heapq.heapify(ready)
     ordered = []

@@ -88,6 +88,8 @@ def _check_state(graph: Graph) -> None:
 def check_interface(before: Graph, after: Graph) -> None:
     """Verify that a rewritten program has the inputs and outputs that it had before; layouts may differ.
 
+    Behind its outputs there may be more, whose names are in `Graph.added`.
+
     Raises: ProgramError that names the input, or gives the number of outputs.
     """
     if after.num_state != before.num_state:
@@ -97,7 +99,14 @@ def check_interface(before: Graph, after: Graph) -> None:
     for old, new in zip(before.inputs, after.inputs):
         if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
-    if len(after.outputs) != len(before.outputs):
-        raise ProgramError(f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}")
+    more = after.added[len(before.added) :]
+    if after.added != (*before.added, *more) or len(set(after.added)) != len(after.added):
+        raise ProgramError(f"the added outputs are {after.added}, and they were {before.added}: add others behind them")
+    if len(after.outputs) != len(before.outputs) + len(more):
+        named = f", and {len(more)} names in graph.added for more" if more else ""
+        raise ProgramError(
+            f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{named}. Add outputs behind "
+            f"the others, with a name for each: graph.replace(outputs=(*graph.outputs, y), added=(*graph.added, 'y'))"
+        )
     if not after.batch <= set(after.inputs):
         raise ProgramError(f"{', '.join(map(str, after.batch - set(after.inputs)))} of the batch is no input")

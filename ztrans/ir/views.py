@@ -47,22 +47,22 @@ def simpler_calls(graph: Graph, shape: Callable[[Var], tuple[int, ...]], apart: 
     `shape` gives the shape of a value on this rank; the sizes in the program are those of this rank too.
     """
     views = _Views(graph, shape)
-    made: dict[Eqn, tuple[Eqn, ...]] = {}
+    calls: dict[Eqn, tuple[Eqn, ...]] = {}
     equal: dict[Var, Var] = {}
     for e in graph.eqns:
         simpler = (e,) if e in apart else views.simpler(e)
         if isinstance(simpler, Var):
             equal[e.out], simpler = equal.get(simpler, simpler), ()
-        made[e] = simpler
+        calls[e] = simpler
     read = {equal.get(v, v) for v in variables(graph.outputs)}
     for e in reversed(graph.eqns):
         kept = []
-        for call in reversed(made[e]):
+        for call in reversed(calls[e]):
             if call.op not in _LEFT_OUT or e in apart or any(v in read for v in call.results):
                 kept.append(call)
                 read.update(equal.get(v, v) for v in call.ins)
-        made[e] = tuple(reversed(kept))
-    return Calls({e: simpler for e, simpler in made.items() if simpler != (e,)}, equal)
+        calls[e] = tuple(reversed(kept))
+    return Calls({e: simpler for e, simpler in calls.items() if simpler != (e,)}, equal)
 
 
 class _Views:

@@ -5,9 +5,10 @@ The figures are for rank 0, whose shards are the largest. They follow from the p
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
+from ..ir.micro_batches import is_cut, parts
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 from .launches import launches
@@ -94,6 +96,8 @@ def local_bytes(graph: Graph) -> Callable[[Var], int]:
 
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
+    if graph.micro > 1:
+        return _total([cost(part) for part in parts(graph).in_order])
     size = local_bytes(graph)
     operations, traffic = 0, 0
     wire: Counter[tuple[str, str]] = Counter()
@@ -105,6 +109,15 @@ def cost(graph: Graph) -> Cost:
             operations += flops(e, graph)
     by_equation = launches(graph).values()
     calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
+    return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
+
+
+def _total(costs: Sequence[Cost]) -> Cost:
+    wire: Counter[tuple[str, str]] = Counter()
+    for each in costs:
+        wire.update(dict(each.wire))
+    totals = (sum(getattr(each, field) for each in costs) for field in ("flops", "bytes", "calls", "launches"))
+    operations, traffic, calls, kernels = totals
     return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
@@ -169,7 +182,12 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
 
 
 def memory(graph: Graph) -> Memory:
-    """Count the live bytes at every equation of a program (see `held`)."""
+    """Count the live bytes at every equation of a program (see `held`).
+
+    Of a program of micro-batches, they are those of the micro-batch with the highest peak.
+    """
+    if graph.micro > 1:
+        return _highest(graph)
     every, n = held(graph, donation(graph)), len(graph.eqns)
     state = sum(h.bytes for h in every[: graph.num_state])
     change = [0] * (n + 1)
@@ -182,3 +200,17 @@ def memory(graph: Graph) -> Memory:
     at_peak = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
     return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)
+
+
+def _highest(graph: Graph) -> Memory:
+    """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
+    programs, size = parts(graph), local_bytes(graph)
+    batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
+    returned = sum(size(v) for v in programs.first.outputs[graph.num_state + programs.sums :][: programs.joins])
+    held_by_others = {programs.middle: batch + (graph.micro - 2) * returned}
+
+    def counted(part: Graph) -> Memory:
+        own, more = memory(part), held_by_others.get(part, batch)
+        return dataclasses.replace(own, live=tuple(n + more for n in own.live), peak=own.peak + more)
+
+    return max(map(counted, programs.different), key=lambda each: each.peak)

@@ -15,13 +15,14 @@ import torch
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_alone, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
+from ..ir.micro_batches import parts
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster, Device
 from .cost import flops, local_bytes, memory
 from .event_simulator import Message, play
 from .launches import launches
-from .timeline import COMPUTE, Event, Timeline
+from .timeline import COMPUTE, Event, Timeline, one_by_one
 
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
@@ -165,6 +166,8 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
+    if graph.micro > 1:
+        return _in_turn(graph, cluster)
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])
     events = [Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0]
@@ -173,3 +176,10 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))
     curve = tuple(zip(played.start, live.live))
     return Timeline(f"{graph.name}, simulated", played.seconds, tuple(events), curve)
+
+
+def _in_turn(graph: Graph, cluster: Cluster) -> Timeline:
+    """The timelines of all micro-batches, one behind the other."""
+    programs = parts(graph)
+    simulated = {part: simulate(part, cluster) for part in programs.different}
+    return one_by_one(f"{graph.name}, simulated", [simulated[part] for part in programs.in_order])

@@ -6,7 +6,9 @@ below the lanes shows the live memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -125,6 +127,16 @@ class Timeline(_Shown):
 
     def __repr__(self) -> str:
         return f"Timeline({self.name!r}, {format_seconds(self.seconds)}, {len(self.events)} events)"
+
+
+def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
+    """The timelines of programs that run one behind the other, as one timeline."""
+    begin, events, memory = 0.0, list[Event](), list[tuple[float, int]]()
+    for each in timelines:
+        events += (dataclasses.replace(e, start=e.start + begin) for e in each.events)
+        memory += ((time + begin, live) for time, live in each.memory)
+        begin += each.seconds
+    return Timeline(name, begin, tuple(events), tuple(memory))
 
 
 @dataclass(frozen=True, repr=False)

@@ -103,6 +103,7 @@ def profile(
     inputs: Sequence[torch.Tensor],
     steps: int = 3,
     together: Callable[[], object] = lambda: None,
+    prepare: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda inputs: inputs,
 ) -> Profile:
     """Run and record some steps. All ranks must call it. Times are medians over the steps.
 
@@ -113,6 +114,8 @@ def profile(
         steps: the number of steps.
         together: waits for all ranks. It is called before each step, so that times since its start are comparable
             between ranks.
+        prepare: returns the inputs of the program from `inputs`, before each step. It runs all micro-batches but the
+            last, which is recorded.
 
     Raises: ValueError if `steps` is below 1.
 
@@ -133,8 +136,9 @@ def profile(
         for _ in range(steps):
             record = Record(device, watchers)
             module.record = record
+            given = prepare(inputs)
             together()
-            run(inputs)
+            run(given)
             runs.append(record.times())
     observed = tuple(_observed(graph, t) for t in runs)
     return Profile(

@@ -82,8 +82,8 @@ def _stand_in(kind: Any) -> Any:
         return kind(1)
     if not isinstance(kind, tuple):
         return kind
-    what, rest = kind
-    return [_stand_in(x) for x in rest] if what is list else torch.empty((1,) * rest, device="meta")
+    container, rest = kind
+    return [_stand_in(x) for x in rest] if container is list else torch.empty((1,) * rest, device="meta")
 
 
 class _Stop(Exception):

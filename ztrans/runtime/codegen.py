@@ -68,6 +68,11 @@ def to_fx(
         on_write: a function that the program calls before the first equation that writes over the state.
         emitters: for each primitive, the function that emits its calls.
     """
+    if graph.micro > 1:
+        raise ValueError(
+            f"to_fx: {graph.name} runs for {graph.micro} micro-batches, in up to three programs.\n"
+            f"Write each of them: zt.to_fx(zt.ir.parts(graph).last), and so first and middle."
+        )
     at = coordinates(graph, mesh)
     if mesh is not None:
         graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)

@@ -19,7 +19,7 @@ from .meeting import Call, everywhere, first_difference, meet
 
 def messages(graph: Graph) -> list[str]:
     """The messages that a program sends, in order, a line for each. They must be the same on every rank."""
-    lines = []
+    lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
     for e in graph.eqns:
         if is_start(e):
             sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]

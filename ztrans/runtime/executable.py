@@ -35,6 +35,11 @@ class Executable:
     on_write: Callable[[], None] | None
     shown: tuple[int, ...]
 
+    @property
+    def modules(self) -> torch.nn.Module:
+        """The module that holds all collectives of the program."""
+        return self.program
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         # Generated code calls functions such as torch.mm, which modes of the caller would see and slow down.
         with torch.no_grad(), without_autocast(), torch._C.DisableTorchFunction():

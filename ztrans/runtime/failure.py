@@ -56,7 +56,7 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 
 @contextlib.contextmanager
 def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes) -> Iterator[None]:
-    """Run a step whose state has these leaves.
+    """Run a step of the program `name`, whose state has these leaves.
 
     If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
     because this rank has sent only some of the messages that they wait for.
@@ -69,6 +69,7 @@ def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: W
         yield
     except BaseException as error:
         torch.set_grad_enabled(grad_enabled)  # an interrupt may arrive inside the exit of torch.no_grad()
+        name = f"step {steps_of(leaves) + 1} of {name}"
         if writes.begun:
             _mark(leaves, f"{name} failed with {type(error).__name__}")
         remark = "The state is half updated." if writes.begun else "The state is as it was before the step."

@@ -104,8 +104,8 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
             "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
         )
     head = f"{name}: rank {groups.ranks[groups.rank]} has lost other ranks of the mesh.\n"
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    return LostRank(f"{head}{''.join(lines)}The backend says: {said}")
+    message = (str(error).splitlines() or [type(error).__name__])[0]
+    return LostRank(f"{head}{''.join(lines)}The backend says: {message}")
 
 
 def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:

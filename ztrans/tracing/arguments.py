@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -16,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Layout, Var
 from ..ir.layout import AbstractMesh, placements
+from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
-from .trace import EXTRA, Abstract, Program
+from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -59,6 +61,17 @@ class Arguments(NamedTuple):
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
         return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
 
+    def micro_batch(self, fn: Callable, micro: int) -> Arguments:
+        """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
+
+        Raises: ValueError that names the leaf of the batch that cannot be cut.
+        """
+        paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
+        leaves, tree = pytree.tree_flatten(self.batch)
+        named = zip(paths[len(paths) - len(leaves) :], leaves)
+        cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
+        return self._replace(batch=pytree.tree_unflatten(cut, tree))
+
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
         return pytree.tree_flatten((self.state, *self.batch))
@@ -68,10 +81,10 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.state)
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    def batch_key(self) -> BatchKey:
-        """The properties of the batch that a program is specialised on."""
+    def batch_key(self) -> tuple[list, BatchKey]:
+        """The leaves of the batch, and the properties of the batch that a program is specialised on."""
         leaves, tree = pytree.tree_flatten(self.batch)
-        return BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        return leaves, BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
 
 
 def _described(x: Any, is_state: bool) -> tuple:
@@ -176,18 +189,19 @@ def flat(
         check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, x, y in zip(graph.inputs, leaves, local, strict=True):
-        if v.shape != tuple(getattr(x, "shape", ())) or v.dtype != y.dtype:
-            got = Var("", y.dtype, tuple(getattr(x, "shape", ()))).type
+        shape, wanted = tuple(getattr(x, "shape", ())), full_shape(graph, v)
+        if shape != wanted or v.dtype != y.dtype:
+            made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type
             raise TypeError(
-                f"{name}: compiled for {v}, called with {got}.\n"
+                f"{name}: compiled for {made_for}, called with {got}.\n"
                 f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
             )
     return leaves, local
 
 
-def local_batch(program: Program, num_state: int, arguments: Arguments) -> list[torch.Tensor]:
-    """The tensors that this rank holds of a batch whose key is that of a batch which `flat` has accepted."""
-    leaves, static = pytree.tree_leaves(arguments.batch), {i - num_state for i, _ in program.static}
+def local_batch(program: Program, num_state: int, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that this rank holds of the leaves of a batch whose key is that of one that `flat` has accepted."""
+    static = {i - num_state for i, _ in program.static}
     return [_read(x) for i, x in enumerate(leaves) if i not in static]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..ir.graph import is_random
@@ -203,6 +204,12 @@ def many_programs(step: str, count: int, leaves: Sequence[Any]) -> str:
         f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
         f"and the whole numbers and signs in the optimizer's parameter groups."
     )
+
+
+def warn_of_trace(text: str, source: Source | None) -> None:
+    """Warn at the user's line, on one rank, because all ranks trace the same code."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warn(text, source)
 
 
 def warn(text: str, source: Source | None) -> None:

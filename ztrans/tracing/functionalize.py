@@ -112,7 +112,7 @@ class Builder:
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
             outs.append(None)
-            if isinstance(x, torch.Tensor):
+            if hasattr(x, "stride"):
                 label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
                 outs[i] = out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
                 self.strides[out] = x.stride()

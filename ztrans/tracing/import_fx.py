@@ -9,7 +9,6 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.graph import Eqn, Names, Var
 from ..ir.operations import shows_argument
 from ..ir.source import where
+from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .overloads import functional, is_written, member, outs, with_defaults
 from .regions import Fact
@@ -39,7 +39,7 @@ _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new va
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
     """The equations of a recorded graph, its outputs, and what the tracer recorded about each equation."""
-    fakes = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
+    fakes = (n.meta["seen"] for n in graph.nodes if n.op == "placeholder")
     builder = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
     env: dict[fx.Node, Any] = {}
     unread = iter(inputs)
@@ -56,17 +56,17 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
         elif node.target.__name__ == "getitem":
             env[node] = args[0][args[1]]
         else:
-            env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("val"))
+            env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("seen"))
     return builder.eqns, outputs, {eqn: _fact(node) for eqn, node in builder.nodes.items()}
 
 
 def _fact(node: fx.Node) -> Fact:
     custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
     if policy is not None and policy.name.endswith("OFFLOAD"):
-        warnings.warn(
+        warn_of_trace(
             f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
             f"  at {where(custom.get('source'))}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
-            stacklevel=2,
+            custom.get("source"),
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.source import Source, user_source, where
 from .captured import constants
-from .errors import changes_python, draws_in_python, leaks_tensor, warn
+from .errors import changes_python, draws_in_python, leaks_tensor, warn_of_trace
 from .fx_trace import Recorded
 from .generators import Generators
 from .reached import ABSENT, Reach, is_internal
@@ -104,9 +104,9 @@ def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded
         generators.restore()
         before.restore()
     for name, line in leaks:
-        warn(leaks_tensor(name, line, step), line)
+        warn_of_trace(leaks_tensor(name, line, step), line)
     for tensor, line in _alive(first):
-        warn(leaks_tensor(_holder(tensor), line, step), line)
+        warn_of_trace(leaks_tensor(_holder(tensor), line, step), line)
     return first
 
 
@@ -166,7 +166,7 @@ def _heard(step: str) -> Iterator[None]:
     with contextlib.redirect_stdout(heard):
         yield
     for line in heard.lines:
-        warn(
+        warn_of_trace(
             f"trace: {step} prints while it is traced, and its program will not.\n  at {where(line)}\n"
             f"Return what you want to see as output, and print it after the step.",
             line,

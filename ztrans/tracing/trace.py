@@ -45,6 +45,14 @@ class Program:
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
 
+    def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
+        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
+        transforms have added."""
+        if not added:
+            return self.out_tree
+        state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
+
 
 @dataclass(frozen=True)
 class Abstract:
@@ -144,7 +152,7 @@ def trace(
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and _varies(leaves[i], paths[i]))
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
 
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
@@ -172,8 +180,8 @@ def trace(
     return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
 
 
-def _varies(leaf: Any, path: str) -> bool:
-    """Whether an argument other than the state differs from rank to rank: a tensor of the batch."""
+def is_of_batch(leaf: Any, path: str) -> bool:
+    """Whether an argument other than the state is a tensor of the batch, which differs from rank to rank."""
     return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 

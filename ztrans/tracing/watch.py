@@ -41,6 +41,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # fake tensors ask it of each other
+            return func(*args, **kwargs)
         node = torch._C._current_autograd_node()
         source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
         latest = torch.autograd._get_sequence_nr() - 1
@@ -93,7 +95,7 @@ class Watch(TorchDispatchMode):
         if c10d.is_point_to_point(func):
             raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
-            errors.warn(
+            errors.warn_of_trace(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
                 line,
             )

@@ -1,189 +1,178 @@
-"""Reduce a sum of gradients once, instead of summing reduced gradients: ZeRO stages 0 and 1 with micro-batches.
+"""accumulate: run a step in micro-batches, whose gradients are averaged before the update.
 
-    wait(reduce(a)) + 0                        -->   wait(reduce(a)), because `sum()` starts from 0
-    wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
-    (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
-    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), if such a sum follows
-
-Reductions are linear, so the results are equal up to rounding. Gradients stay whole until the last micro-batch.
+The program is written for one micro-batch. Marks say which of its values are summed or joined over all micro-batches;
+`ir.micro_batches` says how such a program runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import pair
-from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair
+from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
+from ..ir.source import Source, where
+from .base import Transform, check_number, constructor
+from .edits import Edits
+from .micro_roles import Gradient, Roles
 
 aten = torch.ops.aten
-_CAST = aten._to_copy.default
-SUMS = (aten.add.Tensor,)
-SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
-def accumulate_unsharded(graph: Graph) -> Graph:
-    """Rewrite with the patterns above until none of them matches."""
-    while (rewritten := _rewritten(graph)) is not None:
-        graph = rewritten
-    return graph
+@constructor
+def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") -> Transform:
+    """Run a step in micro-batches: their gradients are averaged, and the update runs once.
+
+    Each leaf of the batch is cut along dim 0 into `micro` equal parts, one for each micro-batch. Numbers and scalars
+    are passed to all of them. Scalar outputs are averaged; other outputs are joined along dim 0. The step is traced for
+    one micro-batch, so the length of the program does not depend on their number. The reductions of the last
+    micro-batch overlap with its backward, as without micro-batches. The transform may stand anywhere in a chain.
+
+    A leaf of the state that depends on the batch itself, such as a running mean of batch norm, changes with every
+    micro-batch. A count that does not depend on the batch changes once a step.
+
+    Rewrites:
+        g = wait(reduce_scatter(g0, mean))         s = accumulate(g0)
+        w1 = update(w, g)                    -->   g = div(wait(reduce_scatter(s, mean)), micro); w1 = update(w, g)
+
+    Args:
+        micro: the number of micro-batches.
+        keep: what is kept between micro-batches. "whole" keeps the sum of whole gradients, which is reduced once.
+            "shard" reduces the gradients of each micro-batch, and keeps the sum of their shards. "auto" is "whole" at
+            stages 0 and 1, and "shard" at stages 2 and 3.
+
+    Raises: ValueError if an option is unknown. When the step is traced, ValueError if a leaf of the batch cannot be
+        cut. When it is lowered, ValueError if something other than gradients and scalars of a micro-batch enters the
+        update, or parameters are updated before the last backward.
+
+    Source: PyTorch's `no_sync` and FSDP2's `set_requires_gradient_sync`; optax.MultiSteps.
+
+    >>> accumulate(4)
+    accumulate(micro=4)
+    """
+    check_number("accumulate: micro", micro, "the number of micro-batches, at least 1", 1)
+    if keep not in ("whole", "shard", "auto"):
+        raise ValueError(f"accumulate: keep={keep!r}; use 'whole', 'shard' or 'auto'.")
+    return _Accumulate(micro, keep)
 
 
-def _rewritten(graph: Graph) -> Graph | None:
-    """The program with one pattern applied: the first that matches, at the first equation at which one matches."""
-    uses = _Uses(graph)
-    graphs = (pattern(uses, e) for e in graph.eqns for pattern in _PATTERNS)
-    return next((new for new in graphs if new is not None), None)
+@dataclass(frozen=True, repr=False)
+class _Accumulate(Transform):
+    turn: ClassVar[int] = 3
 
-
-@dataclasses.dataclass(frozen=True)
-class _Reduced:
-    """A value `wait(reduce(term))`, of which `start` is the reduction and `end` the wait. The value has one reader."""
-
-    term: Var
-    start: Eqn
-    end: Eqn
-
-    def sums_with(self, second: _Reduced) -> bool:
-        """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
-        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, second)]
-        return keys[0] == keys[1] and self.end is not second.end
+    micro: int
+    keep: Literal["whole", "shard", "auto"] = "auto"
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The state leaves that the gradient is for."""
-        return self.start.provenance.paths if self.start.provenance else ()
+    def micro_batches(self) -> int:
+        return self.micro
+
+    def rewrite(self, graph: Graph) -> Graph:
+        if self.micro == 1:
+            return graph
+        stage = graph.stage or 0
+        keep = ("whole" if stage <= 1 else "shard") if self.keep == "auto" else self.keep
+        marking = _Marking(graph.replace(micro=self.micro), keep == "whole")
+        return marking.run(kept=stage in (1, 2))
 
 
-class _Uses:
-    """A program, with the equation that computes each value and those that read it."""
+class _Marking:
+    """Write the marks of a program: `edits` holds the new equations, and what others then read."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
-        self.waits = pair(graph).waits
-        self.outputs = set(variables(graph.outputs))
+    def __init__(self, graph: Graph, whole: bool) -> None:
+        self.graph, self.whole, self.roles, self.edits = graph, whole, Roles(graph), Edits(graph)
+        self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.results])
+        self.readers = users(graph)
 
-    def only_reader(self, v: Var) -> Eqn | None:
-        """The equation that reads `v`, if it is the only one, and `v` is no output."""
-        readers = self.readers.get(v, ())
-        return readers[0] if len(readers) == 1 and v not in self.outputs else None
+    def run(self, kept: bool) -> Graph:
+        """The program with marks; with `kept`, parameters are gathered once for all micro-batches."""
+        self.roles.check_state()
+        n = self.graph.num_state
+        returned = [v for v in variables(self.graph.outputs[n:]) if v in self.roles.changes]
+        over_all = {v: self.over_all(v) for v in dict.fromkeys((*self.roles.entering, *returned))}
+        if kept:
+            self.keep_gathered()
+        results = substitute(self.graph.outputs[n:], lambda v: over_all.get(v, v))
+        return self.edits.applied().replace(outputs=(*self.graph.outputs[:n], *results))
 
-    def maker(self, v: object) -> Eqn | None:
-        """The equation that computes `v`, if `v` has one reader and is no output."""
-        return self.makers.get(v) if isinstance(v, Var) and self.only_reader(v) is not None else None
+    def over_all(self, v: Var) -> Var:
+        """The value over all micro-batches that the update reads, or the step returns, in place of `v`."""
+        readers = self.roles.entering.get(v, [])
+        at = readers[0] if readers else None
+        is_float = v.dtype.is_floating_point or v.dtype.is_complex
+        if v in self.roles.gradients:
+            total = self.sum_of_gradient(v, self.roles.gradients[v], at)
+        elif not v.shape and is_float:
+            total = self.new(v, "sum")
+            self.edits.before(at, self.eqn(ACCUMULATE, (v,), total, at))
+        elif not v.shape or readers:
+            raise self.not_averaged(v, at)
+        else:
+            joined = self.new(v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:]))
+            self.edits.before(at, self.eqn(JOIN, (v,), joined, at))
+            return joined
+        mean = self.new(v, "mean")
+        self.edits.before(at, self.eqn(aten.div.Tensor, (total, self.graph.micro), mean, at))
+        self.edits.read(readers, v, mean)
+        return mean
 
-    def reduced(self, v: object) -> _Reduced | None:
-        """The reduction of a gradient whose result is `v`, if `v` has one reader and is no output."""
-        end = self.maker(v)
-        if end is None or end not in self.waits:
-            return None
-        start = self.waits[end].start
-        role = start.provenance.role if start.provenance else None
-        ok = role == "grad" and len(start.ins) == 1
-        return _Reduced(start.ins[0], start, end) if ok else None
+    def sum_of_gradient(self, v: Var, gradient: Gradient, at: Eqn | None) -> Var:
+        """Sum a gradient over micro-batches, before its reduction or behind it, and return the reduced sum."""
+        start, after = gradient.start, self.roles.entering.get(v, [])
+        if start is not None and self.whole and len(self.readers.get(v, ())) == len(after):
+            self.sum_whole(v, gradient.term, start, gradient.planned)
+            return v
+        term, total = gradient.term if start is None else v, self.new(v, "sum")
+        maker, add = self.roles.makers.get(term), self.eqn(ACCUMULATE, (term,), total, at)
+        if gradient.planned or maker is None:  # a plan moves it behind the wait
+            self.edits.before(at, add)
+        else:
+            self.edits.after(maker, add.replace(region=maker.region))
+        return total
 
-    def holds(self, v: object, r: _Reduced) -> bool:
-        """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""
-        e = self.maker(v)
-        if e is not None and (e.op in SUMS or e.op in SCALES):
-            return any(self.holds(term, r) for term in e.args)
-        term = self.reduced(v)
-        return term is not None and term.sums_with(r)
+    def sum_whole(self, v: Var, term: Var, start: Eqn, planned: bool) -> None:
+        """Sum a gradient before its reduction, in the dtype of the result: only the sum is rounded when it is sent."""
+        there = start.replace(kwargs={}, provenance=None, order=Order("birth") if planned else None)
+        total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
+        self.edits.read([start], term, total)
+        if term.dtype != v.dtype:
+            wide = self.new(term, "wide", dtype=v.dtype)
+            cast = there.replace(op=aten._to_copy.default, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
+            self.edits.before(start, cast)
+            term = wide
+        self.edits.before(start, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
 
-    def is_summed(self, v: Var, r: _Reduced) -> bool:
-        """Whether `v` is added to a sum with another reduction that may be summed with `r`.
+    def keep_gathered(self) -> None:
+        """Mark the whole parameters, which the first micro-batch gathers for all."""
+        for e, waited in pair(self.graph).waits.items():
+            provenance = waited.start.provenance
+            if provenance is not None and provenance.role == "param" and e.out not in self.roles.changes:
+                whole = self.new(e.out, "kept")
+                self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(whole,)))
+                self.edits.read(self.readers.get(e.out, ()), e.out, whole)
 
-        Otherwise a factor is better applied after the reduction, to the part: it has fewer elements.
-        """
-        while (add := self.only_reader(v)) is not None and add.op in SUMS:
-            if any(self.holds(term, r) for term in add.args if term is not v):
-                return True
-            v = add.out
-        return False
+    def new(self, v: Var, kind: str, **changes: Any) -> Var:
+        """A value like `v`, with a name that says its kind."""
+        return dataclasses.replace(v, name=self.names.fresh(f"{v.name}.{kind}"), **changes)
 
+    def eqn(self, op: Any, args: tuple, out: Var, at: Eqn | None) -> Eqn:
+        """An equation of the update, with the line of the equation that reads its result."""
+        return Eqn(op, args, (out,), region="update", source=at.source if at else self.source(args[0]))
 
-def _is_sum(e: Eqn) -> bool:
-    return e.op in SUMS and not e.kwargs
+    def source(self, v: Var) -> Source | None:
+        maker = self.roles.makers.get(v)
+        return maker.source if maker else None
 
-
-def _either_way(e: Eqn) -> Iterator[tuple[object, object]]:
-    """The two terms of a sum, in both orders."""
-    yield e.args[0], e.args[1]
-    yield e.args[1], e.args[0]
-
-
-def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + 0, from which `sum()` starts."""
-    zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
-    return _without(uses.graph, e) if zero and uses.reduced(e.args[0]) else None
-
-
-def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + wait(reduce(b))."""
-    a, b = (uses.reduced(v) for v in e.args[:2]) if _is_sum(e) else (None, None)
-    return _merge(uses.graph, e, a, b, None) if a and b and a.sums_with(b) else None
-
-
-def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
-    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of both sums in any order."""
-    for left, right in _either_way(e) if _is_sum(e) else ():
-        b, inner = uses.reduced(right), uses.maker(left)
-        for x, y in _either_way(inner) if b and inner is not None and _is_sum(inner) else ():
-            a = uses.reduced(y)
-            if a and b and a.sums_with(b) and isinstance(x, Var):
-                return _merge(uses.graph, e, a, b, x)
-    return None
-
-
-def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) * c, if a sum of two reductions follows."""
-    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
-    r = uses.reduced(e.args[0]) if scales else None
-    return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
-
-
-_PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
-
-
-def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
-    """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
-    a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
-    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
-    casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
-    before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
-    start = b.start.replace(args=([total],))
-    sums = [] if rest is None else [add.replace(args=(rest, b.end.out))]
-    graph = _with(graph, {b.start: [*casts, before, start], a.start: [], a.end: [], add: sums})
-    return dce(graph if sums else rename(graph, {add.out: b.end.out}))
-
-
-def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
-    """Casts of the terms to the dtype of the gradient, and their results, so that only the sum is rounded when sent."""
-    casts, widened = [], []
-    for v in terms:
-        if v.dtype != dtype:
-            wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
-            casts.append(at.replace(op=_CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
-            v = wide
-        widened.append(v)
-    return casts, widened
-
-
-def _without(graph: Graph, e: Eqn) -> Graph:
-    """The program without `e`; its first argument replaces its result."""
-    return rename(_with(graph, {e: []}), {e.out: e.args[0]})
-
-
-def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
-    """The program with other equations in the place of some."""
-    return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
-
-
-def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
-    """The program with `reduce(term * c)` in place of `reduce(term) * c`, which `e` computes."""
-    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
-    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
-    start = r.start.replace(args=([scaled],))
-    return rename(_with(graph, {r.start: [first, start], e: []}), {e.out: r.end.out})
+    def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
+        reads = "the update reads" if reader else "the step returns"
+        kind = "no gradient" if v.shape else "a scalar that is no float"
+        correct = "Compute what the update needs of it before the last backward." if v.shape else "Make it a float."
+        return ValueError(
+            f"accumulate: {reads} {v}, which differs from micro-batch to micro-batch and is {kind}: it has no mean.\n"
+            f"  at {where(reader.source if reader else self.source(v), 'the step arguments')}\n"
+            f"Gradients, values of zt.pmean and float scalars are averaged, other outputs are joined along dim 0. "
+            f"{correct}"
+        )

@@ -38,7 +38,8 @@ class Transform:
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
     `turn` orders the rewrites. Transforms of turns 0 and 1 rewrite the program as it was traced. Those of turn 2
-    rewrite the program of one rank. Within a turn they run in the order in which they were applied.
+    rewrite the program of one rank, and those of turn 3 the program that all others have made. Within a turn they run
+    in the order in which they were applied.
     """
 
     turn: ClassVar[int] = 2
@@ -74,6 +75,11 @@ class Transform:
     def axes(self) -> tuple[str, ...]:
         """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
+
+    @property
+    def micro_batches(self) -> int:
+        """How many equal parts the batch is cut into; the step is traced for one of them."""
+        return 1
 
     @property
     def name(self) -> str:
@@ -175,7 +181,7 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
             f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
             f"Keep one of them."
         )
-    before = [t.name for t in transforms if t.turn >= Transform.turn and t.mesh is None]
+    before = [t.name for t in transforms if t.turn == Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
             f"{transform.name}: applied after {', '.join(before)}, which work on the program "
@@ -204,8 +210,8 @@ def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layou
     return next((layout for layout in layouts if layout is not None), ())
 
 
-def check_number(option: str, value: object, what: str, least: int, *instead: object) -> None:
-    """Raises: ValueError unless an option of a transform is `what`, a number from `least` on, or one of `instead`."""
+def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
+    """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
     if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        others = "".join(f", or {other!r}" for other in instead)
-        raise ValueError(f"{option}={value!r}; it is {what}{others}.")
+        others = "".join(f", or {alternative!r}" for alternative in instead)
+        raise ValueError(f"{option}={value!r}; it is {kind}{others}.")

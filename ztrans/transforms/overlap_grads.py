@@ -8,8 +8,8 @@ from typing import Literal
 
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
-from .accumulate import SCALES, SUMS
 from .base import Transform, check_number, constructor
+from .reduce_once import SCALES, SUMS
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
 _REDUCED = ("grad", "pmean", "state")

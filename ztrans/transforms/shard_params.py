@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
-from .accumulate import accumulate_unsharded
 from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
+from .reduce_once import reduce_once
 from .sharding import Sharding
 
 Where = Callable[[str, torch.Tensor], bool]
@@ -109,11 +109,11 @@ class ShardParams(Transform):
         return (Split(self.axis, 0),) if is_worth_cutting(shape[0], dict(mesh_axes(self.mesh))[self.axis]) else ()
 
     def rewrite(self, graph: Graph) -> Graph:
-        plain = graph.replace(mesh=mesh_axes(self.mesh))
+        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage)
         walk = Sharding(plain, self)
         graph = walk.run()
         whole, leaves = matrix_chains(plain, walk.layout_of)
         if whole:
             graph = Sharding(plain, self, whole).run()
             graph = graph.replace(notes=(*graph.notes, note(leaves)))
-        return dce(accumulate_unsharded(graph) if self.stage <= 1 else graph)
+        return dce(reduce_once(graph) if self.stage <= 1 else graph)

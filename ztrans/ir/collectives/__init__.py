@@ -7,6 +7,7 @@
     s      = shard(x, dim, axis=dp)                      whole -> this rank's part; nothing moves
     g      = gradient(g0, w)                             marks g0 as the gradient of w
     y      = pmean(x, axis) | psum(x, axis)              marks a reduction that the user asked for
+    s      = accumulate(g) | join(x) | keep(w)           marks values that several micro-batches make up or share
 
 A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
 collective has a file here, with all of its rules (see `interface`). `rules(eqn)` gives the rules of any equation.
@@ -19,6 +20,7 @@ from .future import WAIT, wait
 from .gather import ALL_GATHER, all_gather
 from .interface import Memberwise, Rules
 from .marks import GRADIENT, PMEAN, PSUM, erase_marks
+from .micro_marks import ACCUMULATE, JOIN, KEEP, MICRO_MARKS
 from .pairing import Pairs, Started, Waited, pair
 from .reduction import ALL_REDUCE, REDUCE_SCATTER, reduce
 from .shard import SHARD

@@ -27,6 +27,7 @@ class Rules:
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
         remote: other ranks take part, so it may block, and it fails if they fail.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
+        over_all: its results belong to all micro-batches (see `micro_marks`), so they do not differ between these.
         lane: the name of its queue, which it shares with the other collectives of this kind on its mesh axis.
         strides: how its results are laid out in memory; None if that is known only when it runs.
     """
@@ -37,6 +38,7 @@ class Rules:
     packs: ClassVar[bool] = False
     remote: ClassVar[bool] = False
     moves: ClassVar[bool] = False
+    over_all: ClassVar[bool] = False
     lane: ClassVar[str | None] = None
     strides: ClassVar[Literal["contiguous", "argument"] | None] = None
 

@@ -10,6 +10,7 @@ from .future import WAIT
 from .gather import ALL_GATHER
 from .interface import Rules
 from .marks import MARKS
+from .micro_marks import MICRO_MARKS
 from .reduction import ALL_REDUCE, REDUCE_SCATTER
 from .shard import SHARD
 from .start import Start
@@ -17,7 +18,7 @@ from .user_collectives import functional_name
 from .user_rules import USER_START, USER_WAIT
 
 STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-PRIMITIVES = (*STARTS, WAIT, SHARD, *MARKS)
+PRIMITIVES = (*STARTS, WAIT, SHARD, *MARKS, *MICRO_MARKS)
 _ORDINARY = Rules()
 
 

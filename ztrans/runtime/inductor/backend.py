@@ -183,12 +183,12 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
     """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
     graph, layouts = program.graph, program.layouts
     position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
-    varies, maker = _varies(graph), producers(graph.eqns)
+    varies, maker, state = _varies(graph), producers(graph.eqns), set(graph.inputs[: graph.num_state])
     compiled: dict[str, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group in program.compiled_groups:
         begin, end = position[group.eqns[0]], position[group.eqns[-1]]
-        old_state = _overwritten_state(program, group, end) if begin >= writes_from else {}
+        old_state = _overwritten(program, group, end) if begin >= writes_from else {}
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
         kernel = _Kernel(
             eqns=[localize(e, graph.axes, program.at) for e in group.eqns],
@@ -202,7 +202,8 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
         if text not in compiled:
             compiled[text] = kernel.compile(layouts)
         call = KernelCall(compiled[text], kernel.written, [layouts[v] for v in ins])
-        kernels[group.eqns] = Kernel(call, ins, group.outs, writes=bool(old_state))
+        writes = any(v in state for v in old_state.values())
+        kernels[group.eqns] = Kernel(call, ins, group.outs, writes)
     return kernels, compiled
 
 
@@ -226,13 +227,14 @@ def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
     return calls
 
 
-def _overwritten_state(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
-    """For each new leaf of the state that a group may write over the old leaf, that old leaf.
+def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
+    """For each result of a group that may be written over an input, a leaf of the state or a donated one, that input.
 
-    Nothing reads the old leaf after position `end`.
+    Nothing reads the input after position `end`.
     """
     graph, lifetimes = program.graph, program.donation
     old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
+    old |= {result: given for given, result in graph.donated}
 
     def may_overwrite(new: Var) -> bool:
         v = old.get(new)

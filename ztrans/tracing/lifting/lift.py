@@ -274,7 +274,8 @@ def _stepped(
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
             raise ValueError(
                 f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
-                f"To accumulate gradients, take all micro-batches in one call, and step after them."
+                f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
+                f"take all micro-batches in one call, and step after them."
             )
 
 

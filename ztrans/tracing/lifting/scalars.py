@@ -34,7 +34,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
     2
     """
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    members = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [x for member in members for x in tensors_in(member)]
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:

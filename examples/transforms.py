@@ -1,0 +1,130 @@
+"""Three transforms of one's own: send compressed gradients, return gradient norms, keep every second parameter.
+
+Each is a frozen dataclass with a `rewrite`, and each obeys the laws: `zt.testing.check_laws` checks them below.
+docs/write-a-transform.md explains the parts.
+
+    python examples/transforms.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.func import grad_and_value
+
+import ztrans as zt
+from ztrans import ir
+
+
+@dataclass(frozen=True, repr=False)
+class _CompressGradients(zt.Transform):
+    """Send gradients in fewer bits. Terms are still summed in the dtype of the gradient."""
+
+    dtype: torch.dtype
+
+    def rewrite(self, graph: ir.Graph) -> ir.Graph:
+        return graph.replace(eqns=tuple(self._compressed(e) for e in graph.eqns))
+
+    def _compressed(self, e: ir.Eqn) -> ir.Eqn:
+        is_gradient = e.provenance is not None and e.provenance.role == "grad" and ir.is_start(e)
+        return e.replace(kwargs={**e.kwargs, "dtype": self.dtype}) if is_gradient else e
+
+
+def compress_gradients(dtype: torch.dtype = torch.bfloat16) -> zt.Transform:
+    """Send gradients in `dtype`."""
+    return _CompressGradients(dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class _GradientNorms(zt.Transform):
+    """Return the norm of every gradient, as an output behind that of the step.
+
+    It rewrites the program as it was traced (turn 1), in which a gradient is one value with a mark. `shard_params` then
+    cuts the norms as it cuts any other equation of the update.
+    """
+
+    turn: ClassVar[int] = 1
+
+    def rewrite(self, graph: ir.Graph) -> ir.Graph:
+        gradients = [e for e in graph.eqns if e.op is ir.GRADIENT]
+        norms = [self._norm(e) for e in gradients]
+        return graph.replace(
+            eqns=(*graph.eqns, *norms),
+            outputs=(*graph.outputs, *(e.out for e in norms)),
+            added=(*graph.added, *(e.out.name for e in norms)),
+        )
+
+    def _norm(self, gradient: ir.Eqn) -> ir.Eqn:
+        leaf = gradient.args[1].name
+        out = ir.Var(f"norm of {leaf}", gradient.out.dtype, ())
+        norm = torch.ops.aten.linalg_vector_norm.default
+        return ir.Eqn(norm, (gradient.out,), (out,), region="update", source=gradient.source)
+
+
+def gradient_norms() -> zt.Transform:
+    """Return the norms of gradients: the step returns `(state, (output, norms))`."""
+    return _GradientNorms()
+
+
+@dataclass(frozen=True, repr=False)
+class _KeepEverySecond(zt.Transform):
+    """At stage 3, keep every second parameter from forward to backward, instead of gathering it again."""
+
+    def rewrite(self, graph: ir.Graph) -> ir.Graph:
+        whole: dict[ir.Var, ir.Var] = {}  # for each shard, its value in forward
+        again: dict[ir.Var, ir.Var] = {}  # for each value of backward, that of forward
+        for wait, waited in ir.pair(graph).waits.items():
+            provenance, shard = waited.start.provenance, waited.start.ins[waited.member]
+            if provenance is not None and provenance.role == "param":
+                if provenance.again and shard in whole:
+                    again[wait.out] = whole[shard]
+                else:
+                    whole[shard] = wait.out
+        kept = dict(list(again.items())[::2])
+        return ir.dce(ir.rename(graph, kept))
+
+
+def keep_every_second() -> zt.Transform:
+    """Drop every second gather of backward."""
+    return _KeepEverySecond()
+
+
+# ---- a step to try them on
+
+
+def loss_fn(params, x, y):
+    h = torch.relu(x @ params["up"])
+    return ((torch.relu(h @ params["middle"]) @ params["down"]) - y).square().mean()
+
+
+def train_step(state, x, y):
+    grads, loss = grad_and_value(loss_fn)(state["params"], x, y)
+    m = {k: 0.9 * state["m"][k] + g for k, g in grads.items()}
+    return {"params": {k: p - 0.1 * m[k] for k, p in state["params"].items()}, "m": m}, loss
+
+
+def first_state() -> dict:
+    torch.manual_seed(0)
+    params = {"up": torch.randn(16, 64) / 4, "middle": torch.randn(64, 64) / 8, "down": torch.randn(64, 8) / 8}
+    return {"params": params, "m": {k: torch.zeros_like(p) for k, p in params.items()}}
+
+
+def main() -> dict[str, float]:
+    """Check the laws of the three transforms, and return the norms of the gradients of one step."""
+    batch = torch.randn(12, 16), torch.randn(12, 8)
+    zt.testing.check_laws(compress_gradients(), train_step, first_state(), batch, tolerance=1e-2)
+    zt.testing.check_laws(gradient_norms(), train_step, first_state(), batch)
+    zt.testing.check_laws(keep_every_second(), train_step, first_state(), batch)
+
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), gradient_norms(), zt.accumulate(2))(train_step)
+    ranks = [tuple(x.chunk(2)[rank] for x in batch) for rank in range(2)]
+    _, outputs = step.lower(first_state(), *ranks[0]).lockstep(first_state(), ranks)
+    loss, norms = outputs[0]
+    print(f"loss {loss.item():.4f}", *(f"{name} {norm.item():.4f}" for name, norm in norms.items()), sep="\n")
+    return {name: norm.item() for name, norm in norms.items()}
+
+
+if __name__ == "__main__":
+    main()

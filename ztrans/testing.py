@@ -1,0 +1,172 @@
+"""Testing: check that a transform obeys the laws of ztrans, on a step of one's own.
+
+The laws are those of SPEC.md. All ranks run in this process, in lock-step, so no process group is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .ir.layout import AbstractMesh
+from .ir.verifier import check
+from .stages import Lowered, Traced
+from .step import Step
+from .transforms.base import Transform, chain
+from .transforms.fuse_cast_gather import fuse_cast_gather
+from .transforms.overlap_grads import overlap_grads
+from .transforms.prefetch import prefetch
+from .transforms.shard_params import shard_params
+
+
+class LawError(AssertionError):
+    """A transform breaks a law."""
+
+
+def check_laws(
+    transform: Transform,
+    step: Any,
+    state: Any,
+    batch: tuple,
+    *,
+    worlds: Sequence[int] = (1, 2, 3),
+    stages: Sequence[Literal[0, 1, 2, 3]] = (0, 2, 3),
+    tolerance: float = 0.0,
+) -> None:
+    """Check that a transform obeys the laws on a step: on one device, and on several ranks, sharded and scheduled.
+
+    - It is a value: equal to itself made again, hashable, and applied twice it is applied once.
+    - Its programs are well formed, also among the other transforms.
+    - It keeps the meaning: the new state and the output are those of the step without it. Outputs that it adds are not
+      compared.
+    - Among the schedules its place does not matter: the program has the same text in any order.
+
+    Args:
+        transform: the transform.
+        step: a plain step, `step(state, *batch) -> (state, output)`.
+        state: its first state, of full tensors.
+        batch: its arguments behind the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
+            dropped if they do not fill a slice.
+        worlds: the numbers of ranks.
+        stages: the ZeRO stages.
+        tolerance: the greatest relative distance of a leaf, in norm, from that of the step without the transform. 0
+            asks for the same bits.
+
+    Raises: LawError that names the law, the ranks, the stage and the leaf.
+
+    >>> import ztrans as zt
+    >>> def step(state, x):
+    ...     return {"w": state["w"] - 0.1 * x.mean(0)}, x.sum()
+    >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
+    """
+    _check_value(transform, step)
+    for ranks in (None, *worlds):
+        case = _Case(step, state, [_slice(batch, rank, ranks or 1) for rank in range(ranks or 1)])
+        # On one rank all stages are the same program.
+        for stage in (None,) if ranks is None else stages[-1:] if ranks == 1 else stages:
+            _check_world(transform, case, stage, tolerance)
+
+
+class _Case:
+    """A step, its state, and a slice of the batch for each rank. It is traced once."""
+
+    def __init__(self, step: Any, state: Any, slices: Sequence[tuple]) -> None:
+        self.step, self.state, self.slices = Step.of(step), state, slices
+        self.traces: dict[int, Traced] = {}  # by the number of micro-batches
+
+    def lowered(self, *transforms: Transform) -> Lowered:
+        """The step through some transforms, of which every program is well formed."""
+        step = chain(*transforms)(self.step)
+        micro = max((t.micro_batches for t in step.transforms), default=1)
+        if micro not in self.traces:
+            self.traces[micro] = step.trace(self.state, *self.slices[0])
+        lowered = dataclasses.replace(self.traces[micro], transforms=step.transforms).lower()
+        for _, graph in lowered.history:
+            check(graph)
+        return lowered
+
+    def results(self, lowered: Lowered) -> tuple[Any, list[Any]]:
+        """The new state, and the output of each rank without what a transform has added."""
+        torch.manual_seed(0)  # a step may draw random numbers
+        new, outputs = lowered.lockstep(self.state, self.slices)
+        return new, [output[0] for output in outputs] if lowered.graph.added else outputs
+
+
+def _check_world(transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] | None, tolerance: float) -> None:
+    """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules."""
+    ranks = len(case.slices)
+    world = "on one device" if stage is None else f"on {ranks} ranks, stage {stage}"
+    shard = () if stage is None else (shard_params(AbstractMesh(dp=ranks), stage=stage),)
+    without = case.lowered(*shard)
+    wanted = case.results(without)
+    _check_same(case.results(case.lowered(*shard, transform)), wanted, tolerance, f"{world}, alone")
+    if stage is None:
+        return
+    roles = {e.provenance.role for e in without.hinted.eqns if e.provenance}
+    overlap = (overlap_grads(),) if roles & {"grad", "pmean"} else ()
+    schedules = (*overlap, prefetch(), fuse_cast_gather())
+    first, last = case.lowered(*shard, transform, *schedules), case.lowered(*shard, *schedules, transform)
+    if str(first) != str(last):
+        raise LawError(
+            f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
+            f"Read no hint (`Eqn.order`) in its rewrite, and write none over those of other transforms."
+        )
+    _check_same(case.results(first), wanted, tolerance, f"{world}, among schedules")
+
+
+def _check_value(transform: Transform, step: Any) -> None:
+    """Check that the transform is a value, and that twice is once."""
+    again = dataclasses.replace(transform)
+    try:
+        is_value = again == transform and hash(again) == hash(transform)
+    except TypeError:  # an option has no hash
+        is_value = False
+    if not is_value:
+        raise LawError(
+            f"{transform!r} is no value: it must be equal to a copy of itself, and have a hash.\n"
+            f"Make its class a frozen dataclass, @dataclass(frozen=True, repr=False), with numbers, strings, tuples or "
+            f"functions as options."
+        )
+    if transform(transform(Step.of(step))) != transform(Step.of(step)):
+        raise LawError(f"{transform!r} applied twice is not {transform!r} applied once.")
+
+
+def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0] // ranks if x.ndim else 0
+        return x[rank * n : (rank + 1) * n] if x.ndim else x
+
+    return pytree.tree_map_only(torch.Tensor, rows, batch)
+
+
+def _check_same(got: Sequence[Any], wanted: Sequence[Any], tolerance: float, world: str) -> None:
+    for path, a, b in _leaves(got, wanted):
+        far = _distance(a, b)
+        if far > tolerance:
+            asked = "the same bits are asked for" if not tolerance else f"at most {tolerance:.1e} is allowed"
+            raise LawError(
+                f"the transform changes {path} by {far:.1e} {world}: {asked}.\n"
+                f"Compare the programs: zt.diff(step.lower(...), transform(step).lower(...))."
+            )
+
+
+def _leaves(got: Sequence[Any], wanted: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, a, b in zip(("the state", "the output"), got, wanted):
+        for (path, x), y in zip(pytree.tree_leaves_with_path(a), pytree.tree_leaves(b), strict=True):
+            yield f"{name}{pytree.keystr(path)}", x, y
+
+
+def _distance(a: Any, b: Any) -> float:
+    """The distance of two leaves in norm, relative to the second; 0 for equal bits."""
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    exact = torch.complex128 if b.is_complex() else torch.float64
+    size = b.to(exact).norm().item()
+    return (a.to(exact) - b.to(exact)).norm().item() / size if size else float("inf")

@@ -1,0 +1,55 @@
+"""Edits: insert equations into a program, and let others read new values, in one pass over the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..ir.graph import Eqn, Graph, Var, substitute
+
+
+class Edits:
+    """Changes of a program, which `applied` makes at once.
+
+    >>> import torch
+    >>> from ztrans import ir
+    >>> x, y, z = (Var(name, torch.float32, (2,)) for name in "xyz")
+    >>> relu = Eqn(torch.ops.aten.relu.default, (x,), (y,))
+    >>> edits = Edits(Graph("f", (x,), (relu,), (y,), 0))
+    >>> edits.before(relu, Eqn(torch.ops.aten.neg.default, (x,), (z,)))
+    >>> edits.read([relu], x, z)
+    >>> [ir.equation(e) for e in edits.applied().eqns]
+    ['z: f32[2] = neg(x)', 'y: f32[2] = relu(z)']
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._before: dict[Eqn | None, list[Eqn]] = {}
+        self._after: dict[Eqn, list[Eqn]] = {}
+        self._read: dict[Eqn, dict[Var, Var]] = {}
+
+    def before(self, eqn: Eqn | None, *new: Eqn) -> None:
+        """Insert equations before another one, or at the end of the program for None."""
+        self._before.setdefault(eqn, []).extend(new)
+
+    def after(self, eqn: Eqn, *new: Eqn) -> None:
+        """Insert equations behind another one."""
+        self._after.setdefault(eqn, []).extend(new)
+
+    def read(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
+        """Let equations of the program read `new` in place of `old`."""
+        for eqn in readers:
+            self._read.setdefault(eqn, {})[old] = new
+
+    def applied(self) -> Graph:
+        """The program with the changes; its inputs and outputs stay."""
+        eqns: list[Eqn] = []
+        for e in self.graph.eqns:
+            eqns += (*self._before.get(e, ()), self._edited(e), *self._after.get(e, ()))
+        return self.graph.replace(eqns=(*eqns, *self._before.get(None, ())))
+
+    def _edited(self, e: Eqn) -> Eqn:
+        instead = self._read.get(e)
+        if instead is None:
+            return e
+        args, kwargs = (substitute(x, lambda v: instead.get(v, v)) for x in (e.args, e.kwargs))
+        return e.replace(args=args, kwargs=kwargs)

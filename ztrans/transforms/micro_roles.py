@@ -1,0 +1,158 @@
+"""Roles in micro-batches: which equations run in each of them, which once a step, and which values enter the update.
+
+Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations that
+reach the state or depend on a gradient, and that neither forward nor backward needs. What is left, such as an accuracy
+that is computed behind backward, runs in each micro-batch too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
+from ..ir.graph import Eqn, Graph, Var, producers
+from ..ir.micro_batches import changing
+from ..ir.relations import grouped, reachable
+from ..ir.source import where
+from ..ir.varying import varying
+
+
+class Gradient(NamedTuple):
+    """A value that is averaged over micro-batches: a gradient, or a mean that the user asked for.
+
+    Attributes:
+        term: the value before its reductions.
+        end: the last wait, or a mark.
+        start: the first reduction, or None if there is none.
+        planned: whether a plan places that reduction.
+        paths: the leaves of the state that it is the gradient of.
+    """
+
+    term: Var
+    end: Eqn
+    start: Eqn | None = None
+    planned: bool = False
+    paths: tuple[str, ...] = ()
+
+
+def _of_gradient(e: Eqn) -> Gradient:
+    return Gradient(e.args[0], e, paths=(e.args[1].name,))
+
+
+def _of_mean(e: Eqn) -> Gradient:
+    return Gradient(e.args[0], e)
+
+
+_MARKED: Mapping[object, Callable[[Eqn], Gradient]] = {GRADIENT: _of_gradient, PMEAN: _of_mean}
+
+
+def gradients(graph: Graph) -> dict[Var, Gradient]:
+    """The values of a program that are averaged over micro-batches."""
+    over = varying(graph, ("batch",))
+    marks = (e for e in graph.eqns if e.op in _MARKED and not any(v in over for v in e.ins[1:]))
+    averaged = {e.out: _MARKED[e.op](e) for e in marks}
+    for e, waited in pair(graph).waits.items():
+        start, role = waited.start, role_of(waited.start)
+        if role == "grad" or (role == "pmean" and start.kwargs["op"] == "mean"):
+            member = start.ins[waited.member]
+            first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
+            several = graph.axes[start.kwargs["axis"]] > 1
+            paths = start.provenance.paths if start.provenance and role == "grad" else ()
+            this = Gradient(member, e, start, start.order is not None and several, paths)
+            averaged[e.out] = first._replace(end=e) if first else this
+    return averaged
+
+
+def role_of(e: Eqn) -> str:
+    """The role of a collective, or "" for any other equation."""
+    return e.provenance.role if e.provenance else ""
+
+
+class Roles:
+    """The roles of the equations and values of a program."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.makers, self.gradients = graph, producers(graph.eqns), gradients(graph)
+
+    @functools.cached_property
+    def repeated(self) -> set[Eqn]:
+        """The equations that every micro-batch runs: forward and backward, and what they need."""
+        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in self._reductions)
+
+    @functools.cached_property
+    def _reductions(self) -> set[Eqn]:
+        """The equations of the update that every micro-batch runs, because they depend on no gradient.
+
+        These are the means that the user asked for, and what brings values of forward into the new state or the output.
+        """
+        from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
+        means = (g.end for g in self.gradients.values() if not g.paths)
+        independent = lambda e: not any(v in from_gradients for v in e.ins)
+        return {e for e in (*means, *self._brought(), *self._cut()) if independent(e)}
+
+    def _brought(self) -> Iterator[Eqn]:
+        """The waits for reductions of state and of outputs that are no scalars."""
+        for e, waited in pair(self.graph).waits.items():
+            role = role_of(waited.start)
+            if role == "state" or (role == "output" and any(v.shape for v in waited.start.ins)):
+                yield e
+
+    def _cut(self) -> Iterator[Eqn]:
+        """The equations that cut values of forward."""
+        forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
+        return (e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward)
+
+    @functools.cached_property
+    def once(self) -> set[Eqn]:
+        """The equations of the update."""
+        state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
+        update = self._needed(state) | {e for e in self.graph.eqns if e.provenance and e.provenance.role == "output"}
+        results = {v for v, g in self.gradients.items() if g.paths}
+        once = set[Eqn]()
+        for e in self.graph.eqns:
+            late = e.region == "update" and e not in self.repeated
+            if late and (e in update or any(v in results for v in e.ins)):
+                once.add(e)
+                results.update(e.results)
+        return once
+
+    @functools.cached_property
+    def changes(self) -> set[Var]:
+        """The values that differ from micro-batch to micro-batch."""
+        return changing(self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self.once)))
+
+    @functools.cached_property
+    def entering(self) -> Mapping[Var, list[Eqn]]:
+        """The values of micro-batches that the update reads, each with the equations that read it."""
+        once = (e for e in self.graph.eqns if e in self.once)
+        return grouped((v, e) for e in once for v in dict.fromkeys(e.ins) if v in self.changes)
+
+    def check_state(self) -> None:
+        """Check that no parameter is updated in the middle of a micro-batch.
+
+        Raises: ValueError that names the leaf.
+        """
+        trained = {path for g in self.gradients.values() for path in g.paths}
+        from_gradients = self._depending(set(self.gradients))
+        for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
+            if old.name in trained and new in self.changes and new in from_gradients:
+                maker = self.makers.get(new)
+                raise ValueError(
+                    f"accumulate: state {old} is updated before the last backward of the step, so every micro-batch "
+                    f"would update it.\n  at {where(maker.source if maker else None)}\n"
+                    f"Compute all gradients first, or make each update a step of its own, with its own zt.accumulate."
+                )
+
+    def _needed(self, eqns: Iterable[Eqn]) -> set[Eqn]:
+        """The equations, and all that they need."""
+        return set(reachable(eqns, lambda e: [self.makers[v] for v in e.ins if v in self.makers]))
+
+    def _depending(self, values: set[Var]) -> set[Var]:
+        """The values, and all that are computed from them."""
+        depending = set(values)
+        for e in self.graph.eqns:
+            if any(v in depending for v in e.ins):
+                depending.update(e.results)
+        return depending

@@ -1,0 +1,189 @@
+"""Reduce a sum of gradients once, instead of summing reduced gradients: ZeRO stages 0 and 1 with micro-batches.
+
+    wait(reduce(a)) + 0                        -->   wait(reduce(a)), because `sum()` starts from 0
+    wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
+    (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
+    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), if such a sum follows
+
+Reductions are linear, so the results are equal up to rounding. Gradients stay whole until the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ..ir.collectives import pair
+from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+
+aten = torch.ops.aten
+_CAST = aten._to_copy.default
+SUMS = (aten.add.Tensor,)
+SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+
+
+def reduce_once(graph: Graph) -> Graph:
+    """Rewrite with the patterns above until none of them matches."""
+    while (rewritten := _rewritten(graph)) is not None:
+        graph = rewritten
+    return graph
+
+
+def _rewritten(graph: Graph) -> Graph | None:
+    """The program with one pattern applied: the first that matches, at the first equation at which one matches."""
+    uses = _Uses(graph)
+    graphs = (pattern(uses, e) for e in graph.eqns for pattern in _PATTERNS)
+    return next((new for new in graphs if new is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduced:
+    """A value `wait(reduce(term))`, of which `start` is the reduction and `end` the wait. The value has one reader."""
+
+    term: Var
+    start: Eqn
+    end: Eqn
+
+    def sums_with(self, second: _Reduced) -> bool:
+        """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
+        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, second)]
+        return keys[0] == keys[1] and self.end is not second.end
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The state leaves that the gradient is for."""
+        return self.start.provenance.paths if self.start.provenance else ()
+
+
+class _Uses:
+    """A program, with the equation that computes each value and those that read it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
+        self.waits = pair(graph).waits
+        self.outputs = set(variables(graph.outputs))
+
+    def only_reader(self, v: Var) -> Eqn | None:
+        """The equation that reads `v`, if it is the only one, and `v` is no output."""
+        readers = self.readers.get(v, ())
+        return readers[0] if len(readers) == 1 and v not in self.outputs else None
+
+    def maker(self, v: object) -> Eqn | None:
+        """The equation that computes `v`, if `v` has one reader and is no output."""
+        return self.makers.get(v) if isinstance(v, Var) and self.only_reader(v) is not None else None
+
+    def reduced(self, v: object) -> _Reduced | None:
+        """The reduction of a gradient whose result is `v`, if `v` has one reader and is no output."""
+        end = self.maker(v)
+        if end is None or end not in self.waits:
+            return None
+        start = self.waits[end].start
+        role = start.provenance.role if start.provenance else None
+        ok = role == "grad" and len(start.ins) == 1
+        return _Reduced(start.ins[0], start, end) if ok else None
+
+    def holds(self, v: object, r: _Reduced) -> bool:
+        """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""
+        e = self.maker(v)
+        if e is not None and (e.op in SUMS or e.op in SCALES):
+            return any(self.holds(term, r) for term in e.args)
+        term = self.reduced(v)
+        return term is not None and term.sums_with(r)
+
+    def is_summed(self, v: Var, r: _Reduced) -> bool:
+        """Whether `v` is added to a sum with another reduction that may be summed with `r`.
+
+        Otherwise a factor is better applied after the reduction, to the part: it has fewer elements.
+        """
+        while (add := self.only_reader(v)) is not None and add.op in SUMS:
+            if any(self.holds(term, r) for term in add.args if term is not v):
+                return True
+            v = add.out
+        return False
+
+
+def _is_sum(e: Eqn) -> bool:
+    return e.op in SUMS and not e.kwargs
+
+
+def _either_way(e: Eqn) -> Iterator[tuple[object, object]]:
+    """The two terms of a sum, in both orders."""
+    yield e.args[0], e.args[1]
+    yield e.args[1], e.args[0]
+
+
+def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) + 0, from which `sum()` starts."""
+    zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
+    return _without(uses.graph, e) if zero and uses.reduced(e.args[0]) else None
+
+
+def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) + wait(reduce(b))."""
+    a, b = (uses.reduced(v) for v in e.args[:2]) if _is_sum(e) else (None, None)
+    return _merge(uses.graph, e, a, b, None) if a and b and a.sums_with(b) else None
+
+
+def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
+    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of both sums in any order."""
+    for left, right in _either_way(e) if _is_sum(e) else ():
+        b, inner = uses.reduced(right), uses.maker(left)
+        for x, y in _either_way(inner) if b and inner is not None and _is_sum(inner) else ():
+            a = uses.reduced(y)
+            if a and b and a.sums_with(b) and isinstance(x, Var):
+                return _merge(uses.graph, e, a, b, x)
+    return None
+
+
+def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
+    """wait(reduce(a)) * c, if a sum of two reductions follows."""
+    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
+    r = uses.reduced(e.args[0]) if scales else None
+    return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
+
+
+_PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
+
+
+def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
+    """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
+    a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
+    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
+    casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
+    before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
+    start = b.start.replace(args=([total],))
+    sums = [] if rest is None else [add.replace(args=(rest, b.end.out))]
+    graph = _with(graph, {b.start: [*casts, before, start], a.start: [], a.end: [], add: sums})
+    return dce(graph if sums else rename(graph, {add.out: b.end.out}))
+
+
+def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
+    """Casts of the terms to the dtype of the gradient, and their results, so that only the sum is rounded when sent."""
+    casts, widened = [], []
+    for v in terms:
+        if v.dtype != dtype:
+            wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
+            casts.append(at.replace(op=_CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
+            v = wide
+        widened.append(v)
+    return casts, widened
+
+
+def _without(graph: Graph, e: Eqn) -> Graph:
+    """The program without `e`; its first argument replaces its result."""
+    return rename(_with(graph, {e: []}), {e.out: e.args[0]})
+
+
+def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
+    """The program with other equations in the place of some."""
+    return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
+
+
+def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
+    """The program with `reduce(term * c)` in place of `reduce(term) * c`, which `e` computes."""
+    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
+    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
+    start = r.start.replace(args=([scaled],))
+    return rename(_with(graph, {r.start: [first, start], e: []}), {e.out: r.end.out})
