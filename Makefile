@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: install lint types quick test golden demo peers bench gpu clean
+.PHONY: install lint types quick test golden demo peers models bench gpu clean
 
 install: $(STAMP)
 
@@ -35,7 +35,10 @@ demo: install
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
 
 peers: install
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints.txt deepspeed jax transformers
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints.txt deepspeed jax
+
+models: install
+	$(BIN)/python -m pip install -c constraints.txt -e '.[models]'
 
 bench: install
 	$(BIN)/python -m benchmarks.peers

@@ -30,7 +30,7 @@ from ztrans.planning.solver.local_search import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
-from ztrans.tracing.arguments import Arguments, flat
+from ztrans.tracing.arguments import Arguments, local_inputs
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
@@ -64,7 +64,8 @@ ONEDNN = "matrix products by oneDNN"
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    _, local = flat(lowered.program, lowered.graph, lowered.mesh, Arguments(state, batch))
+    arguments = Arguments.of(lowered.program.captured.fn, (state, *batch), {})
+    _, local = local_inputs(lowered.program, lowered.graph, arguments)
     _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 
     def step() -> float:
@@ -99,7 +100,7 @@ WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "climb: split a bucket": without_change(local_search.split),
     "climb: join two buckets": without_change(local_search.join),
     "climb: move the border of two buckets": without_change(local_search.move_border),
-    "climb: change when gathers start": without_change(local_search.change_lead),
+    "climb: change when gathers start": without_change(local_search.change_start),
     "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
 }
 

@@ -1,12 +1,13 @@
 """Llama-3-8B on 128 ranks: one step as it is written, after PyTorch's own passes, and as ztrans plans it.
 
-    python benchmarks/llama.py                                   # minutes, most of them in PyTorch's passes
-    python benchmarks/llama.py --layers 4 --sequence 8192        # a short run
+    python -m benchmarks.llama                                   # minutes, nearly all of them PyTorch's passes
+    python -m benchmarks.llama --layers 4 --sequence 8192        # a look
 
-The step (`llama_model.py`) has tensor parallelism over tp=8, written by hand, and is sharded over dp=16 by
-`shard_params`. Forward, backward, clipping and AdamW are one program. It needs no GPU and no second process: ranks are
-fake, and values have shapes only. Times are simulated, for all programs with the same cost model
-(`ztrans.planning.simulate`): H100s with NVLink for tp and one InfiniBand NIC each for dp. Writes
+The step (`llama_model.py`) has tensor parallelism over tp=8 written by hand and is sharded over dp=16 by
+`shard_params`; forward, backward, clipping and AdamW are one program. The last column is the same step with tensor
+parallelism by `parallelize_module` (`llama_dtensor.py`). No GPU and no second process: ranks
+are fake, values have shapes only. Times are simulated, for all programs by the same cost model
+(`ztrans.planning.simulate`, H100s with NVLink for tp and one InfiniBand NIC each for dp). Writes
 benchmarks/results/llama.md and .json.
 """
 
@@ -18,17 +19,20 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama_model import Config, init, make_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_passes import torch_passes
 
 import ztrans as zt
+from benchmarks import llama_dtensor
+from benchmarks.llama_model import Config, init, make_step
+from benchmarks.torch_passes import torch_passes
 from ztrans.ir.collectives import ALL_GATHER, is_start
 from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph, producers, users
@@ -44,6 +48,7 @@ from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"
 DP, TP = 16, 8
+DTENSORS = "ztrans, parallelize_module"
 PREFETCH = (200, 50, 10)  # matmuls that PyTorch's scheduler may look ahead: its default, and smaller
 
 
@@ -56,6 +61,14 @@ def fake_mesh() -> DeviceMesh:
 def trace(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
     tokens = torch.empty(1, sequence + 1, dtype=torch.int64, device="meta")
     return zt.shard_params(mesh, axis="dp")(make_step(config, mesh)).trace(init(config, TP), tokens, 0)
+
+
+def trace_dtensors(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
+    """The same step, tensor parallel by `parallelize_module`."""
+    with torch.device("meta"):
+        model = llama_dtensor.parallel(llama_dtensor.Llama(config), mesh["tp"])
+        tokens = torch.empty(1, sequence + 1, dtype=torch.int64)
+    return zt.shard_params(mesh, axis="dp")(llama_dtensor.make_step(model)).trace(llama_dtensor.init(model), tokens)
 
 
 def lower(traced: Traced, cluster: Cluster, *transforms) -> Lowered:
@@ -158,19 +171,35 @@ def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool
     return best, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
 
 
-def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
-    """All figures for one sequence length."""
-    machines = cluster("h100", dp="infiniband", tp="nvlink4")
+class Planned(NamedTuple):
+    """A step without overlap, and as ztrans plans it; the seconds of its trace, and the figures of its plan."""
+
+    plain: Graph
+    lowered: Lowered
+    tracing: float
+    figures: dict
+
+
+def planned_step(make_trace: Callable[[Config, int, DeviceMesh], Traced], machines: Cluster, *step: Any) -> Planned:
+    """Trace a step, whose arguments are those of `make_trace`, and plan it."""
     start = time.perf_counter()
-    traced = trace(config, sequence, mesh)
+    traced = make_trace(*step)
     tracing = time.perf_counter() - start
     plain = unscheduled(lower(traced, machines).graph)
     start = time.perf_counter()
-    planned = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
+    lowered = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
     planning = time.perf_counter() - start
-    rows = {"unscheduled": figures(plain, plain, machines), "ztrans": figures(planned.graph, plain, machines)}
-    rows["ztrans"]["passes s"] = planning
-    notes = {"ztrans": "; ".join(planned.plan.notes)}
+    return Planned(plain, lowered, tracing, {**figures(lowered.graph, plain, machines), "passes s": planning})
+
+
+def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
+    """All figures for one sequence length."""
+    machines = cluster("h100", dp="infiniband", tp="nvlink4")
+    by_hand = planned_step(trace, machines, config, sequence, mesh)
+    by_module = planned_step(trace_dtensors, machines, config, sequence, mesh)
+    plain, planned, tracing = by_hand.plain, by_hand.lowered, by_hand.tracing
+    rows = {"unscheduled": figures(plain, plain, machines), "ztrans": by_hand.figures, DTENSORS: by_module.figures}
+    notes = {"ztrans": "; ".join(planned.plan.notes), DTENSORS: f"traced in {by_module.tracing:.1f} s"}
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
     least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
@@ -185,7 +214,7 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
 
 def table(measured: dict) -> str:
     rows = measured["rows"]
-    names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans"]
+    names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans", DTENSORS]
     plain = rows["unscheduled"]
 
     def cell(row: dict, key: str) -> str:

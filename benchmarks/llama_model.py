@@ -100,6 +100,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
+def adamw(state: dict, grads: dict, lr=3e-4, b1=0.9, b2=0.95, eps=1e-8, decay=0.1) -> dict:
+    step = state["step"] + 1
+    m = {k: b1 * m + (1 - b1) * grads[k] for k, m in state["m"].items()}
+    v = {k: b2 * v + (1 - b2) * grads[k] ** 2 for k, v in state["v"].items()}
+    fix1, fix2 = 1 - b1**step, 1 - b2**step
+    ratio = {k: m[k] / fix1 / ((v[k] / fix2).sqrt() + eps) for k in m}
+    params = {k: p - lr * (ratio[k] + decay * p) for k, p in state["params"].items()}
+    return {"params": params, "m": m, "v": v, "step": step}
+
+
 def make_step(config: Config, mesh: DeviceMesh) -> Callable:
     """The step `(state, tokens, first) -> (state, loss)`; `first` is the first row of this rank's vocabulary."""
 
@@ -146,15 +156,6 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
         same = total([g for g in grads.values() if g.ndim == 1])
         scale = (limit / (funcol.all_reduce(mine, "sum", (mesh, 1)) + same).sqrt()).clamp(max=1.0)
         return {k: g * scale for k, g in grads.items()}
-
-    def adamw(state: dict, grads: dict, lr=3e-4, b1=0.9, b2=0.95, eps=1e-8, decay=0.1) -> dict:
-        step = state["step"] + 1
-        m = {k: b1 * m + (1 - b1) * grads[k] for k, m in state["m"].items()}
-        v = {k: b2 * v + (1 - b2) * grads[k] ** 2 for k, v in state["v"].items()}
-        fix1, fix2 = 1 - b1**step, 1 - b2**step
-        ratio = {k: m[k] / fix1 / ((v[k] / fix2).sqrt() + eps) for k in m}
-        params = {k: p - lr * (ratio[k] + decay * p) for k, p in state["params"].items()}
-        return {"params": params, "m": m, "v": v, "step": step}
 
     def train_step(state: dict, tokens: Tensor, first: int) -> tuple[dict, Tensor]:
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}

@@ -10,6 +10,8 @@ from .cast_pack import cast_pack as cast_pack
 from .gradient import gradient as gradient
 from .reduce import mean as mean
 from .reduce import reduce as reduce
+from .reduce_mark import EVERY_AXIS as EVERY_AXIS
+from .reduce_mark import global_mean as global_mean
 from .reduce_mark import pmean as pmean
 from .reduce_mark import psum as psum
 from .reduce_scatter import reduce_scatter as reduce_scatter

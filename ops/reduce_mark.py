@@ -1,6 +1,6 @@
 """pmean(x, axis), psum(x, axis): ask for the mean or the sum of `x` over a mesh axis.
 
-    x: any tensor, axis: the name of a mesh axis.  ->  a tensor like x
+    x: any tensor, axis: the name of a mesh axis, or "*" for all axes of the sharding.  ->  a tensor like x
 
 In a plain program, which has no axes, both are the identity. A transform that knows the axis replaces them by a
 reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from rank to rank
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+EVERY_AXIS = "*"
 
 _lib = torch.library.Library("ztrans", "FRAGMENT")
 for _name in ("pmean", "psum"):
@@ -43,14 +45,16 @@ class _Reduce(torch.autograd.Function):
         return _Reduce.apply(x, name, axis), dims[0]
 
 
-def _over(name: str, tree: Any, axis: str) -> Any:
-    if not isinstance(axis, str):
+def _over(name: str, tree: Any, axis: str | None) -> Any:
+    if axis is not None and not isinstance(axis, str):
         raise TypeError(f"{name}: axis must be the name of a mesh axis, got {axis!r}.")
-    return pytree.tree_map_only(torch.Tensor, lambda x: _Reduce.apply(x, name, axis), tree)
+    return pytree.tree_map_only(torch.Tensor, lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS), tree)
 
 
-def pmean(tree: Any, axis: str) -> Any:
+def pmean(tree: Any, axis: str | None = None) -> Any:
     """The mean of every tensor of `tree` over mesh axis `axis`, as `jax.lax.pmean`; in a plain step the identity.
+
+    Without `axis` it is the mean over all axes that the step is sharded over.
 
     >>> pmean({"loss": torch.ones(2)}, "dp")
     {'loss': tensor([1., 1.])}
@@ -58,10 +62,32 @@ def pmean(tree: Any, axis: str) -> Any:
     return _over("pmean", tree, axis)
 
 
-def psum(tree: Any, axis: str) -> Any:
+def psum(tree: Any, axis: str | None = None) -> Any:
     """The sum of every tensor of `tree` over mesh axis `axis`, as `jax.lax.psum`; in a plain step the identity.
+
+    Without `axis` it is the sum over all axes that the step is sharded over.
 
     >>> psum(torch.ones(2), "dp")
     tensor([1., 1.])
     """
     return _over("psum", tree, axis)
+
+
+def global_mean(sum: torch.Tensor, count: torch.Tensor | float, axis: str | None = None) -> torch.Tensor:
+    """The mean over the samples of all ranks: the sum of all `sum` divided by the sum of all `count`.
+
+    It is right whatever the number of samples of each rank, as `total_loss / number_of_tokens` is in a plain step.
+    Its gradient is right too: that of the mean over all samples.
+
+    Args:
+        sum: this rank's sum over its own samples, such as a loss with `reduction="sum"`.
+        count: the number of these samples: a tensor of any dtype, or a number, which is the same on all ranks.
+        axis: a mesh axis; by default all axes that the step is sharded over.
+
+    >>> mask = torch.tensor([True, True, False])
+    >>> global_mean((torch.tensor([1.0, 3.0, 5.0]) * mask).sum(), mask.sum())
+    tensor(2.)
+    """
+    if not isinstance(count, torch.Tensor):
+        count = torch.full((), count, dtype=sum.dtype, device=sum.device)
+    return psum(sum, axis) / psum(count, axis)

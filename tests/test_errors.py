@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 import ztrans as zt
 from tests.support.programs import CASES, sgd
 from tests.support.worlds import batches, slices
-from ztrans.tracing.versions import check_torch
+from ztrans.tracing.fx_trace import check_torch
 
 HERE = Path(__file__).name
 
@@ -300,7 +300,7 @@ def test_state_with_another_layout_is_refused(mesh):
 def test_state_on_another_mesh_is_refused(mesh):
     case = CASES["mlp_momentum"]
     second_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
-    state = zt.shard_params(second_mesh)(case.step).shard(case.state())
+    state = zt.shard_params(second_mesh, replicate_axis="host")(case.step).shard(case.state())
     with pytest.raises(TypeError, match="is on another mesh"):
         zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
 

@@ -18,6 +18,7 @@ from torch.func import grad_and_value
 from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 
 HERE = Path(__file__).name
 MESH = zt.AbstractMesh(dp=2)
@@ -284,26 +285,16 @@ def test_sparse_lookups_are_dense_and_their_optimizer_is_refused():
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4))
 
-    def loop(model, optimizer):
-        def loop_step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return loop_step
-
     model, other = build(), build()
     sgd, same = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
-    step, state = zt.lift(loop(model, sgd), model, sgd)
+    step, state = zt.lift(loop_of(model, sgd), model, sgd)
     ids = torch.tensor([1, 5, 5, 2])
     state, _ = zt.Step.of(step)(state, ids)
-    loop(other, same)(ids)
+    loop_of(other, same)(ids)
     torch.testing.assert_close(state["params"]["0.weight"], other[0].weight.detach())
     sparse = torch.optim.SparseAdam([model[0].weight])
     with pytest.raises(ValueError, match=r"SparseAdam takes sparse gradients.*dense.\nUse torch.optim.Adam"):
-        zt.lift(loop(model, sparse), model, sparse)
+        zt.lift(loop_of(model, sparse), model, sparse)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

@@ -7,7 +7,7 @@ from .ir.interpreter import evaluate, lockstep
 from .ir.layout import AbstractMesh
 from .ir.printer import diff
 from .ir.verifier import ProgramError, check
-from .ops import pmean, psum
+from .ops import global_mean, pmean, psum
 from .planning.cluster import Cluster, Device, Link, cluster
 from .planning.cost import Cost, Memory
 from .planning.plan import Plan
@@ -37,8 +37,8 @@ __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
     "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
-    "fuse_cast_gather", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch",
-    "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
+    "fuse_cast_gather", "global_mean", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean",
+    "prefetch", "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
 ]  # fmt: skip
 
 

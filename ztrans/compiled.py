@@ -22,7 +22,8 @@ from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
 from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
@@ -30,19 +31,12 @@ from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import LastState, StateLeaves
+from .runtime.leaves import check_inputs
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
-from .tracebacks import ends_at_user
-from .tracing.arguments import (
-    Arguments,
-    BatchKey,
-    StateKey,
-    check_captured,
-    check_donation,
-    flat,
-    local_batch,
-)
+from .tracing.arguments import Arguments, BatchKey, StateKey, check_captured, check_donation, local_batch, local_inputs
+from .tracing.containers import opened
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -61,9 +55,9 @@ class Given(NamedTuple):
     def of(arguments: Arguments, last: LastState) -> Given:
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
-        known = last.known if state is not None else None
         batch, batch_key = arguments.batch_key()
-        return Given(arguments, state, batch, known.key if known else arguments.state_key(), batch_key)
+        state_key = last.known.key if state and last.known else arguments.state_key()
+        return Given(arguments, state, batch, state_key, batch_key)
 
 
 class Bound(NamedTuple):
@@ -79,8 +73,7 @@ class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
     The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
-    `agreed` skips this: it follows a plan that the ranks have agreed on for another batch size, so it sends the same
-    messages.
+    `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages.
 
     Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
         its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
@@ -103,8 +96,7 @@ class Compiled(Printed):
         return (self._bound[0].lowered if self._bound else self.lowered).graph
 
     def __repr__(self) -> str:
-        captured = ", cuda_graph=True" if self.cuda_graph else ""
-        return f"Compiled({self.graph!r}, backend={self.backend!r}{captured})"
+        return f"Compiled({self.graph!r}, backend={self.backend!r}{', cuda_graph=True' if self.cuda_graph else ''})"
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -129,7 +121,7 @@ class Compiled(Printed):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
-        self._accepted[key] = pytree.tree_structure(output)
+        self._accepted[key] = pytree.tree_structure(opened(output))
         last.remember(state, outputs[:n], given.state_key)
         return state, output
 
@@ -219,9 +211,10 @@ class Compiled(Printed):
             return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
 
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
-        lowered = self.lowered
-        leaves, local = flat(lowered.program, lowered.graph, lowered.mesh, arguments)
-        check_donation(lowered.graph, local)  # at every call, because the caller may have replaced a leaf by another
+        program, graph = self.lowered.program, self.lowered.graph
+        leaves, local = local_inputs(program, graph, arguments)
+        check_inputs(graph, self._mesh, program.axes, program.paths, leaves)
+        check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 
     def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:

@@ -39,14 +39,14 @@ from .planning.simulate import simulate
 from .planning.solver.lower_bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
-from .tracebacks import ends_at_user
-from .tracing.arguments import Arguments, check_captured, flat
+from .tracing.arguments import Arguments, check_captured, local_inputs
 from .tracing.trace import Program
-from .transforms.base import Transform, mesh_of, rewritten
+from .transforms.base import Transform, axes_of, mesh_of, rewritten
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +102,8 @@ class Traced(Printed):
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        return Lowered(hinted, (*history, ("lower", hinted)), self.program, mesh, Plan(""), cluster, hinted)
+        program = dataclasses.replace(self.program, axes=axes_of(self.transforms))
+        return Lowered(hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted)
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
@@ -189,11 +190,13 @@ class Lowered(Printed):
         Returns: The full new state, and the output of each rank.
 
         Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
-            traced for. The error names the rank and the argument. ValueError if there is not one batch for each rank.
+            traced for. The error names the rank and the argument. ValueError if there is not one batch for each rank,
+            or the step itself divides an argument, as `parallelize_module` does.
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_captured(program, graph.name)
+        _check_whole_here(program, graph.name)
         size = math.prod(graph.axes.values())
         if not isinstance(batches, Sequence) or len(batches) != size:
             given = f"{len(batches)} batches" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
@@ -210,7 +213,8 @@ class Lowered(Printed):
                 )
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
             arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
-            inputs.append(flat(program, graph, None, arguments, f"{graph.name}.lockstep, rank {rank}")[1])
+            name = f"{graph.name}.lockstep, rank {rank}"
+            inputs.append(local_inputs(program, graph, arguments, name)[1])
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
@@ -241,6 +245,16 @@ class Lowered(Printed):
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self, backend, cuda_graph)
+
+
+def _check_whole_here(program: Program, name: str) -> None:
+    """Raises: ValueError for an input that the step itself divides, because other ranks hold the other parts."""
+    for own, path in zip(program.owns, program.paths_of_inputs):
+        if own is not None:
+            raise ValueError(
+                f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, own.axes))}, and this process has "
+                f"only its own part of it.\nRun the step on real ranks: lowered.compile() on each."
+            )
 
 
 def _bound_in_turn(graph: Graph, cluster: Cluster, peak: int) -> tuple[float, str]:

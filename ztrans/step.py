@@ -22,23 +22,25 @@ from torch.utils import _pytree as pytree
 from .compiled import Compiled, Given
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
-from .ir.layout import AbstractMesh, copied
+from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
-from .progress import stage
+from .report.progress import stage
+from .report.tracebacks import ends_at_user
 from .runtime.failure import check_whole
 from .runtime.known_state import LastState
+from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracebacks import ends_at_user
-from .tracing.arguments import Arguments, StepKey, check_laid_out
+from .tracing.arguments import Arguments, StepKey
 from .tracing.captured import Captured
 from .tracing.errors import many_programs, no_state, warn
+from .tracing.lifting.lifted_state import completed
 from .tracing.trace import is_number, leaf_names, trace
-from .transforms.base import Transform, appended, layout_of, mesh_of
+from .transforms.base import Transform, appended, axes_of, layout_of, mesh_of
 
 _MANY_PROGRAMS = 8
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
@@ -144,9 +146,9 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
-        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        axes, device = axes_of(self.transforms), self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         with stage(self.__name__, "trace"):
-            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured)
+            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
 
     @ends_at_user
@@ -181,10 +183,9 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        arguments = Arguments.of(self.fn, args, kwargs)
-        given = Given.of(arguments, self._last)
-        tuned, measured = self._compiled(given).tune(*args, steps=steps, **kwargs)
+        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
+        tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
@@ -196,7 +197,10 @@ class Step(Generic[P, R]):
         arguments = Arguments.of(self.fn, args, kwargs)
         refuse_inside(self.__name__, arguments)
         given = Given.of(arguments, self._last)
-        return cast("R", self._compiled(given).run(given, self._last))
+        if (key := self._key(given)) not in self._cache:
+            state = completed(self.fn, arguments.state, self.shard)
+            key = self._key(given := Given.of(arguments._replace(state=state), self._last))
+        return cast("R", self._compiled(given, key).run(given, self._last))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -205,10 +209,9 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(Given.of(Arguments.of(self.fn, args, kwargs), self._last))
+        return self._compiled(given := Given.of(Arguments.of(self.fn, args, kwargs), self._last), self._key(given))
 
-    def _compiled(self, given: Given) -> Compiled:
-        key = self._key(given)
+    def _compiled(self, given: Given, key: StepKey) -> Compiled:
         compiled = self._cache.get(key)
         if compiled is None:
             arguments = given.arguments
@@ -244,7 +247,7 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is not None:
             paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, mesh, paths, pytree.tree_leaves(state), layouts)
+            check_laid_out(self.__name__, mesh, axes_of(self.transforms), paths, pytree.tree_leaves(state), layouts)
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
@@ -273,10 +276,9 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        axes = [axis for t in self.transforms for axis in t.axes]
         target = torch.device(device) if device is not None else None
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), axes, source, target)
+            return shard_state(state, mesh, paths, self.layouts(state), axes_of(self.transforms), source, target)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -285,7 +287,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh if isinstance(self.mesh, DeviceMesh) else None)
+        return unshard_state(state, self.mesh, axes_of(self.transforms))
 
 
 class _Methods:

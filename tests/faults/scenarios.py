@@ -207,7 +207,7 @@ def disagreements() -> None:
     report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
 
     def logits(state, x, y):
-        return state, x @ state["params"]["w0"]
+        return state, zt.pmean(x @ state["params"]["w0"])
 
     mean = zt.shard_params(mesh)(logits)
     report("outputs", **failed(lambda: mean(state, *batch(3, RANK, 2 + RANK))))

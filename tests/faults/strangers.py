@@ -27,7 +27,7 @@ def ports(processes: Iterable[int]) -> set[int]:
 class Strangers:
     """Connects to every port of some processes as soon as it is open, sends `words`, and keeps the connection open."""
 
-    def __init__(self, processes: Iterable[int], words: bytes = b"", seconds: float = 10.0) -> None:
+    def __init__(self, processes: Iterable[int], words: bytes = b"", seconds: float = 60.0) -> None:
         self.processes, self.words, self.end = list(processes), words, time.monotonic() + seconds
         self.met: dict[int, socket.socket] = {}
         self.thread = threading.Thread(target=self._visit, daemon=True)

@@ -52,7 +52,8 @@ def test_ranks_with_different_programs_see_the_first_message_that_differs(disagr
         assert "on rank 0: reduce_scatter mean over dp as f32 of params.b0.grad (96 bytes)" in text
         assert "on rank 1: reduce_scatter mean over dp as f32 of params.b1.grad (96 bytes)" in text
         assert "  rank 1: a step of fewer, with a program that is new here\n" in rank.reports["known"]["text"]
-        assert "all_reduce mean over dp as f32 of mm.mean (192 bytes)" in rank.reports["outputs"]["text"]
+        assert "on rank 0: all_reduce mean over dp as f32 of pmean" in rank.reports["outputs"]["text"]
+        assert "(192 bytes)" in rank.reports["outputs"]["text"]
 
 
 def test_ranks_with_different_updates_raise_an_error(disagreements):

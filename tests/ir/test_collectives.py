@@ -22,6 +22,7 @@ from ztrans.ir.collectives import (
     rules,
     wait,
 )
+from ztrans.ir.collectives.micro_marks import MICRO_MARKS
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
 from ztrans.ir.liveness import liveness
@@ -166,7 +167,7 @@ def test_code_for_a_new_collective_is_a_row_in_a_table():
 
 
 def test_every_primitive_has_rows_in_the_tables():
-    assert set(EMITTERS) == set(PRIMITIVES)
+    assert set(EMITTERS) == set(PRIMITIVES) - set(MICRO_MARKS)  # `parts` replaces these before code is generated
     assert set(COPIES) == set(STARTS)
     assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
     assert len({p.name for p in PRIMITIVES}) == len({type(p.rules) for p in PRIMITIVES}) == len(PRIMITIVES)

@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import is_start, rules
@@ -20,15 +21,7 @@ aten = torch.ops.aten
 def lifted(make_optimizer, layers=3):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     optimizer = make_optimizer(model.parameters())
-
-    def loop_step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return zt.lift(loop_step, model, optimizer)
+    return zt.lift(loop_of(model, optimizer), model, optimizer)
 
 
 def calls(make_optimizer, samples=64):

@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
@@ -87,7 +88,9 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
     for k in range(101):
         before = step.unshard(state)
         after = clone(before)
-        if not interrupted(step, state, x, max(1e-4, takes * (k + 0.5) / 101)):
+        was_interrupted = interrupted(step, state, x, max(1e-4, takes * (k + 0.5) / 101))
+        assert torch.is_grad_enabled(), "an interrupt leaves the modes of PyTorch as they were"
+        if not was_interrupted:
             continue
         try:
             full = step.unshard(state)
@@ -127,15 +130,7 @@ def test_state_that_forward_changes_is_written_at_the_end_too():
     """As the running statistics and the counter of a batch norm."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loop_step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step, state = zt.lift(loop_step, model, optimizer)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *LAST)(step)
     graph = step.lower(state, torch.randn(8, 4)).graph
     given, start = donation(graph), first_write(graph)

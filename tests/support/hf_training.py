@@ -15,10 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import hf_trainer
-from transformers import LlamaForCausalLM, Trainer
-
 if __name__ == "__main__":
+    import hf_trainer
+    from transformers import LlamaForCausalLM, Trainer
+
     torch.set_num_threads(1)
     folder = sys.argv[1]
     with contextlib.redirect_stdout(sys.stderr):  # the Trainer prints what it logs

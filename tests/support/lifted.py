@@ -1,6 +1,8 @@
-"""A lifted loop with buffers, a tied weight, sizes that no number of ranks divides, and AdamW."""
+"""Loops for `zt.lift`. `lifted` has buffers, a tied weight, sizes that no number of ranks divides, and AdamW."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,20 +23,25 @@ class Net(nn.Module):
         return self.second(self.norm(torch.tanh(self.first(x)))) * self.scale.sum()
 
 
-def lifted(seed: int = 0):
-    """The model, its optimizer, the step and its state."""
-    torch.manual_seed(seed)
-    model = Net()
-    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters()], "lr": 1e-2}])
+def loop_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An ordinary loop step: the mean of the squared output, backward, and the optimizer."""
 
-    def loop_step(x):
+    def loop_step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         return loss
 
-    return model, optimizer, *zt.lift(loop_step, model, optimizer)
+    return loop_step
+
+
+def lifted(seed: int = 0):
+    """The model, its optimizer, the step and its state."""
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters()], "lr": 1e-2}])
+    return model, optimizer, *zt.lift(loop_of(model, optimizer), model, optimizer)
 
 
 def batch(step: int) -> torch.Tensor:

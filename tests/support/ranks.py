@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
+from tests.support import dtensors
 from tests.support.in_place import as_plain
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
@@ -323,7 +324,10 @@ def four() -> None:
     pipeline()
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
-    tensor_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel(mesh)
+    dtensors.parallelized(mesh, report)
+    dtensors.lifted(mesh, report)
 
 
 if __name__ == "__main__":

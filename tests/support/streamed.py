@@ -29,7 +29,7 @@ from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda import symmetric_memory
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.tracing.arguments import Arguments, flat
+from ztrans.tracing.arguments import Arguments, local_inputs
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
@@ -62,7 +62,7 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        _, local = flat(low.program, low.graph, low.mesh, Arguments(state, slices(batch, 2)[RANK]))
+        _, local = local_inputs(low.program, low.graph, Arguments(state, slices(batch, 2)[RANK]))
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
 

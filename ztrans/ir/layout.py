@@ -7,14 +7,15 @@ padded to c rows; between steps nothing is padded. A leaf whose rows are fewer t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .graph import Eqn, Layout, Partial, Split, Var
 
@@ -125,16 +126,6 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
     return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
 
 
-def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The part of a whole tensor that this rank holds of `leaf`, as a view."""
-    if isinstance(leaf, DTensor):
-        for axis, placement in enumerate(leaf.placements):
-            if isinstance(placement, Shard):
-                size, rank = leaf.device_mesh.size(axis), leaf.device_mesh.get_local_rank(axis)
-                whole = whole.narrow(placement.dim, *part(whole.shape[placement.dim], size, rank))
-    return whole
-
-
 def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
     """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
 
@@ -165,12 +156,6 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     return [d for d in candidates if x.shape[d : d + 1] == (1,)]
 
 
-def placements(layout: Layout, mesh: DeviceMesh) -> list:
-    """A layout as DTensor placements, one per mesh axis."""
-    split = {part.axis: part for part in layout if isinstance(part, Split)}
-    return [Shard(split[a].dim) if a in split else Replicate() for a, _ in mesh_axes(mesh)]
-
-
 def as_tensor(leaf: Any) -> torch.Tensor:
     """A leaf of a state as a tensor: a number has fp64 or int64.
 
@@ -182,48 +167,51 @@ def as_tensor(leaf: Any) -> torch.Tensor:
     return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, Integral) else torch.float64)
 
 
-def shard_leaf(
-    leaf: Any, layout: Layout, mesh: DeviceMesh, source: int | None, device: torch.device | None
-) -> torch.Tensor:
-    """A full tensor as a DTensor.
+@dataclass(frozen=True)
+class Own:
+    """How the step itself divides a leaf over mesh axes of its own, as `parallelize_module` does.
 
-    The full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor,
-    for which uninitialised memory is allocated.
+    A program holds the local part of such a leaf. Along the other axes of the mesh that part is cut as any leaf is.
+
+    Attributes:
+        axes: the names of these axes, in the order of the mesh, and `sizes` their sizes.
+        placements: the placement of the leaf on each of them.
+        shape: the shape of the whole leaf.
     """
-    leaf = as_tensor(leaf)
-    leaf, wanted, trained = leaf.detach(), placements(layout, mesh), leaf.requires_grad
-    if source is not None:
-        if leaf.is_meta:
-            leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-        else:  # without the copy, a leaf that is replicated would be the caller's own tensor
-            leaf = leaf.clone(memory_format=torch.contiguous_format)
-        return distribute_tensor(leaf, mesh, wanted, src_data_rank=source).requires_grad_(trained)
-    local = leaf
-    for split in layout:
-        if isinstance(split, Split):
-            axis = [name for name, _ in mesh_axes(mesh)].index(split.axis)
-            local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
-    if leaf.is_meta:
-        local = torch.empty(local.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-    else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
-        local = local.to(device or leaf.device, copy=True, memory_format=torch.contiguous_format)
-    stride = torch.empty(leaf.shape, device="meta").stride()
-    whole = DTensor.from_local(local, mesh, wanted, run_check=False, shape=leaf.shape, stride=stride)
-    return whole.requires_grad_(trained)
 
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
 
-def copied(leaf: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor."""
-    return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+    @staticmethod
+    def of(leaf: Any, others: Collection[str]) -> Own | None:
+        """How the step divides a leaf over the axes of its mesh that are not in `others`; None if it does not."""
+        if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
+            return None
+        placed = zip(mesh_axes(leaf.device_mesh), leaf.placements)
+        own = [(axis, size, placement) for (axis, size), placement in placed if axis not in others]
+        axes, sizes, placements = zip(*own) if own else ((), (), ())
+        return Own(axes, sizes, placements, tuple(leaf.shape)) if own else None
 
+    @property
+    def problem(self) -> str | None:
+        """Why no program can hold the parts of the leaf, or None."""
+        for axis, size, placement in zip(self.axes, self.sizes, self.placements):
+            if isinstance(placement, Shard) and self.shape[placement.dim] % size:
+                rows = self.shape[placement.dim]
+                return f"its dim {placement.dim} has {rows} rows, which {axis}={size} does not divide"
+            if not isinstance(placement, Shard | Replicate):
+                return f"it is {placement} over {axis}"
+        return None
 
-def relaid(leaf: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """A copy of a DTensor of this or another mesh, in the given layout.
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part of a rank."""
+        return tuple(n // self.cuts(dim) for dim, n in enumerate(self.shape))
 
-    If mesh or layout differ it communicates, so every rank must call it.
-    """
-    if leaf.device_mesh != mesh:
-        return shard_leaf(leaf.full_tensor(), layout, mesh, None, None)
-    with torch.no_grad():
-        moved = copied(leaf.redistribute(mesh, placements(layout, mesh)))
-    return moved.requires_grad_(leaf.requires_grad)
+    def cuts(self, dim: int, axes: Collection[str] | None = None) -> int:
+        """The number of parts into which the step cuts a dim of the leaf, over all of its axes or those of `axes`."""
+        over = zip(self.axes, self.sizes, self.placements)
+        cut_here = lambda placement: isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
+        return math.prod(size for axis, size, p in over if cut_here(p) and (axes is None or axis in axes))

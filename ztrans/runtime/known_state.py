@@ -87,10 +87,8 @@ class KnownState:
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that this rank holds of the leaves."""
         local = list(leaves)
-        if self._distributed:
-            with torch.no_grad():  # without a gradient to pass on, a DTensor gives its tensor away as it is
-                for i in self._distributed:
-                    local[i] = local[i].to_local()  # type: ignore[attr-defined]
+        for i in self._distributed:  # without torch.no_grad(), which an interrupt could leave behind
+            local[i] = local[i]._local_tensor  # type: ignore[attr-defined]
         return local
 
 

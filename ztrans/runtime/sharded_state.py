@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graph import Layout
-from ..ir.layout import relaid, shard_leaf
+from ..ir.layout import AbstractMesh, Own, mesh_axes
+from .leaves import full_tensor, leaf_mesh, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
 from .replicas import check_same
 
 State = TypeVar("State")
+_meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sharded for
+
+
+def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh on which a state is kept, or None if it has no DTensor.
+
+    It is that of its step, also if no leaf lives on all of its axes. If that is not known, as for copies of the leaves,
+    it is the largest mesh of a leaf.
+    """
+    meshes = [_meshes.get(x, x.device_mesh) for x in leaves if isinstance(x, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
 def shard_state(
@@ -42,16 +55,31 @@ def shard_state(
     if source and mesh.ndim > 1:
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
-    parts = [
-        relaid(x, layout, mesh) if isinstance(x, DTensor) else shard_leaf(x, layout, mesh, source, device)
-        for x, layout in zip(leaves, layouts)
-    ]
+    parts = [_part(x, layout, mesh, axes, source, device) for x, layout in zip(leaves, layouts)]
+    for part in parts:
+        _meshes[part] = mesh
     return pytree.tree_unflatten(parts, tree)
 
 
-def unshard_state(state: State, mesh: DeviceMesh | None) -> State:
-    """Gather a state of DTensors into full tensors on every rank. All ranks must call it."""
-    if mesh is not None and mesh.size() > 1:
+def _part(
+    leaf: Any, layout: Layout, mesh: DeviceMesh, axes: Sequence[str], source: int | None, device: torch.device | None
+) -> torch.Tensor:
+    """A leaf as a DTensor in its layout."""
+    own = Own.of(leaf, axes)
+    if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
+        own = None  # it comes from another mesh
+    on = leaf_mesh(mesh, axes, own)
+    if isinstance(leaf, DTensor):
+        return relaid(leaf, layout, on, own, device)
+    return shard_leaf(leaf, layout, on, source, device)
+
+
+def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[str]) -> State:
+    """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
+
+    `axes` are the mesh axes over which transforms distribute the step.
+    """
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         meet(mesh, Call("unshard"))
-    return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().clone(), state)
+    return pytree.tree_map_only(DTensor, lambda x: full_tensor(x, axes).clone(), state)

@@ -11,14 +11,14 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph, Layout, Var
-from ..ir.layout import AbstractMesh, placements
+from ..ir.graph import Graph, Var
+from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
+from .containers import opened
 from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
 
 
@@ -59,7 +59,8 @@ class Arguments(NamedTuple):
         if not args:
             raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
-        return Arguments(args[0], (*args[1:], *kwargs.values(), *extra.values()), (*kwargs, *extra))
+        batch = map(opened, (*args[1:], *kwargs.values()))
+        return Arguments(args[0], (*batch, *extra.values()), (*kwargs, *extra))
 
     def micro_batch(self, fn: Callable, micro: int) -> Arguments:
         """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
@@ -70,7 +71,7 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.batch)
         named = zip(paths[len(paths) - len(leaves) :], leaves)
         cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
-        return self._replace(batch=pytree.tree_unflatten(cut, tree))
+        return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(cut, tree))))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
@@ -90,7 +91,7 @@ class Arguments(NamedTuple):
 def _described(x: Any, is_state: bool) -> tuple:
     # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     is_tensor = isinstance(x, torch.Tensor)
-    placements = x.placements if isinstance(x, DTensor) else None
+    placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
     return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
 
 
@@ -169,31 +170,25 @@ def check_captured(program: Program, name: str) -> None:
         )
 
 
-def flat(
-    program: Program,
-    graph: Graph,
-    mesh: DeviceMesh | AbstractMesh | None,
-    arguments: Arguments,
-    caller: str | None = None,
+def local_inputs(
+    program: Program, graph: Graph, arguments: Arguments, caller: str | None = None
 ) -> tuple[list, list[torch.Tensor]]:
     """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
     `caller` names the call in errors, by default with the name of the program.
 
-    Raises: TypeError if their shapes, dtypes or layouts differ from those that the program was compiled for.
+    Raises: TypeError if their shapes or dtypes differ from those that the program was compiled for, or if the step
+        divides them in another way.
     """
-    name = caller or graph.name
-    leaves = traced_leaves(program, name, arguments)
-    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
-        layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-        check_laid_out(graph.name, mesh, program.paths, leaves, layouts, lowered=True)
+    leaves = traced_leaves(program, caller or graph.name, arguments)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
-    for v, x, y in zip(graph.inputs, leaves, local, strict=True):
-        shape, wanted = tuple(getattr(x, "shape", ())), full_shape(graph, v)
-        if shape != wanted or v.dtype != y.dtype:
+    for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
+        now, shape = Own.of(x, program.axes), tuple(getattr(x, "shape", ()))
+        wanted = own.shape if own else full_shape(graph, v)
+        if own != now or shape != wanted or v.dtype != y.dtype:
             made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type
             raise TypeError(
-                f"{name}: compiled for {made_for}, called with {got}.\n"
+                f"{caller or graph.name}: compiled for {made_for}{own or ''}, called with {got}{now or ''}.\n"
                 f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
             )
     return leaves, local
@@ -208,46 +203,6 @@ def local_batch(program: Program, num_state: int, leaves: Sequence[Any]) -> list
 def _read(x: Any) -> torch.Tensor:
     """This rank's part of an argument in memory. A lazily conjugated or negated tensor is not what its memory holds."""
     return local_part(x).resolve_conj().resolve_neg()
-
-
-def check_laid_out(
-    name: str,
-    mesh: DeviceMesh,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    layouts: Sequence[Layout],
-    lowered: bool = False,
-) -> None:
-    """Check that each leaf of the state is on this mesh and sharded as its layout says.
-
-    Args:
-        name: the name of the step, for the error.
-        mesh: the mesh of the step; without devices there is nothing to check.
-        paths, leaves: the leaves of the arguments and their paths, those of the state first.
-        layouts: the layouts of the leaves of the state.
-        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
-
-    Raises: TypeError that names the first leaves that are not laid out so.
-    """
-    wanted = {layout: placements(layout, mesh) for layout in set(layouts)}
-    wrong = []
-    for path, leaf, layout in zip(paths, leaves, layouts):
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim or isinstance(leaf, DTensor)):
-            want = wanted[layout]
-            if not isinstance(leaf, DTensor):
-                wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
-            elif leaf.device_mesh != mesh:
-                wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
-            elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(mesh.shape, leaf.placements, want)):
-                wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
-    if wrong:
-        raise TypeError(
-            f"{name} was called with state that is not laid out for it. "
-            f"{len(wrong)} of {len(layouts)} leaves, including:\n"
-            + "".join(f"  * {line}\n" for line in wrong[:3])
-            + "Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
-            + "makes such a step of the body of an ordinary loop."
-        )
 
 
 def local_part(x: Any) -> torch.Tensor:

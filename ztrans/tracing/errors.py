@@ -37,6 +37,14 @@ def no_state(path: str, leaf: Any) -> TypeError:
     )
 
 
+def no_parts(path: str, why: str) -> ValueError:
+    """A DTensor whose parts differ in shape from rank to rank, or are terms of a sum."""
+    return ValueError(
+        f"trace: the ranks hold other parts of {path} than one program can have: {why}.\n"
+        f"Choose a size that the axis divides, or replicate this leaf over it."
+    )
+
+
 def no_argument(leaf: Any, is_state: bool = False) -> TypeError:
     """An argument that can be neither an input nor a constant of a program."""
     return TypeError(

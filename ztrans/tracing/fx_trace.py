@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..ir.ambient import having
@@ -28,6 +29,23 @@ from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
 from .watch import Watch
+
+OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Check the release of torch, whose private APIs change. An installer does so only when it installs ztrans.
+
+    Raises: RuntimeError for a torch outside of the range.
+
+    >>> check_torch("2.13.0+cpu")
+    """
+    if not OLDEST <= TorchVersion(version) < BEFORE:
+        wanted = f"torch>={OLDEST},<{BEFORE}"
+        raise RuntimeError(
+            f"ztrans: this is torch {version}, and ztrans uses private APIs of {wanted}.\n"
+            f"Install such a torch, pip install '{wanted}', or a release of ztrans for torch {version}."
+        )
 
 
 class Recorded(NamedTuple):

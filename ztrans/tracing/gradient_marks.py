@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from .. import ops
 from ..ir.graph import Var
 from ..ir.relations import reachable
 from ..ir.source import user_source
 from .errors import failed, no_gradient, refuse_closure
 from .lifting.scalars import tensors_in, with_tensor_scalar
+from .parallel.dtensors import marked
 
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 # The errors of PyTorch's functions, which get the user's line and the arguments of the function.
@@ -67,7 +67,7 @@ class Marks(TorchFunctionMode):
             grads = func(*args, **kwargs)
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return tuple(g if g is None else ops.gradient(g, p.detach()) for g, p in zip(grads, inputs))
+            return tuple(g if g is None else marked(g, p) for g, p in zip(grads, inputs))
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             return _renamed(func, *args)
         if func is torch.Tensor.backward or func is torch.autograd.backward:
@@ -116,7 +116,7 @@ def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_gra
         if g is not None:
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
             # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
-            g = ops.gradient(g.contiguous() if g.layout is torch.strided else g, leaf.detach())
+            g = marked(g.contiguous() if g.layout is torch.strided else g, leaf)
             if leaf.grad is None or create_graph:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
             else:

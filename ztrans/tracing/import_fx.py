@@ -112,6 +112,8 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
+    if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:  # as `x.view_as(x)`
+        return base
     if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)

@@ -269,7 +269,8 @@ def is_own(kind: Any) -> bool:
 @functools.cache
 def _is_own(kind: Any) -> bool:
     if isinstance(kind, types.ModuleType):
-        return not is_library(getattr(kind, "__file__", None) or sys.executable)
+        is_plain = type(kind) is types.ModuleType  # namespaces of operators, such as torch.ops.aten, are not
+        return is_plain and not is_library(getattr(kind, "__file__", None) or sys.executable)
     if kind in _NAMESPACES:
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)

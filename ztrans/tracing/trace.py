@@ -19,15 +19,17 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
+from ..ir.layout import Own
 from ..ir.recompute import checkpointed
 from ..ir.relations import key_parts
 from .captured import Captured, Key
-from .errors import no_argument, no_state
-from .fx_trace import Recorded, record
+from .containers import opened
+from .errors import no_argument, no_parts, no_state
+from .fx_trace import Recorded, check_torch, record
 from .import_fx import import_fx
 from .leaks import settled
+from .parallel.dtensors import around, local_results, spec_of
 from .regions import Fact, label_regions
-from .versions import check_torch
 
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
@@ -44,6 +46,14 @@ class Program:
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
+    axes: tuple[str, ...] = ()  # the mesh axes over which transforms distribute the step
+    owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
+
+    @property
+    def paths_of_inputs(self) -> list[str]:
+        """The paths of the leaves that are inputs of the program."""
+        static = {i for i, _ in self.static}
+        return [path for i, path in enumerate(self.paths) if i not in static]
 
     def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -51,6 +61,7 @@ class Program:
         if not added:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        output = opened(output)
         return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
 
 
@@ -69,8 +80,11 @@ class Abstract:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     @staticmethod
-    def of(leaf: Any, is_state: bool) -> Abstract | Any:
-        """The abstract value of a tensor or number, or `leaf` itself if it is neither."""
+    def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Any:
+        """The abstract value of a tensor or number, or `leaf` itself if it is neither.
+
+        With `own` it is that of this rank's part of a leaf that the step itself divides.
+        """
         if is_number(leaf):
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
@@ -78,8 +92,9 @@ class Abstract:
                 raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
-        stride = _contiguous_stride(leaf.shape) if is_state else leaf.stride()
-        return Abstract(tuple(leaf.shape), leaf.dtype, stride, _device(leaf))
+        shape = torch.Size(own.local_shape) if own else leaf.shape
+        stride = _contiguous_stride(shape) if is_state or own else leaf.stride()
+        return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
 
 
 @functools.cache
@@ -118,17 +133,20 @@ def trace(
     names: tuple[str, ...] = (),
     device: str | None = None,
     captured: Captured | None = None,
+    axes: tuple[str, ...] = (),
 ) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
     Args:
         fn: the train step.
-        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, which are traced at their
-            global shape, and numbers, which become inputs, never constants.
+        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become
+            inputs, never constants.
         names: the names of the last arguments of `batch`, which are passed by name. What
             the one called `EXTRA` holds is the same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
+        axes: the mesh axes over which transforms distribute the step. On these a DTensor is traced whole. Along other
+            axes the step sees a DTensor, and the program has its local part.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -144,11 +162,10 @@ def trace(
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
-    abstract = [Abstract.of(leaf, i < num_state) for i, leaf in enumerate(leaves)]
-    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
-    for i, value in static:
-        if i < num_state:
-            raise no_state(paths[i], value)
+    owns = _owns(leaves, paths, axes)
+    specs = list(map(spec_of, leaves, owns))
+    abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
+    static = _static(abstract, num_state, paths)
     dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
@@ -157,12 +174,14 @@ def trace(
     def call(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
-            full[i] = tensor
+            full[i] = around(tensor, specs[i])
         arguments = pytree.tree_unflatten(full, in_tree)
         positional = len(arguments) - len(names)
         result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
-        return result
+        new, tree = pytree.tree_flatten(result[0])
+        new, output = local_results(new, specs, paths, opened(result[1]))
+        return pytree.tree_unflatten(new, tree), opened(output)
 
     def record_program() -> Recorded:
         traced_as = [abstract[i] for i in dynamic]
@@ -177,7 +196,27 @@ def trace(
         return recorded._replace(graph=_annotated(graph, facts))
 
     traced = settled(record_program, captured.reach(), name)
-    return Program(traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names)
+    of_inputs = tuple(owns[i] for i in dynamic)
+    return Program(
+        traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, axes, of_inputs
+    )
+
+
+def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[str]) -> list[Own | None]:
+    """How the step itself divides each leaf, over mesh axes other than `axes`."""
+    owns = [Own.of(leaf, axes) for leaf in leaves]
+    for path, own in zip(paths, owns):
+        if own is not None and own.problem is not None:
+            raise no_parts(path, own.problem)
+    return owns
+
+
+def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:
+    """The leaves that are constants of the program, with their indices. None of them is state."""
+    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
+    if static and static[0][0] < num_state:
+        raise no_state(paths[static[0][0]], static[0][1])
+    return static
 
 
 def is_of_batch(leaf: Any, path: str) -> bool:

@@ -17,12 +17,15 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.source import Source, user_source, where
-from . import c10d, errors
+from . import errors
 from .overloads import is_written
+from .parallel import c10d
 
 
 class Watch(TorchDispatchMode):
@@ -38,24 +41,25 @@ class Watch(TorchDispatchMode):
         self.lines: dict[int, Source | None] = {}
         self.checkpoints: dict[Any, int] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
+        # Whether autograd records the operation on DTensors that is being expanded; None outside of such an operation.
+        self.inside: bool | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # fake tensors ask it of each other
             return func(*args, **kwargs)
-        node = torch._C._current_autograd_node()
-        source = user_source(2) if node is None else self.lines.get(node._sequence_nr())
-        latest = torch.autograd._get_sequence_nr() - 1
-        for number in range(self.last + 1, latest + 1):
-            self.lines[number] = source
-        recorded, self.last = latest > self.last, max(self.last, latest)
+        if get_proxy_mode() is None:  # DTensor runs an operation on whole fake tensors to find the shape of its result
+            return func(*args, **kwargs)
+        if any(issubclass(t, DTensor) for t in types):
+            return self._expanded(func, args, kwargs)
+        node, source, recorded = self._origin()
         line = source or user_source(2)
         self._check(func, args, kwargs, line, node is not None)
         old = fx_traceback.current_meta.get("custom")
         fx_traceback.current_meta["custom"] = {
             "source": source,
             "backward": node is not None,
-            "recorded": recorded,
+            "recorded": recorded or self.inside is True,
             "checkpoint": self._checkpoint(),
         }
         try:
@@ -69,6 +73,27 @@ class Watch(TorchDispatchMode):
                 fx_traceback.current_meta.pop("custom", None)
             else:
                 fx_traceback.current_meta["custom"] = old
+
+    def _origin(self) -> tuple[Any, Source | None, bool]:
+        """The autograd node that runs the operation, the user's line, and whether autograd records the operation."""
+        node = torch._C._current_autograd_node()
+        source = user_source(3) if node is None else self.lines.get(node._sequence_nr())
+        latest = torch.autograd._get_sequence_nr() - 1
+        for number in range(self.last + 1, latest + 1):
+            self.lines[number] = source
+        recorded, self.last = latest > self.last, max(self.last, latest)
+        return node, source, recorded
+
+    def _expanded(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation on DTensors, which DTensor expands into operations on local tensors and collectives."""
+        if self.inside is not None:
+            return NotImplemented  # lets DTensor run it
+        _, _, self.inside = self._origin()
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            self.inside = None
 
     def _checkpoint(self) -> int | None:
         """The number of the selective checkpoint around the operation, which is known by its saved-tensor hooks."""

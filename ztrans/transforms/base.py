@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.graph import Graph, Layout
-from ..ir.layout import AbstractMesh
+from ..ir.layout import AbstractMesh, Own
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
 
@@ -201,12 +201,21 @@ def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None
     return next((t.mesh for t in transforms if t.mesh is not None), None)
 
 
-def layout_of(transforms: Iterable[Transform], name: str, leaf: object) -> Layout:
-    """The layout of a state leaf: that of the first transform that chooses one. A number is whole on every rank."""
+def axes_of(transforms: Iterable[Transform]) -> tuple[str, ...]:
+    """The axes of the mesh over which these transforms distribute a step."""
+    return tuple(dict.fromkeys(axis for t in transforms for axis in t.axes))
+
+
+def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
+    """The layout of a state leaf: that of the first transform that chooses one. A number is whole on every rank.
+
+    Of a leaf that the step itself divides over other axes, it is the layout of this rank's part.
+    """
     if not isinstance(leaf, torch.Tensor):
         return ()
-    meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    layouts = (t.layout(name, tuple(leaf.shape), meta) for t in transforms)
+    own = Own.of(leaf, axes_of(transforms))
+    meta = torch.empty(own.local_shape if own else leaf.shape, dtype=leaf.dtype, device="meta")
+    layouts = (t.layout(name, tuple(meta.shape), meta) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
 
 

@@ -53,7 +53,9 @@ def overlap_grads(
             complete. A step that fails before then leaves the old state unchanged, but it takes more memory and
             overlaps less.
 
-    Raises: ValueError if the program has no gradient reductions: apply shard_params first.
+    A step without gradients, such as an evaluation, has nothing to overlap: its program stays as it is.
+
+    Raises: ValueError if the program is not sharded: apply shard_params first.
 
     Source: Li et al., PyTorch Distributed, 2020; XLA's latency-hiding scheduler; AutoParallel #481.
 
@@ -79,9 +81,9 @@ class _OverlapGrads(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)
         starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in _REDUCED]
-        if not starts:
+        if not starts and not graph.mesh:
             raise ValueError(
-                "overlap_grads: the program has no gradient reductions to overlap.\n"
+                "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
         size = self.bucket if isinstance(self.bucket, int) else None

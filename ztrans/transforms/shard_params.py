@@ -19,10 +19,12 @@ from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .base import Transform, constructor
 from .matrix_chains import matrix_chains, note
+from .psum_quotients import warn_of_psum_quotients
 from .reduce_once import reduce_once
 from .sharding import Sharding
 
 Where = Callable[[str, torch.Tensor], bool]
+DimOf = Callable[[str, torch.Tensor], int | None]
 
 
 @constructor
@@ -33,6 +35,7 @@ def shard_params(
     stage: Literal[0, 1, 2, 3] = 3,
     reshard: Literal["auto", "always"] = "auto",
     where: Where | None = None,
+    dim: DimOf | None = None,
     replicate_axis: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     outputs: Literal["mean", "local"] = "mean",
@@ -54,15 +57,17 @@ def shard_params(
             those whose second gather costs time, within its memory budget.
         where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
             and so is a leaf whose rows are fewer than half of the ranks.
+        dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the
+            same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
             gradients are sent in their own dtype.
-        outputs: "mean" averages the float outputs that depend on the batch over the axis; "local" returns to each rank
-            its own.
+        outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
+            returns its own values of other outputs, such as logits. "local" averages none.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
-        value that depends on the batch enters the state unreduced, if an update cannot run on shards, or if an integer
-        output depends on the batch.
+        leaf does not have the dim along which it is to be cut, if a value that depends on the batch enters the state
+        unreduced, if an update cannot run on shards, or if an integer scalar that depends on the batch is an output.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
 
@@ -83,7 +88,7 @@ def shard_params(
         raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
-    return ShardParams(mesh, axis, stage, reshard, where, replicate_axis, reduce_dtype, outputs)
+    return ShardParams(mesh, axis, stage, reshard, where, dim, replicate_axis, reduce_dtype, outputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,6 +100,7 @@ class ShardParams(Transform):
     stage: int
     reshard: Literal["auto", "always"] = "auto"
     where: Where | None = None
+    dim: DimOf | None = None
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
@@ -106,10 +112,28 @@ class ShardParams(Transform):
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
         if self.stage == 0 or not shape or (self.where is not None and not self.where(path, leaf)):
             return ()
-        return (Split(self.axis, 0),) if is_worth_cutting(shape[0], dict(mesh_axes(self.mesh))[self.axis]) else ()
+        dim = self._dim(path, leaf)
+        ranks = dict(mesh_axes(self.mesh))[self.axis]
+        return (Split(self.axis, dim),) if is_worth_cutting(shape[dim], ranks) else ()
+
+    def _dim(self, path: str, leaf: torch.Tensor) -> int:
+        """The dim along which a leaf is cut, counted from the front.
+
+        Raises: ValueError if the leaf does not have it.
+        """
+        dim = self.dim(path, leaf) if self.dim is not None else 0
+        if dim is None:
+            return 0
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(
+                f"shard_params: dim(...) is {dim} for {path}, which has the shape {list(leaf.shape)}.\n"
+                f"Return one of its dims, or None for the first."
+            )
+        return dim % leaf.ndim
 
     def rewrite(self, graph: Graph) -> Graph:
         plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage)
+        warn_of_psum_quotients(plain, self.axes)
         walk = Sharding(plain, self)
         graph = walk.run()
         whole, leaves = matrix_chains(plain, walk.layout_of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from ..ir.printer import op_name
 from ..ir.reshard import on_axis
 from ..ir.source import where
 from ..ir.varying import INVARIANT, varying
+from ..ops import EVERY_AXIS
 from .dtensor_rules import NoRule, rule
 from .value_layouts import Values
 
@@ -133,8 +135,8 @@ class Sharding:
         if not over:
             self.values.bind(out, self.values.value(g, eqn))
             return
-        split = Split(self.axis)
-        to = split if p in self.values.placed and split in self.values.placed[p].layout else None
+        have = on_axis(self.values.placed[p].layout, self.axis) if p in self.values.placed else None
+        to = have if isinstance(have, Split) else None
         self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
 
     def explicit(self, eqn: Eqn) -> None:
@@ -142,25 +144,35 @@ class Sharding:
 
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
         """
-        x, axis = eqn.args
-        out = eqn.out
-        if axis not in self.values.axes:
+        x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
+        over = self.over.get(x, INVARIANT) & set(axes)
+        times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
+        if times > 1:
+            product = dataclasses.replace(x, name=self.values.names.fresh(x.name)) if over else out
+            self.on_whole(eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, times), outs=(product,)))
+            x = product
+        if over:
+            readers = self.readers.get(out)
+            only_update = readers and all(e.region == "update" for e in readers)
+            cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
+            to = Split(self.axis) if self.axis in over and only_update and self.opt.stage > 0 and cut else None
+            self.values.reduce(eqn, x, out, over, to, "pmean", out.name, REDUCTIONS[eqn.op])
+        elif times == 1:
+            self.values.bind(out, self.values.value(x, eqn))
+
+    def axes_of(self, eqn: Eqn) -> tuple[str, ...]:
+        """The axes of a pmean or psum.
+
+        Raises: ValueError for an axis that the step is not sharded over.
+        """
+        axis = eqn.args[1]
+        if axis != EVERY_AXIS and axis not in self.values.axes:
             raise ValueError(
                 f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
                 f"  at {where(eqn.source)}\n"
                 f"Name the axis that the step is sharded over."
             )
-        if axis in self.over.get(x, INVARIANT):
-            readers = self.readers.get(out)
-            only_update = readers and all(e.region == "update" for e in readers)
-            cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
-            to = Split(self.axis) if axis == self.axis and only_update and self.opt.stage > 0 and cut else None
-            self.values.reduce(eqn, x, out, {axis}, to, "pmean", out.name, REDUCTIONS[eqn.op])
-        elif REDUCTIONS[eqn.op] == "sum":
-            times = eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, self.graph.axes[axis]))
-            self.on_whole(times)
-        else:
-            self.values.bind(out, self.values.value(x, eqn))
+        return self.values.axes if axis == EVERY_AXIS else (axis,)
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:
@@ -183,7 +195,7 @@ class Sharding:
             return out
         if out not in self.over:
             return self.values.laid(out, None, self.end(out))
-        if self.opt.outputs == "local":
+        if self.opt.outputs == "local" or out.shape:  # the samples of a batch are not the same on two ranks
             return self.values.local[out]
         return self.averaged(out, None, "output", "output")
 

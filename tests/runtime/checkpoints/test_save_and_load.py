@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
@@ -153,3 +154,17 @@ def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
     message = "load: params.first.weight has shape [7, 7] in "
     with pytest.raises(ValueError, match=re.escape(message) + r".*a, and \[8, 7\] in the state"):
         zt.load(tmp_path / "a", step, state)
+
+
+@pytest.mark.parametrize("blank", [lambda state: state, as_meta])
+def test_a_state_that_is_sharded_may_say_what_is_read(tmp_path, blank):
+    """As in a loop that resumes: the state of its own step, with or without values."""
+    *_, step, state = lifted()
+    step = zt.shard_params(zt.make_mesh("cpu", dp=-1))(step)
+    state, _ = step(step.shard(state), batch(0))
+    zt.save(tmp_path / "a", state).result()
+    saved = step.unshard(state)
+    loaded = zt.load(tmp_path / "a", step, blank(step.shard(lifted(seed=1)[-1])))
+    assert all(isinstance(x, DTensor) and not x.is_meta for x in pytree.tree_leaves(loaded))
+    assert same(step.unshard(loaded), saved)
+    loaded, _ = step(loaded, batch(1))

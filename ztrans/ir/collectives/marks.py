@@ -1,7 +1,7 @@
 """Marks of the trace: which values are gradients, and which reductions the user asked for.
 
 g = gradient(g0, w)                   g0 is the gradient of w
-y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step
+y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
 
 A transform that shards a program replaces the marks by reductions. A mark that no transform replaces is the identity.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...ops import EVERY_AXIS
 from ..graph import Eqn, Graph, Primitive, Var, rename
 from .interface import Memberwise
 
@@ -38,7 +39,7 @@ class Mean(Mark):
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
         value, axis = eqn.args
-        return over.get(value, _NOWHERE) - {axis}
+        return _NOWHERE if axis == EVERY_AXIS else over.get(value, _NOWHERE) - {axis}
 
 
 class Sum(Mean):

@@ -13,7 +13,7 @@ from ...ir.relations import grouped
 from .loads import Members
 from .problem import Gather, Problem, Reduction
 
-FULL = (16.0,)  # latencies that the transfer of a full bucket takes; the search tries both
+FULL = (16.0, 32.0)  # latencies that the transfer of a full bucket takes; the search tries both
 FIRST_GATHERS, REGATHERS, REDUCTIONS = 0.3, 0.12, 0.2  # portions of the memory that is left where a bucket is needed
 
 

@@ -71,7 +71,7 @@ class _Play:
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
         self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))
-        self.reserve = max((load.size for load in reductions), default=0)  # the room that a gather leaves from there on
+        self.reserve = max((load.size for load in reductions), default=0) if choice.reserve else 0
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.

@@ -31,13 +31,15 @@ _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 class Choice(NamedTuple):
     """Buckets by index, in order of use and of birth within a key; dropped gathers; and when gathers start.
 
-    A gather is due `lead` times its transfer before its use.
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first gradient
+    starts only where it leaves room for the largest reduction.
     """
 
     gathers: tuple[Members, ...]
     reductions: tuple[Members, ...]
     dropped: frozenset[int]
     lead: float = 1.0
+    reserve: bool = True
 
 
 class Load(NamedTuple):

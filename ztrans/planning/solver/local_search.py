@@ -207,9 +207,9 @@ def move_border(search: Search, choice: Choice) -> Choice:
     return _with_buckets(choice, gathers, buckets)
 
 
-def change_lead(search: Search, choice: Choice) -> Choice:
+def change_start(search: Search, choice: Choice) -> Choice:
     """Change when gathers start."""
-    return choice._replace(lead=search.chance.choice(_LEADS))
+    return choice._replace(lead=search.chance.choice(_LEADS), reserve=search.chance.choice((False, True)))
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Moves:
         (split, 20),
         (join, 30),
         (move_border, 50),
-        (change_lead, 6),
+        (change_start, 6),
     )
     one_ahead: bool = True  # compare with the schedule that sends every message alone, one message ahead
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from ...ir.layout import mesh_axes
 from ..replicas import digest
 
 
@@ -17,7 +18,7 @@ def check_copies(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, group: d
 
     Raises: ValueError on every rank, naming the first leaf whose copies differ.
     """
-    split = {name: _split_axes(x) for name, x in tensors.items()}
+    split = {name: _split_axes(x, mesh) for name, x in tensors.items()}
     copied = [name for name, axes in split.items() if any(mesh.size(k) > 1 for k in range(mesh.ndim) if k not in axes)]
     digests = {name: tuple(digest(_local(tensors[name])).tolist()) for name in copied}
     everyone: list = [None] * mesh.size()
@@ -33,9 +34,12 @@ def check_copies(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, group: d
                 )
 
 
-def _split_axes(x: torch.Tensor) -> list[int]:
-    placements = x.placements if isinstance(x, DTensor) else ()
-    return [k for k, placement in enumerate(placements) if isinstance(placement, Shard)]
+def _split_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[int]:
+    """The axes of the mesh over which a leaf is cut. It may live on some of them only."""
+    if not isinstance(x, DTensor):
+        return []
+    cut = [axis for (axis, _), p in zip(mesh_axes(x.device_mesh), x.placements) if not isinstance(p, Replicate)]
+    return [k for k, (axis, _) in enumerate(mesh_axes(mesh)) if axis in cut]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ...ir.layout import as_tensor, copied
+from ...ir.layout import as_tensor
 from ...ir.relations import named_leaves
+from ..leaves import copied
 from .folder import Folder, committed, partial
 from .model_file import ModelFile, is_model
 
@@ -133,7 +134,7 @@ def _blank(leaf: Any) -> Any:
     """A leaf without values, for `Step.shard`, which allocates only this rank's part of it."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)
+    return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
 def _allocated(part: Any, like: Any) -> torch.Tensor:

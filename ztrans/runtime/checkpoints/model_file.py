@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...ir.layout import cut_as
 from ...ir.relations import named_leaves
+from ..leaves import cut_as
 from .folder import partial, sync
 
 _TORCH, _SAFE = (".pt", ".pth", ".bin"), ".safetensors"

@@ -21,6 +21,7 @@ from ...ir.relations import named_leaves
 from ..failure import check_whole, steps_of
 from ..meeting import Call, everywhere, meet
 from ..process_groups import process_groups
+from ..sharded_state import mesh_of_state
 from . import model_file
 from .copies import check_copies
 from .folder import FolderWriter
@@ -59,7 +60,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     target, named = Path(path), named_leaves(state)
     tensors = {name: _tensor(name, leaf) for name, leaf in named.items()}
     check_whole(list(named.values()), "save")
-    mesh = next((x.device_mesh for x in named.values() if isinstance(x, DTensor)), None)
+    mesh = mesh_of_state(named.values())
     if mesh is not None:
         meet(mesh, Call(f"save to {str(target)[-80:]}", steps=steps_of(list(named.values()))))
     if model_file.is_model_file(target):

@@ -10,44 +10,38 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.amp import grad_scaler
-from torch.nn.utils import stateless
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...ir.ambient import having
-from ...ir.source import user_source, where
 from ..trace import EXTRA, is_number
+from .averaged_models import averaging
+from .grad_scaler import scale_of, scaling
 from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchanged, constants_in, groups_of, versions
 from .kept_gradients import KeptGradients, kept
-from .lifted_state import State, check_apart, check_known, constants, several, state_of
+from .lifted_state import State, check_apart, check_known, several, state_of
 from .optimizer_state import make
 from .scalars import Numbers
 from .stand_ins import StandIns
+from .swapped import swapped, widened
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# Optimizers that choose an update by a value that they read, unless they are capturable.
-_CHOOSING = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
-_COUNTS = ("step", "eta", "mu")  # in their state
 
 
 def lift(
     loop_step: Callable[P, T],
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     carry_grads: bool = False,
+    scaler: GradScaler | None = None,
 ) -> tuple[Callable[Concatenate[State, P], tuple[State, T]], State]:
     """Turn `loop_step(*batch)`, which does zero_grad, loss, backward and optimizer.step, into `(step, state)`.
 
@@ -60,18 +54,20 @@ def lift(
         optimizer: the optimizer that the loop steps, or a sequence of all of them. Every call reads its parameter
             groups, so a scheduler may step after the lifted step. Learning rates, and numbers that change, are inputs
             of the program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one
-            has changed, the next call of a `Step` is traced anew.
+            has changed, the next call of a `Step` is traced anew. A loop that evaluates needs none; its step takes the
+            state of the step that trains the module, and returns it with its parameters unchanged.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
             without a zero_grad.
+        scaler: the GradScaler of the loop, for training in fp16.
 
-    Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, and `grads` by name with
-    `carry_grads`.
+    Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `grads` by name with
+    `carry_grads`, and the scale of `scaler`.
 
     Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, that has a
     parameter which the module does not have or which another optimizer has too, or whose state before its first step
     is unknown. When the step is traced, ValueError for a loop step that steps another optimizer, or not all of these;
     that uses gradients of an earlier call which are not carried; that uses parameters which were taken from the module
-    before; or that uses a GradScaler.
+    before; or that uses another GradScaler.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,12 +83,10 @@ def lift(
     """
     optimizers = several(optimizer)
     names = _check_held(model, optimizers)
-    for o in optimizers:
-        make(o, names)
     own = dict(model.named_parameters())
-    today = state_of(model, optimizers, names)
-    if carry_grads:
-        today["grads"] = kept(own)
+    today = _present_state(model, optimizers, names, carry_grads)
+    if scaler is not None:
+        today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
     counted = [is_number(x) for x in pytree.tree_leaves(today["optimizer"])]
     hyperparameters = Hyperparameters(optimizers)
@@ -102,12 +96,13 @@ def lift(
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
         written, leaves = versions(groups), pytree.tree_leaves(state["optimizer"])
         numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
-        with _swapped(model, optimizers, names, state, groups) as (params, buffers):
+        with swapped(model, optimizers, names, state, groups) as (params, buffers):
             before = constants_in(optimizers, groups)
             gradients = KeptGradients(params, state.get("grads"), had)
-            stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, _widened(optimizers))
+            stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
-            with gradients, stand_ins, stepped, _NoScaler():
+            scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
+            with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
@@ -117,24 +112,48 @@ def lift(
             check_unchanged(before, constants_in(optimizers, groups))
             check_known(after, state["optimizer"])
             new = {
+                **state,
                 "params": {name: p.detach() for name, p in params.items()},
                 "buffers": {name: b.detach() for name, b in buffers().items()},
-                "optimizer": {name: _as_before(after[name], known) for name, known in state["optimizer"].items()},
             }
-        if carried is not None:
-            new["grads"] = carried
+            if optimizers:
+                optimized = {name: _as_before(after[name], known) for name, known in state["optimizer"].items()}
+                new["optimizer"] = optimized
+        new |= ({"grads": carried} if carried is not None else {}) | ({"scaler": scaled} if scaled else {})
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
         return _trained(model), hyperparameters.constants()
 
+    def missing(state: State) -> State:
+        """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
+        _check_held(model, optimizers)
+        return _lacking(state, _present_state(model, optimizers, names, carry_grads))
+
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
-    vars(step).update(settings=settings, extra=hyperparameters.inputs, __signature__=signature)
+    vars(step).update(settings=settings, missing=missing, extra=hyperparameters.inputs, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
+
+
+def _present_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool
+) -> State:
+    """The present state of a loop. An optimizer without a state gets the one that it has before its first step."""
+    for o in optimizers:
+        make(o, names)
+    present = state_of(model, optimizers, names)
+    return present | ({"grads": kept(dict(model.named_parameters()))} if carry_grads else {})
+
+
+def _lacking(state: State, present: State) -> State:
+    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
+    entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
+    lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
+    return {entry: leaves for entry, leaves in lacking.items() if leaves}
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
@@ -171,57 +190,6 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
             "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
         )
     return names
-
-
-@contextlib.contextmanager
-def _swapped(
-    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State, inputs: Sequence[Group]
-) -> Iterator[tuple]:
-    """While this is active, the module and the optimizers use the tensors of the state and these inputs of groups."""
-    grads = {name: p.requires_grad for name, p in model.named_parameters()}
-    params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
-    for name, p in model.named_parameters():
-        for hook in (p._backward_hooks or {}).values():
-            params[name].register_hook(hook)
-        for hook in (p._post_accumulate_grad_hooks or {}).values():
-            params[name].register_post_accumulate_grad_hook(hook)
-    tensors = {**params, **state["buffers"]}
-    with (
-        stateless._reparametrize_module(model, tensors, tie_weights=True),
-        contextlib.ExitStack() as stack,
-    ):
-        rest = iter(inputs)
-        for o in optimizers:
-            stack.enter_context(_held(o, params, names, [next(rest) for _ in o.param_groups], state["optimizer"]))
-        yield params, lambda: dict(model.named_buffers())
-
-
-@contextlib.contextmanager
-def _held(
-    optimizer: Optimizer, params: Mapping[str, torch.Tensor], names: dict[int, str], inputs: list[Group], state: Mapping
-) -> Iterator[None]:
-    """While this is active, the optimizer uses these parameters, these inputs and its part of `state`."""
-    old_groups, old_state = optimizer.param_groups, optimizer.state
-    own = [[names[id(p)] for p in group["params"]] for group in old_groups]
-    groups = [{**g, "params": [params[name] for name in mine], **new} for g, mine, new in zip(old_groups, own, inputs)]
-    changes = {"foreach": False} | ({"capturable": True} if isinstance(optimizer, _CHOOSING) else {})
-    for group in groups:  # one parameter at a time, as a program has one equation for each parameter in any case
-        if not group.get("fused"):
-            group.update({k: v for k, v in changes.items() if k in group})
-    held = {names[id(p)]: constants(s) for p, s in old_state.items() if id(p) in names}
-    new_state = {params[k]: {**held.get(k, {}), **state[k]} for mine in own for k in mine if k in state}
-    with having(optimizer, param_groups=groups, state=defaultdict(dict, new_state)):
-        yield
-
-
-def _widened(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """The counts of optimizers in `_CHOOSING`, widened to fp64, as outside of a trace they are Python numbers."""
-    counts: list[torch.Tensor] = []
-    for state in (s for o in optimizers if isinstance(o, _CHOOSING) for s in o.state.values()):
-        wide = {k: state[k].to(torch.float64, copy=True) for k in _COUNTS if k in state}
-        state.update(wide)
-        counts += wide.values()
-    return counts
 
 
 def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,18 +245,3 @@ def _stepped(
                 f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
                 f"take all micro-batches in one call, and step after them."
             )
-
-
-class _NoScaler(TorchFunctionMode):
-    """Refuse a GradScaler at its first operation, before it has changed itself."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:
-            return func(*args, **(kwargs or {}))
-        raise ValueError(
-            f"lift: the loop step uses a GradScaler. Its scale is not part of the state, and it skips steps by a value "
-            f"that it reads.\n"
-            f"  at {where(user_source(2))}\n"
-            f"Train in bfloat16, which needs no scaler; or write a pure step that keeps the scale in its state, and "
-            f"skips by torch.where(finite, new, old)."
-        )

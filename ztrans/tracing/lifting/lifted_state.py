@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ..arguments import overlapping
+from ..arguments import local_part, overlapping
 from ..trace import is_number
+from .grad_scaler import scale_of
 
 State = dict[str, Any]
 
@@ -57,7 +60,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
     }
 
 
-def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State) -> None:
+def restore(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: State,
+    *,
+    scaler: GradScaler | None = None,
+) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
 
     Parameter groups stay as they are: learning rates belong to the optimizer and its scheduler, not to the state.
@@ -66,27 +75,45 @@ def restore(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state:
         model: the module that was given to `lift`.
         optimizer: the optimizer or optimizers that were given to `lift`.
         state: what `Step.unshard` returns, or the state of a step without transforms.
+        scaler: the GradScaler that was given to `lift`.
     """
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(state["params"][name])
+            _written(p, state["params"][name])
         for o in optimizers:
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
                     o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
         for name, b in model.named_buffers():
-            b.copy_(state["buffers"][name])
+            _written(b, state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
-                p.grad = gradient.clone()
+                p.grad = _laid(gradient, p).clone()
+        if scaler is not None:
+            for key, value in scale_of(scaler, state["scaler"]["scale"].device).items():
+                value.copy_(state["scaler"][key])
 
 
 def _written(held: Any, value: torch.Tensor) -> Any:
-    return held.copy_(value) if isinstance(held, torch.Tensor) else type(held)(value.item())
+    return held.copy_(_laid(value, held)) if isinstance(held, torch.Tensor) else type(held)(value.item())
+
+
+def _laid(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A full tensor in the layout of `like`; nothing is sent."""
+    if isinstance(value, DTensor) or not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
+    """A state with the leaves that it lacks if `fn` is lifted and parameters have been unfrozen, in their layouts."""
+    missing = fn.missing(state) if hasattr(fn, "missing") else {}
+    more = shard(missing) if missing else {}
+    return {**state, **{key: {**state[key], **more[key]} for key in more}} if more else state
 
 
 def check_apart(state: State) -> None:
@@ -96,7 +123,7 @@ def check_apart(state: State) -> None:
         trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
     in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
-    held = {name: x for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    held = {name: local_part(x) for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
     names = list(held)
     for i, j in overlapping(list(held.values())):
         if names[i] in trained or names[j] in trained:
@@ -113,5 +140,6 @@ def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
         if new:
             raise ValueError(
                 f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
-                f"A parameter that is trained from now on, or another setting of the optimizer: call lift again."
+                f"A parameter that is trained from now on: call the step itself, which adds it to the state. Another "
+                f"setting of the optimizer: call lift again."
             )

@@ -21,8 +21,14 @@ from torch.utils import _pytree as pytree
 
 from .by_value import by_value
 
-_OPERANDS = {"add": 2, "sub": 2, "addcmul": 3, "addcdiv": 3}  # operations with a scalar: how many operands precede it
-_SCALARS = ("alpha", "value", "scalars")  # the names of the scalar
+_OPERANDS = {
+    "add": 2,
+    "sub": 2,
+    "lerp": 2,
+    "addcmul": 3,
+    "addcdiv": 3,
+}  # operations with a scalar: how many operands precede it
+_SCALARS = ("alpha", "value", "scalars", "weight")  # the names of the scalar
 _HALF = (torch.float16, torch.bfloat16)
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
@@ -56,7 +62,7 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     scalar = next(iter((*args[count : count + 1], *(kwargs[k] for k in _SCALARS if k in kwargs))), None)
     if over_list and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
         return _per_member(plain, operands, None, in_place)  # _foreach_add_(xs, step) adds a number that is a tensor
-    if not isinstance(scalar, torch.Tensor) or len(args) < count:
+    if not isinstance(scalar, torch.Tensor) or len(args) < count or (plain == "lerp" and scalar.ndim):
         return NotImplemented
     return (_per_member if over_list else _computed)(plain, operands, scalar, in_place)
 
@@ -72,7 +78,9 @@ def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place
     """The result for one tensor."""
     x, *rest = operands
     dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
-    if dtype in _HALF and (x.device.type != "cpu" or plain.startswith("addc")):  # computed in fp32, rounded once
+    if dtype in _HALF and (
+        x.device.type != "cpu" or plain.startswith(("addc", "lerp"))
+    ):  # computed in fp32, rounded once
         widened = (y.float() if isinstance(y, torch.Tensor) else y for y in (x, *rest))
         result = _scaled(plain, *widened, scalar, torch.float32).to(dtype)
     else:
@@ -87,6 +95,8 @@ def _scaled(plain: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if scalar is None:
         return x - y if plain == "sub" else x + y
     scalar = -scalar.to(dtype) if plain == "sub" else scalar.to(dtype)
+    if plain == "lerp":
+        return torch.lerp(x, y, scalar)
     if plain == "addcdiv":
         return x + y * scalar / z[0]
     if plain == "addcmul":
@@ -139,7 +149,7 @@ class Numbers(TorchFunctionMode):
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if name.startswith("lerp") or not any(map(_decides_dtype, operands)):
+        if not any(map(_decides_dtype, operands)):
             args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
         return func(*args, **kwargs)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from .ir.source import is_plumbing, is_ztrans
+from ..ir.source import is_plumbing, is_ztrans
 
 P = ParamSpec("P")
 T = TypeVar("T")

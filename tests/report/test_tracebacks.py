@@ -11,9 +11,9 @@ import torch
 
 import ztrans as zt
 from tests.support.torchrun import ROOT
+from ztrans.report.tracebacks import ends_at_user
 from ztrans.runtime.process_groups import LostRank
 from ztrans.runtime.uncaught import print_once
-from ztrans.tracebacks import ends_at_user
 
 STATE, X = {"w": torch.ones(2)}, torch.ones(2)
 
@@ -85,7 +85,7 @@ def test_a_defect_of_ztrans_keeps_its_frames(short, monkeypatch):
     def defect(*args):
         return {}["nothing"]
 
-    monkeypatch.setattr("ztrans.tracebacks.is_ztrans", lambda file: file == __file__)
+    monkeypatch.setattr("ztrans.report.tracebacks.is_ztrans", lambda file: file == __file__)
     with pytest.raises(KeyError) as e:
         ends_at_user(defect)(STATE)
     assert [name for name, _ in frames(e.value)][1:] == ["tracebacks.py", Path(__file__).name]

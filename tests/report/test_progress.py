@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans import progress
-from ztrans.progress import stage
+from ztrans.report import progress
+from ztrans.report.progress import stage
 
 STATE, X = {"w": torch.ones(8)}, torch.ones(4, 8)
 SECONDS = re.compile(r"\d+\.\d s")

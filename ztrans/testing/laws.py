@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from .ir.layout import AbstractMesh
-from .ir.verifier import check
-from .stages import Lowered, Traced
-from .step import Step
-from .transforms.base import Transform, chain
-from .transforms.fuse_cast_gather import fuse_cast_gather
-from .transforms.overlap_grads import overlap_grads
-from .transforms.prefetch import prefetch
-from .transforms.shard_params import shard_params
+from ..ir.layout import AbstractMesh
+from ..ir.verifier import check
+from ..stages import Lowered, Traced
+from ..step import Step
+from ..transforms.base import Transform, chain
+from ..transforms.fuse_cast_gather import fuse_cast_gather
+from ..transforms.overlap_grads import overlap_grads
+from ..transforms.prefetch import prefetch
+from ..transforms.shard_params import shard_params
 
 
 class LawError(AssertionError):
@@ -60,7 +60,7 @@ def check_laws(
 
     >>> import ztrans as zt
     >>> def step(state, x):
-    ...     return {"w": state["w"] - 0.1 * x.mean(0)}, x.sum()
+    ...     return {"w": state["w"] - 0.1 * zt.pmean(x.mean(0))}, x.sum()
     >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
     """
     _check_value(transform, step)

@@ -1,0 +1,244 @@
+"""What ordinary loops do besides a step of an optimizer: averages of the model, scaled losses, hooks, unfreezing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lift import data, everything, loop, make_model, of
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import ztrans as zt
+from tests.support.worlds import ALL, clone, distance, slices
+
+RANKS = 3
+SHARDED = zt.chain(zt.shard_params(zt.AbstractMesh(dp=RANKS)), *ALL)
+
+
+def differing(mine, theirs):
+    """The names of the tensors that differ."""
+    return [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+
+
+# ---- averaged models
+
+AVERAGES = {
+    "mean": {},
+    "ema": {"avg_fn": get_ema_avg_fn(0.9)},
+    "ema of lists": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "mean of lists": {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+}
+
+
+def averaged(how):
+    """A model with batch norm and its average, in one module; its optimizer; and the body of a loop."""
+    model = make_model(nn.BatchNorm1d)
+    nets = nn.ModuleDict({"model": model, "average": AveragedModel(model, **how)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def loop_step(x, y):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        nets["average"].update_parameters(model)
+        return loss
+
+    return nets, optimizer, loop_step
+
+
+@pytest.mark.parametrize("how", AVERAGES.values(), ids=AVERAGES)
+def test_an_averaged_model_is_updated(how):
+    """Its first update copies the parameters, and all later ones average them, by one program."""
+    (plain, _, plain_loop), (nets, optimizer, loop_step) = averaged(how), averaged(how)
+    step, state = zt.lift(loop_step, nets, optimizer)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data()):
+        plain_loop(*batch)
+        state, _ = run(state, *batch)
+        if k in (0, 4):
+            zt.restore(nets, optimizer, run.unshard(state))
+            assert differing(nets.state_dict(), plain.state_dict()) == []
+    assert len(run._cache) == 1 and "update_parameters" not in vars(nets["average"])
+
+
+def test_an_averaged_model_is_sharded():
+    (plain, _, plain_loop), (nets, optimizer, loop_step) = averaged(AVERAGES["ema"]), averaged(AVERAGES["ema"])
+    for model in (plain, nets):
+        model["model"][1].eval()  # each rank would have statistics of its own
+    step, state = zt.lift(loop_step, nets, optimizer)
+    lowered, state = SHARDED(step).lower(state, *slices(data()[0], RANKS)[0]), clone(state)
+    for batch in data():
+        plain_loop(*batch)
+        state, _ = lowered.lockstep(state, slices(batch, RANKS))
+    zt.restore(nets, optimizer, state)
+    assert distance(dict(nets.state_dict()), dict(plain.state_dict())) <= 1e-5
+
+
+# ---- losses that are scaled
+
+
+def scaled(make_optimizer, unscale, growth_interval=2):
+    """A model, its optimizer and its scaler, and the body of a loop whose batch has a factor for the loss."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=growth_interval, growth_factor=1.7, backoff_factor=0.3)
+
+    def loop_step(x, y, factor):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y) * factor
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return model, optimizer, scaler, loop_step
+
+
+FACTORS = [1.0, 1.0, 1.0, float("inf"), 1.0, float("nan"), float("inf"), 1.0, 1.0, 1.0]  # infinite ones are skipped
+SCALED = {
+    "sgd": of("SGD", lr=0.1, momentum=0.9),
+    "adamw": of("AdamW", lr=0.01),
+    "adamw_fused": of("AdamW", lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("make_optimizer", SCALED.values(), ids=SCALED)
+def test_a_scaler_skips_steps_and_changes_its_scale(make_optimizer, unscale):
+    model, optimizer, scaler, plain_loop = scaled(make_optimizer, unscale)
+    lifted, lifted_optimizer, lifted_scaler, loop_step = scaled(make_optimizer, unscale)
+    step, state = zt.lift(loop_step, lifted, lifted_optimizer, scaler=lifted_scaler)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for factor, batch in zip(FACTORS, data(steps=len(FACTORS))):
+        plain_loop(*batch, torch.tensor(factor))
+        state, _ = run(state, *batch, torch.tensor(factor))
+        assert state["scaler"]["scale"] == scaler._scale and state["scaler"]["growth"] == scaler._growth_tracker
+    zt.restore(lifted, lifted_optimizer, run.unshard(state), scaler=lifted_scaler)
+    assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
+    assert lifted_scaler.state_dict() == scaler.state_dict() and scaler.get_scale() != 1024
+    assert len(run._cache) == 1 and "_maybe_opt_step" not in vars(lifted_scaler)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused"])
+def test_a_scaler_works_on_every_rank(name):
+    """A gradient that is not finite on one rank is skipped by all."""
+    model, optimizer, scaler, plain_loop = scaled(SCALED[name], True)
+    lifted, lifted_optimizer, lifted_scaler, loop_step = scaled(SCALED[name], True)
+    step, state = zt.lift(loop_step, lifted, lifted_optimizer, scaler=lifted_scaler)
+    one, infinite = torch.tensor(1.0), torch.tensor(float("inf"))
+    lowered, state = SHARDED(step).lower(state, *slices(data()[0], RANKS)[0], one), clone(state)
+    for k, batch in enumerate(data()):
+        plain_loop(*batch, infinite if k == 2 else one)
+        parts = [(*part, infinite if k == 2 and rank == 1 else one) for rank, part in enumerate(slices(batch, RANKS))]
+        state, _ = lowered.lockstep(state, parts)
+    zt.restore(lifted, lifted_optimizer, state, scaler=lifted_scaler)
+    assert lifted_scaler.state_dict() == scaler.state_dict()
+    assert distance(everything(lifted, lifted_optimizer), everything(model, optimizer)) <= 1e-5
+
+
+def test_a_scaler_that_is_not_given_to_lift_is_refused():
+    model, optimizer, _, loop_step = scaled(SCALED["sgd"], True)
+    step, state = zt.lift(loop_step, model, optimizer)
+    with pytest.raises(ValueError, match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore"):
+        zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
+
+
+# ---- hooks
+
+
+def hooked():
+    """A model with hooks of every kind, its optimizer, and the body of their loop."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    model[1].register_forward_hook(lambda module, args, output: output + 0.1)
+    model[3].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.7,))
+    model[3].register_full_backward_hook(lambda module, before, after: (before[0].clamp(-0.05, 0.05),))
+    model[0].weight.register_hook(lambda g: g * 0.9)
+    model[0].bias.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)].clear())
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: [p.grad.mul_(0.8) for g in o.param_groups for p in g["params"]] and None)
+    optimizer.register_step_post_hook(lambda o, args, kwargs: [p.data.mul_(0.99) for g in o.param_groups for p in g["params"]] and None)
+    return model, optimizer, loop(model, optimizer)
+
+
+def test_hooks_of_modules_tensors_and_optimizers_run():
+    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = hooked(), hooked()
+    step, state = zt.lift(loop_step, lifted, lifted_optimizer)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for batch in data():
+        wanted = plain_loop(*batch).detach()
+        state, got = run(state, *batch)
+        assert torch.equal(got, wanted)
+    zt.restore(lifted, lifted_optimizer, run.unshard(state))
+    assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
+
+
+# ---- parameters that are trained later
+
+
+def frozen(given):
+    """A model whose first layer is frozen, and an optimizer that has all its parameters, or the others only."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
+    return model, optimizer, loop(model, optimizer)
+
+
+def unfreeze(given, model, optimizer):
+    model[0].requires_grad_(True)
+    if given == "trained":
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
+
+
+@pytest.mark.parametrize("given", ["all", "trained"])
+def test_a_layer_is_unfrozen_between_two_steps(given):
+    """Its optimizer state begins there, as in the untouched loop. If it is frozen again, its state stays."""
+    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = frozen(given), frozen(given)
+    step, state = zt.lift(loop_step, lifted, lifted_optimizer)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for k, batch in enumerate(data(steps=6)):
+        if k == 2:
+            unfreeze(given, model, optimizer), unfreeze(given, lifted, lifted_optimizer)
+        if k == 4:
+            model[0].requires_grad_(False), lifted[0].requires_grad_(False)
+        wanted = plain_loop(*batch).detach()
+        state, got = run(state, *batch)
+        assert torch.equal(got, wanted), k
+        for parameter in (*model.parameters(), *lifted.parameters()):
+            parameter.grad = None
+    assert len(run._cache) == 3 and state["optimizer"]["0.weight"]["step"] == 2
+    zt.restore(lifted, lifted_optimizer, run.unshard(state))
+    assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
+
+
+def test_a_layer_is_unfrozen_on_a_mesh():
+    model, optimizer, loop_step = frozen("all")
+    step, state = zt.lift(loop_step, model, optimizer)
+    run = zt.shard_params(zt.make_mesh(dp=1))(step)
+    state, batch = run.shard(state), data()[0]
+    state, _ = run(state, *batch)
+    unfreeze("all", model, optimizer)
+    state, _ = run(state, *batch)
+    assert type(state["optimizer"]["0.weight"]["exp_avg"]) is type(state["optimizer"]["3.weight"]["exp_avg"])
+    assert state["optimizer"]["0.weight"]["exp_avg"].full_tensor().any()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_parameter_of_another_module_is_refused_later_too():
+    model, optimizer, loop_step = frozen("all")
+    step, state = zt.lift(loop_step, model, optimizer)
+    run = zt.Step(step)
+    state, _ = run(run.shard(state), *data()[0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ValueError, match=r"a parameter \[3\] that is not the model's"):
+        run(state, *data()[0])

@@ -1,0 +1,38 @@
+"""Models of transformers, timm, diffusers and peft are lifted as they are, and train as in the untouched loop.
+
+These are 24 of the builds of `benchmarks/models.py`. Those of a library that is not installed are skipped; the extra
+`models` has all of them.
+"""
+
+import importlib
+
+import pytest
+
+from benchmarks.models import outcome
+
+MODELS = {
+    "transformers": [
+        "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel",
+        "FalconForCausalLM", "MambaForCausalLM", "BertForMaskedLM", "DebertaV2ForMaskedLM", "T5ForConditionalGeneration",
+        "BartForConditionalGeneration", "ViTForImageClassification", "SwinForImageClassification", "CLIPModel",
+        "WhisperForConditionalGeneration",
+    ],
+    "timm": ["vit_tiny_patch16_224", "resnet10t", "ConvNeXt"],
+    "diffusers": ["UNet2DModel", "UNet2DConditionModel", "PixArtTransformer2DModel"],
+    "peft": ["LoRA", "DoRA", "IA3"],
+}  # fmt: skip
+BUILDS = [(library, name) for library, names in MODELS.items() for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), BUILDS, ids=[name for _, name in BUILDS])
+def test_a_model_trains_as_in_the_untouched_loop(library, name):
+    """Every second one on two ranks at stage 3, the others on three ranks at stage 2."""
+    pytest.importorskip(library, exc_type=ImportError)
+    pytest.importorskip("transformers")
+    builds = importlib.import_module(f"benchmarks.builds.{library}_builds").builds()
+    (build,) = (build for build in builds if build.name == name)
+    is_even = BUILDS.index((library, name)) % 2 == 0
+    result = outcome(build, *(((2,), (3,)) if is_even else ((3,), (2,))))
+    assert result.kind == "equal", result.detail

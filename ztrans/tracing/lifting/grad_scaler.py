@@ -1,0 +1,113 @@
+"""Grad scaler: the scale of a loss in fp16, and the steps that a `GradScaler` skips.
+
+The scale, and the count of steps since it last changed, are part of the state. A GradScaler skips a step whose
+gradients are not all finite: it reads whether they are. A program takes every step, and then selects the old values if
+a gradient was not finite. Fused optimizers do so themselves.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.amp import GradScaler, grad_scaler
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...ir.ambient import having
+from ...ir.source import user_source, where
+
+State = dict[str, torch.Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def scale_of(scaler: GradScaler, device: torch.device) -> State:
+    """The state of a scaler: its scale, and its count of steps since the scale last changed."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    held = {"scale": scaler._scale, "growth": scaler._growth_tracker}
+    return {key: x.detach() for key, x in held.items() if x is not None}
+
+
+@contextlib.contextmanager
+def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
+    """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
+    if scaler is None or state is None:
+        with _NoScaler():
+            yield
+        return
+    fresh: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
+    held = {"_scale": state["scale"], "_growth_tracker": state["growth"], "_per_optimizer_states": fresh}
+    with having(scaler, **held), _Selecting():
+        vars(scaler)["_maybe_opt_step"] = _step
+        try:
+            yield
+        finally:
+            del vars(scaler)["_maybe_opt_step"]
+
+
+def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Step, and select the old values of parameters and state if the gradients were not finite."""
+    is_skipped = sum(of_optimizer["found_inf_per_device"].values()) > 0
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    copied = lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x
+    before = [(copied(p), pytree.tree_map(copied, {**optimizer.state.get(p, {})})) for p in params]
+    result = optimizer.step(*args, **kwargs)
+    select = lambda old, new: torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
+    with torch.no_grad():
+        for p, (value, state) in zip(params, before):
+            p.copy_(select(value, p))
+            for key, old in state.items():
+                optimizer.state[p][key] = pytree.tree_map(select, old, optimizer.state[p][key])
+    return result
+
+
+class _Selecting(TorchFunctionMode):
+    """A mode that expresses the kernels of a scaler by operations that a program can shard."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
+        if name == "_amp_update_scale_":
+            return _update(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
+    found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
+    for g in grads:
+        g.copy_((g.float() if g.dtype in _HALF else g) * inverse)
+
+
+def _update(
+    scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
+) -> torch.Tensor:
+    """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
+    is_skipped, grown = found_inf > 0, (scale.double() * factor).to(scale.dtype)
+    grows = growth + 1 == interval
+    larger = torch.where(grows & torch.isfinite(grown), grown, scale)
+    growth.copy_(torch.where(is_skipped | grows, 0, growth + 1))
+    return scale.copy_(torch.where(is_skipped, (scale.double() * backoff).to(scale.dtype), larger))
+
+
+class _NoScaler(TorchFunctionMode):
+    """Refuse a GradScaler at its first operation, before it has changed itself."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:
+            return func(*args, **(kwargs or {}))
+        raise ValueError(
+            f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
+            f"  at {where(user_source(2))}\n"
+            f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to restore. Training in bfloat16 "
+            f"needs no scaler."
+        )

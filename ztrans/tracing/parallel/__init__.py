@@ -1,0 +1,1 @@
+"""Parallelism that a step contains itself: collectives of torch.distributed, and DTensors."""

@@ -1,0 +1,74 @@
+"""DTensors that the step itself divides over mesh axes, as `parallelize_module` makes them.
+
+A program holds the local tensor of such a leaf. While the step is traced it sees a DTensor around that tensor, and
+DTensor turns its operations into local operations and functional collectives, which the trace records. The results
+become local tensors again: new state in the layout of the old, outputs whole.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
+
+from ... import ops
+from ...ir.layout import Own
+
+
+def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:
+    """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
+    if own is None:
+        return None
+    mesh = leaf.device_mesh if len(own.axes) == leaf.device_mesh.ndim else leaf.device_mesh[own.axes]
+    whole = torch.empty(own.shape, dtype=leaf.dtype, device="meta")
+    return DTensorSpec(mesh, own.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
+def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """What the step sees of a leaf of the trace."""
+    return local if spec is None else DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+
+
+def local_results(
+    state: Sequence[Any], specs: Sequence[DTensorSpec | None], paths: Sequence[str], output: Any
+) -> tuple[list[Any], Any]:
+    """The results of a step as local tensors.
+
+    Args:
+        state: the leaves of the new state, with the `specs` and the `paths` of the old ones.
+        output: the output, any tree.
+
+    Raises: ValueError for a leaf that was a DTensor and is none any more, or the other way round.
+    """
+    with torch.no_grad():
+        new = [_in_layout(x, spec, path) for x, spec, path in zip(state, specs, paths)]
+        return new, pytree.tree_map_only(DTensor, DTensor.full_tensor, output)
+
+
+def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
+    if isinstance(new, DTensor) and spec is not None:
+        return new.redistribute(spec.mesh, spec.placements).to_local()
+    if isinstance(new, DTensor) or spec is not None:
+        was, now = ("a full tensor", "a DTensor") if spec is None else ("a DTensor", "a full tensor")
+        raise ValueError(
+            f"trace: {path} was {was}, and the step returned {now} in its place.\n"
+            f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
+        )
+    return new
+
+
+def marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
+    if not isinstance(g, DTensor) or not isinstance(p, DTensor):
+        return ops.gradient(g, p.detach())
+    with torch.set_grad_enabled(g.requires_grad):
+        g = g.redistribute(p.device_mesh, p.placements)
+        value: Any = p.detach()
+        local = ops.gradient(g.to_local(), value.to_local())
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
