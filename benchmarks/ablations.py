@@ -95,12 +95,14 @@ def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
 WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "begin with kept values": lambda moves: replace(moves, keep=False),
     "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=(0.0,)),
+    "begin with full buckets of a second size": lambda moves: replace(moves, full=moves.full[:1]),
     "merge": lambda moves: replace(moves, merge=False),
     "climb": lambda moves: replace(moves, changes=()),
     "climb: split a bucket": without_change(local_search.split),
     "climb: join two buckets": without_change(local_search.join),
     "climb: move the border of two buckets": without_change(local_search.move_border),
     "climb: change when gathers start": without_change(local_search.change_start),
+    "climb: accept slower changes at first": lambda moves: replace(moves, slower=0.0),
     "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
 }
 

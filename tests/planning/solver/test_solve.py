@@ -158,7 +158,9 @@ def test_plans_are_valid_and_keep_every_limit(p):
         schedule = solve(p)
     except Infeasible as error:
         assert error.needs > p.memory
-        assert not any(True for _ in schedules(p))
+        # An update that runs at a later wait may need less than the same update where its reduction starts.
+        late = any(r.updating or r.value for r in p.reductions)
+        assert not any(not late or all(r.start == r.wait for r in s.reductions) for s in schedules(p))
         return
     validate(p, schedule)
     outcome = evaluate(p, schedule)
@@ -194,7 +196,7 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
     with pytest.raises(Infeasible) as error:
         solve(replace(p, memory=needs - 1))
     assert (error.value.needs, error.value.at) == (needs, at)
-    assert str(error.value) == f"{needs} bytes are needed at operation {at}, whatever the schedule"
+    assert str(error.value) == f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
     for s in schedules(replace(p, memory=INF)):
         assert memory(p, s)[at] >= needs
 

@@ -145,10 +145,11 @@ class Search:
 
     def climb(self) -> None:
         """Change the best choice at random while effort is left."""
-        current = self.best
+        current, total = self.best, self.effort
         while self.moves.changes and not self.done:
-            placed = self.try_(self._neighbour(current.choice), current.seconds)
-            if placed is not None and placed.seconds <= current.seconds:
+            limit = current.seconds * (1 + self.moves.slower * self.effort / total)
+            placed = self.try_(self._neighbour(current.choice), limit)
+            if placed is not None and placed.seconds <= limit:
                 current = placed
 
     def _neighbour(self, choice: Choice) -> Choice:
@@ -225,6 +226,7 @@ class Moves:
         (move_border, 50),
         (change_start, 6),
     )
+    slower: float = 0.0003  # the share by which a change may be slower at first; it falls to 0
     one_ahead: bool = True  # compare with the schedule that sends every message alone, one message ahead
 
 

@@ -21,22 +21,25 @@ ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, e
 
 
 class Infeasible(Exception):
-    """No schedule fits the memory: every one has at least `needs` bytes live at operation `at`."""
+    """No schedule fits the memory: with every message alone, `needs` bytes are live at operation `at`."""
 
     def __init__(self, needs: int, at: int) -> None:
-        super().__init__(f"{needs} bytes are needed at operation {at}, whatever the schedule")
+        super().__init__(f"{needs} bytes are needed at operation {at}, even if every message is sent alone")
         self.needs, self.at = needs, at
 
 
 class Needs(NamedTuple):
-    """The memory that every schedule of a problem needs."""
+    """The memory that a problem needs."""
 
     bytes: int
     at: int  # the operation at which that much is live
 
 
 def needs(problem: Problem) -> Needs:
-    """Count the bytes that are live in every schedule of a problem."""
+    """Count the bytes that a schedule needs in which every message is alone and each reduction is waited for at once.
+
+    No other schedule needs less, unless an update after a wait has temporaries and would fit better later.
+    """
     least = by_operation(Loads(problem).alone(kept(problem, ())))
     return Needs(int(least.max(initial=0)), int(least.argmax()) if len(least) else 0)
 
