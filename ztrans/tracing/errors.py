@@ -90,9 +90,8 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
 
 def failed(error: Exception, call: str, given: str, source: Source | None, step: str) -> Exception:
     """A function of PyTorch fails, because of the shapes that it is given or because it needs values."""
-    advice = _ADVICE.get(
-        call, f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
-    )
+    plain = f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
+    advice = _BY_AUTOGRAD if "setup_context" in str(error) else _ADVICE.get(call, plain)
     return type(error)(
         f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
         f"Its arguments are {given or 'no tensors'}.\n{advice}"
@@ -102,6 +101,10 @@ def failed(error: Exception, call: str, given: str, source: Source | None, step:
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
     "pass the result in."
+)
+_BY_AUTOGRAD = (
+    "Take the gradients by torch.autograd.grad(loss, params) or loss.backward(), of params that require them: they "
+    "support such functions, and operators of torch.library with register_autograd. torch.func.grad does not."
 )
 _ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY}
 
@@ -194,11 +197,11 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
-    """Backward draws random numbers, as a checkpoint does that recomputes dropout."""
+    """Backward draws random numbers."""
     return ValueError(
         f"trace: {step} draws random numbers in its backward pass ({func}).\n"
         f"  at {where(source)}\n"
-        f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
+        f"Draw them in the forward pass, and save them for backward."
     )
 
 

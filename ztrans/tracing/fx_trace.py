@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -28,6 +27,7 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
+from .nested.checkpoints import mark_checkpoints
 from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -91,7 +91,7 @@ def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names
         return leaves
 
     generator = torch.random.get_rng_state()
-    with mode, _quiet(), _sparingly(), _without_onednn(), _with_caches_that_change(), _without_reentrance():
+    with mode, _quiet(), _sparingly(), _without_onednn(), mark_checkpoints():
         options = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
         module = make_fx(flat, _declared(), "fake", **options)(*inputs)
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
@@ -114,34 +114,6 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
-    """Let selective checkpoints cache results that are later changed in place, such as a dropout mask.
-
-    PyTorch refuses to read such a cached result. In a trace its value does not matter, only the policy of the
-    checkpoint does.
-    """
-    get_val = lambda self, allow_cache_entry_mutation: self.val
-    return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
-
-
-def _without_reentrance() -> contextlib.AbstractContextManager[None]:
-    """Run a reentrant checkpoint as one that is not reentrant, which computes the same gradients.
-
-    The backward of a reentrant one calls `.backward()`, which a trace cannot follow. It computes no gradients at all
-    if none of its arguments requires one, whatever its function reads besides them.
-    """
-    checkpoint = torch.utils.checkpoint
-
-    def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-        checkpoint.check_backward_validity(args)  # warns if it computes none
-        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        with torch.no_grad():
-            return function(*args)
-
-    return having(checkpoint.CheckpointFunction, apply=apply)
 
 
 @contextlib.contextmanager

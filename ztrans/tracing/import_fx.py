@@ -22,6 +22,7 @@ from ..ir.operations import shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
+from .nested.checkpoints import policy_of
 from .overloads import functional, is_written, member, outs, with_defaults
 from .regions import Fact
 
@@ -61,7 +62,9 @@ def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[A
 
 
 def _fact(node: fx.Node) -> Fact:
-    custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
+    custom = node.meta.get("custom", {})
+    mark = custom.get("checkpoint")
+    policy = policy_of(node, mark)
     if policy is not None and policy.name.endswith("OFFLOAD"):
         warn_of_trace(
             f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
@@ -69,7 +72,7 @@ def _fact(node: fx.Node) -> Fact:
             custom.get("source"),
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
+    return Fact(custom.get("backward", False), custom.get("recorded", False), mark and mark.number, dropped)
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:

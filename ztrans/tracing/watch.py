@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.source import Source, user_source, where
 from . import errors
+from .nested.checkpoints import forget_policy, mark_of_operation
 from .overloads import is_written
 from .parallel import c10d
 
@@ -39,7 +40,6 @@ class Watch(TorchDispatchMode):
         self.step, self.mode = step, mode
         self.tensors: list[tuple[weakref.ref, Source | None]] = []
         self.lines: dict[int, Source | None] = {}
-        self.checkpoints: dict[Any, int] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
         # Whether autograd records the operation on DTensors that is being expanded; None outside of such an operation.
         self.inside: bool | None = None
@@ -60,15 +60,14 @@ class Watch(TorchDispatchMode):
             "source": source,
             "backward": node is not None,
             "recorded": recorded or self.inside is True,
-            "checkpoint": self._checkpoint(),
+            "checkpoint": mark_of_operation(),
         }
         try:
             out = self._run(func, args, kwargs, line)
             self.remember(out, line)
             return out
         finally:
-            # A selective checkpoint writes its policy for an operation here, and does not remove it afterwards.
-            fx_traceback.current_meta.pop("recompute", None)
+            forget_policy()
             if old is None:
                 fx_traceback.current_meta.pop("custom", None)
             else:
@@ -94,13 +93,6 @@ class Watch(TorchDispatchMode):
                 return func(*args, **kwargs)
         finally:
             self.inside = None
-
-    def _checkpoint(self) -> int | None:
-        """The number of the selective checkpoint around the operation, which is known by its saved-tensor hooks."""
-        if "recompute" not in fx_traceback.current_meta:
-            return None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
 
     def remember(self, results: Any, line: Source | None) -> None:
         """Keep weak references to tensors of the trace, to recognise those that outlive it."""

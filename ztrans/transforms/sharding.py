@@ -112,13 +112,7 @@ class Sharding:
             else:
                 wanted, given = rule(eqn, have, self.axis, self.graph.axes[self.axis])
         except NoRule as error:
-            raise ValueError(
-                f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
-                f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
-                f"  at {where(eqn.source)}\n"
-                f"Use elementwise operations, reductions or matmuls in the update, or leave these leaves whole: "
-                f"shard_params(..., where=lambda path, leaf: ...)."
-            ) from None
+            raise self.no_rule(eqn, error) from None
         ready = iter(wanted)
         read = lambda v: self.values.laid(v, on_axis(next(ready), self.axis), eqn)
         args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
@@ -219,6 +213,14 @@ class Sharding:
 
     # ---- errors
 
+    def no_rule(self, eqn: Eqn, error: NoRule) -> ValueError:
+        return ValueError(
+            f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
+            f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
+            f"  at {where(eqn.source)}\n"
+            f"{_advice(eqn.op)} Or leave these leaves whole: shard_params(..., where=lambda path, leaf: ...)."
+        )
+
     def entry(self, eqn: Eqn | None) -> Eqn | None:
         """The equation through which a varying value enters the update: `eqn` or one that it depends on."""
         makers = self.values.producers
@@ -236,3 +238,13 @@ class Sharding:
             f"Gradients from torch.autograd.grad, torch.func.grad and .backward() are reduced for you; "
             f"those made under vmap are not."
         )
+
+
+def _advice(op: Any) -> str:
+    """What to do about an operation of PyTorch, or one of the user's, which DTensor cannot run on shards."""
+    if getattr(op, "namespace", "aten") == "aten":
+        return "Use elementwise operations, reductions or matmuls in the update."
+    return (
+        f"Tell DTensor in which layouts it runs: "
+        f"@torch.distributed.tensor.experimental.register_sharding(torch.ops.{op})."
+    )
