@@ -52,9 +52,7 @@ def gather_buckets(
     return buckets
 
 
-def reduction_buckets(
-    problem: Problem, room: Sequence[float], portion: float, full: float
-) -> list[Members]:
+def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, full: float) -> list[Members]:
     """Make buckets of all reductions likewise; they start as often as `max_between` asks."""
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
     often = float("inf") if problem.max_between is None else problem.max_between

@@ -31,8 +31,8 @@ _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 class Choice(NamedTuple):
     """Buckets by index, in order of use and of birth within a key; dropped gathers; and when gathers start.
 
-    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first gradient
-    starts only where it leaves room for the largest reduction.
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
+    gradient starts only where it leaves room for the largest reduction.
     """
 
     gathers: tuple[Members, ...]
