@@ -64,7 +64,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional"
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 15_000  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 15_025  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
