@@ -133,13 +133,14 @@ def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
     if isinstance(op, torch._ops.HigherOrderOperator):
-        leaves = out.call_function(call_operator, (op, bound(eqn), *args), kwargs)
+        call: Any = (op, bound(eqn), *args)
+        leaves = out.call_function(call_operator, call, kwargs)
         return [None if v is None else out.call_function(operator.getitem, (leaves, k)) for k, v in enumerate(eqn.outs)]
     is_operation = isinstance(op, torch._ops.OpOverload)
-    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
+    called = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
     if is_operation and not op._schema.returns:  # an update over lists
         return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
-    return _results(out, eqn, call)
+    return _results(out, eqn, called)
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ir.graph import is_random
-from ..ir.source import Source, where
+from ..ir.source import Source, user_names, user_source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -77,7 +77,18 @@ def _advice(leaf: Any, otherwise: str) -> str:
 
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
-    """The step reads a value of a tensor, or uses a shape that depends on values."""
+    """The step reads a value of a tensor, or uses a shape that depends on values.
+
+    If it does so in a function that also calls an all_to_all, it sends tokens to experts without a capacity.
+    """
+    if any(name.startswith("all_to_all") for name in user_names()):
+        return ValueError(
+            f"trace: {step} routes without dropping: the splits of an all_to_all would depend on values ({op}), and a "
+            f"program has the same shapes for every batch.\n"
+            f"  at {where(source)}\n"
+            f"Give each expert a capacity, such as capacity_factor * tokens / experts: place tokens in [experts, "
+            f"capacity, width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
+        )
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"
@@ -98,6 +109,7 @@ def failed(error: Exception, call: str, given: str, source: Source | None, step:
     )
 
 
+_MANY_PROGRAMS = 8
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
     "pass the result in."
@@ -233,16 +245,19 @@ def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
     )
 
 
-def many_programs(step: str, count: int, leaves: Sequence[Any]) -> str:
-    """A warning: a step is traced again and again, the last time for a batch with these leaves."""
+def warn_of_many_programs(step: str, count: int, leaves: Sequence[Any]) -> None:
+    """Warn that a step has been traced `count` times, the last time for a batch with these leaves, if that is often."""
+    if count <= _MANY_PROGRAMS:
+        return
     shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-    return (
+    text = (
         f"{step} has been traced for {count} different arguments, the last one "
         f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
         f"batches to a few sizes. So is every new value of a number that the step reads besides its "
         f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
         f"and the whole numbers and signs in the optimizer's parameter groups."
     )
+    warn(text, user_source())
 
 
 def warn_of_trace(text: str, source: Source | None) -> None:

@@ -128,7 +128,7 @@ def _forget_fakes(module: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def _attention_on_every_device() -> Iterator[None]:
-    """Let flex_attention be traced for any device. Where it has no kernel, a program computes it by its dense meaning."""
+    """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
     with having(flex_attention, _validate_device=lambda query, key, value: None), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         yield
@@ -222,14 +222,12 @@ class _Fakes(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            if func in registered_hop_fake_fns:
-                return super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             # The operator looks for the class of its mode, and does not know a subclass.
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
-        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+        if func.name().startswith("aten::_fused_") and not func._schema.returns:
             return None
         return super().__torch_dispatch__(func, types, args, kwargs)
 

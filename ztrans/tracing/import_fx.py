@@ -90,7 +90,7 @@ def _seen(node: fx.Node) -> Any:
     """The properties of the results of a higher-order operator, each of which is recorded as an item."""
     if "seen" in node.meta:
         return node.meta["seen"]
-    items = {user.args[1]: _seen(user) for user in node.users if user.target is operator.getitem}
+    items: dict[Any, Any] = {user.args[1]: _seen(user) for user in node.users if user.target is operator.getitem}
     if any(isinstance(key, str) for key in items):
         return items
     return tuple(items.get(k) for k in range(1 + max(items, default=-1)))

@@ -17,6 +17,6 @@ def call_operator(op: HigherOrderOperator, wanted: Sequence[bool], *args: Any, *
     tensors that `score_mod` captures if these require some. In a program no value does.
     """
     if op is torch.ops.higher_order.flex_attention_backward:
-        *args, captured, of_mask = args
-        args = [*args, tuple(x.detach().requires_grad_(wants) for x, wants in zip(captured, wanted[3:])), of_mask]
+        *before, captured, of_mask = args
+        args = (*before, tuple(x.detach().requires_grad_(wants) for x, wants in zip(captured, wanted[3:])), of_mask)
     return pytree.tree_leaves(op(*args, **kwargs))

@@ -53,7 +53,7 @@ def call_closed(op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Calla
 def _call_cond(op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()) -> Any:
     given, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
-    free = [w for branch in branches for w in _free(branch, given)]
+    free = _free(branches, given)
     closed = [_closed(branch, free) for branch in branches]
     results = op(*visit((pred, *closed, (*given, *free))))
     return pytree.tree_unflatten(results, branches[0].tree)
@@ -62,14 +62,14 @@ def _call_cond(op: Any, visit: Callable, pred: Any, if_true: Callable, if_false:
 def _call_while(
     op: Any, visit: Callable, test: Callable, body: Callable, carried: Sequence, more: Sequence = ()
 ) -> Any:
-    free = [w for function in (test, body) for w in _free(function, (*carried, *more))]
+    free = _free((test, body), (*carried, *more))
     return op(*visit((_closed(test, free), _closed(body, free), tuple(carried), (*more, *free))))
 
 
 def _call_scan(
     op: Any, visit: Callable, combine: Callable, init: Sequence, xs: Sequence, more: Sequence = (), **_: Any
 ) -> Any:
-    free = _free(combine, (*init, *(x[0] for x in xs), *more))
+    free = _free([combine], (*init, *(x[0] for x in xs), *more))
     return op(*visit((_closed(combine, free), init, xs, (*more, *free))))
 
 
@@ -79,8 +79,8 @@ def _call_attention(
     scale, options, *_others = rest
     score, index = q.new_empty(()), q.new_empty((), dtype=torch.int)
     with TransformGetItemToIndex():
-        of_scores = _free(score_mod, (score, *[index] * 4))
-        of_mask = _free(block_mask[-1], [index] * 4)
+        of_scores = _free([score_mod], (score, *[index] * 4))
+        of_mask = _free([block_mask[-1]], [index] * 4)
     mask = (*block_mask[:-1], _closed(block_mask[-1], of_mask))
     score_mod = _closed(score_mod, of_scores)
     return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
@@ -95,7 +95,7 @@ _CALLS: Mapping[HigherOrderOperator, Callable] = {
 
 
 class _Flat:
-    """A branch that takes the leaves of its operands, and returns the leaves of its results; `tree` is that of these."""
+    """A branch that takes the leaves of its operands, and returns those of its results, whose structure is `tree`."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
         self.function, self.operands = function, operands
@@ -147,11 +147,12 @@ def _at_the_users_line() -> Iterator[None]:
         meta["custom"] = outer
 
 
-def _free(function: Callable, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that `function(*args)` reads besides its arguments and what it computes from them."""
-    fails_again = contextlib.suppress(Exception)  # then in the trace, which says where
-    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Read() as read, fails_again:
-        function(*args)
+def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that `functions` read besides their arguments and what they compute from them."""
+    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Read() as read:
+        for function in functions:
+            with contextlib.suppress(Exception):  # it fails again in the trace, which says where
+                function(*args)
     known = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
     return [x for x in {id(x): x for x in read.tensors}.values() if id(x) not in known]
 
