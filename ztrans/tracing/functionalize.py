@@ -81,6 +81,7 @@ class Builder:
 
     names: Names
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
+    line: Source | None = None  # the user's line of operations for which none was recorded
     eqns: list[Eqn] = field(default_factory=list)
     nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
@@ -89,7 +90,7 @@ class Builder:
     @property
     def source(self) -> Source | None:
         """The user's line that is being imported."""
-        return self.node.meta.get("custom", {}).get("source")
+        return self.node.meta.get("custom", {}).get("source") or self.line
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ from typing import Any, NamedTuple
 import torch
 import torch._decomp
 import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import flex_attention
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -28,6 +34,7 @@ from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
+from .nested.closures import any_operands
 from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -75,7 +82,9 @@ def record(
 
 
 def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str) -> Recorded:
-    with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
+    # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():
         inputs = make_inputs()
     watch = Watch(step, mode)
     trees: list[pytree.TreeSpec] = []
@@ -91,14 +100,38 @@ def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names
         return leaves
 
     generator = torch.random.get_rng_state()
-    with mode, _quiet(), _sparingly(), _without_onednn(), mark_checkpoints():
+    with (
+        mode,
+        _quiet(),
+        _sparingly(),
+        _without_onednn(),
+        mark_checkpoints(),
+        _attention_on_every_device(),
+        any_operands(),
+    ):
         options = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
         module = make_fx(flat, _declared(), "fake", **options)(*inputs)
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, step)
+    _forget_fakes(module)
     return Recorded(module.graph, trees[0], watch.tensors)
+
+
+def _forget_fakes(module: fx.GraphModule) -> None:
+    """Remove the fake tensors that PyTorch has kept in the graphs of functions (see `_sparingly`)."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            node.meta.pop("val", None)
+
+
+@contextlib.contextmanager
+def _attention_on_every_device() -> Iterator[None]:
+    """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
+    with having(flex_attention, _validate_device=lambda query, key, value: None), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield
 
 
 @contextlib.contextmanager
@@ -157,12 +190,15 @@ class Seen:
 def _sparingly() -> Iterator[None]:
     """Let make_fx record of each result what the import reads, and generate no code for the graph.
 
-    By itself it would keep a copy of each fake tensor, which takes a tenth of the time of a trace.
+    By itself it would keep a copy of each fake tensor, which takes a tenth of the time of a trace. In the graphs of
+    functions that higher-order operators call, these copies stay: PyTorch reads them to differentiate the functions.
     """
+    plain, step = proxy_tensor.set_meta, list[fx.Tracer]()
 
     def set_meta(proxy: Any, result: Any) -> Any:
+        step[:] = step or [proxy.tracer]
         proxy.node.meta["seen"] = Seen.of(result)
-        return proxy
+        return proxy if proxy.tracer is step[0] else plain(proxy, result)
 
     with having(proxy_tensor, set_meta=set_meta), _use_lazy_graph_module(True):
         yield
@@ -184,10 +220,16 @@ class _Fakes(FakeTensorMode):
     PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
     """
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            # The operator looks for the class of its mode, and does not know a subclass.
+            return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
+        if func.name().startswith("aten::_fused_") and not func._schema.returns:
             return None
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -199,5 +241,7 @@ def _quiet() -> Iterator[None]:
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
     # Where shapes do not fit, this logger would write a traceback besides that of the error.
     silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
-    with silent, fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+    eager = torch.compiler.set_stance("force_eager")  # a region inside of torch.compile is traced as any other code
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with silent, fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
         yield

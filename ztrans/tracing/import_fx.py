@@ -9,24 +9,29 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var
+from ..ir.graph import Eqn, Graph, Names, Var, dce
+from ..ir.nested.functions import Function
 from ..ir.operations import shows_argument
-from ..ir.source import where
-from .errors import warn_of_trace
+from ..ir.source import Source, where
+from .errors import no_nested, warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
+from .nested.functions import letters, no_function
 from .overloads import functional, is_written, member, outs, with_defaults
 from .regions import Fact
 
-aten = torch.ops.aten
+aten, hops = torch.ops.aten, torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
 # PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
 # so a program computes them where the step takes the view.
@@ -40,25 +45,85 @@ _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new va
 
 def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
     """The equations of a recorded graph, its outputs, and what the tracer recorded about each equation."""
+    builder, outputs = _imported(graph, [Alias(Storage(v)) for v in inputs])
+    return builder.eqns, builder.read(outputs), {eqn: _fact(node) for eqn, node in builder.nodes.items()}
+
+
+def _imported(graph: fx.Graph, inputs: Sequence[Alias], line: Source | None = None) -> tuple[Builder, Any]:
+    """The equations of a recorded graph, and its outputs as traced tensors. `line` is that of nodes without one."""
+    values = [x.storage.value for x in inputs]
     fakes = (n.meta["seen"] for n in graph.nodes if n.op == "placeholder")
-    builder = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
+    builder = Builder(Names(v.name for v in values), {v: fake.stride() for v, fake in zip(values, fakes)}, line)
     env: dict[fx.Node, Any] = {}
     unread = iter(inputs)
-    outputs: list[Any] = []
+    outputs: Any = []
     for node in graph.nodes:
         builder.node = node
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), env.__getitem__)
         if node.op == "placeholder":
-            env[node] = Alias(Storage(next(unread)))
+            env[node] = next(unread)
         elif node.op == "get_attr":
-            env[node] = getattr(graph.owning_module, node.target)
+            constant = getattr(graph.owning_module, node.target)
+            is_function = isinstance(constant, fx.GraphModule)
+            env[node] = _function(node.target, constant, builder.source) if is_function else constant
         elif node.op == "output":
-            outputs = builder.read(args[0])
+            outputs = args[0]
         elif node.target.__name__ == "getitem":
             env[node] = args[0][args[1]]
+        elif isinstance(node.target, HigherOrderOperator):
+            env[node] = _higher_order(builder, node, args, kwargs)
         else:
             env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("seen"))
-    return builder.eqns, outputs, {eqn: _fact(node) for eqn, node in builder.nodes.items()}
+    return builder, outputs
+
+
+def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
+    """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
+    seen, tree = pytree.tree_flatten(_seen(node))
+    read = lambda x: builder.read(x) if isinstance(x, Alias) else x
+    args, kwargs = pytree.tree_map(read, (args, kwargs))
+    results = builder.emit(node.target, args, kwargs, seen)
+    return pytree.tree_unflatten([v and Alias(Storage(v), value=v) for v in results], tree)
+
+
+def _seen(node: fx.Node) -> Any:
+    """The properties of the results of a higher-order operator, each of which is recorded as an item."""
+    if "seen" in node.meta:
+        return node.meta["seen"]
+    items: dict[Any, Any] = {user.args[1]: _seen(user) for user in node.users if user.target is operator.getitem}
+    if any(isinstance(key, str) for key in items):
+        return items
+    return tuple(items.get(k) for k in range(1 + max(items, default=-1)))
+
+
+def _in_memory_of_their_own(builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]) -> list[Any]:
+    """The values of outputs. One that shares memory with an argument or an output before it is copied."""
+    owned = {id(x.storage) for x in arguments}
+    results: list[Any] = []
+    for x in outputs:
+        value = builder.read(x)
+        if isinstance(x, Alias) and id(x.storage) in owned:
+            value = builder.emit(aten.clone.default, (value,))
+        owned |= {id(x.storage)} if isinstance(x, Alias) else set()
+        results.append(value)
+    return results
+
+
+def _function(name: str, module: fx.GraphModule, line: Source | None) -> Function:
+    """A function that a higher-order operator calls, which make_fx has recorded as a graph of its own."""
+    seen = [n.meta["seen"] for n in module.graph.nodes if n.op == "placeholder"]
+    arguments = [Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(seen)]
+    builder, outputs = _imported(module.graph, arguments, line)
+    listed = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
+    results = _in_memory_of_their_own(builder, listed, arguments)
+    inputs = tuple(x.storage.value for x in arguments)
+    graph = dce(Graph(name.replace("_graph", ""), inputs, tuple(builder.eqns), tuple(results), 0))
+    changed = any(x.storage.version for x in arguments)
+    problem = "changes its argument in place" if changed else no_function(graph)
+    if problem is not None:
+        raise no_nested(name, problem, line)
+    returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
+    return Function(graph, returns)
 
 
 def _fact(node: fx.Node) -> Fact:
@@ -157,6 +222,8 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         return (values[1],)
     if name in ("aten::zero_", "aten::fill_"):
         return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
+    if _is_of_library(op):
+        return _of_new_tensors(builder, op, args, kwargs, targets)
     form = functional(op)
     if form is None or not all(isinstance(x, Alias) for x in targets):
         raise ValueError(
@@ -167,6 +234,20 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
     results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
     return results if isinstance(results, tuple) else (results,)
+
+
+def _is_of_library(op: Any) -> bool:
+    """Whether an operator comes from torch.library.custom_op, whose in-place operators have no functional forms."""
+    return op.namespace not in ("aten", "prims") and torch.Tag.pt2_compliant_tag in op.tags and functional(op) is None
+
+
+def _of_new_tensors(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+    """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
+    given = {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
+    new = [builder.meta(builder.read(x)) for x in targets]
+    own = pytree.tree_leaves(builder.node.meta.get("seen"))
+    results = builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), [*own, *new])
+    return tuple(results)
 
 
 def _as_type(builder: Builder, new: Any, old: Var) -> Var:

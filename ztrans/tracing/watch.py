@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,8 @@ class Watch(TorchDispatchMode):
 
     `tensors` are weak references to the results of all operations, with their lines.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, step: str, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -107,8 +110,12 @@ class Watch(TorchDispatchMode):
                 raise errors.reads_earlier_trace(arg, line, self.step)
             if isinstance(arg, torch.Generator):
                 raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
-        if backward and errors.draws(func, args, kwargs):
+        if backward and isinstance(func, OpOverload) and errors.draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
+        if isinstance(func, HigherOrderOperator):
+            if func is torch.ops.higher_order.while_loop_stack_output:
+                raise errors.differentiates_loop(line, self.step)
+            return
         if c10d.is_point_to_point(func):
             raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
@@ -120,7 +127,8 @@ class Watch(TorchDispatchMode):
     def _run(self, func: Any, args: tuple, kwargs: dict, line: Source | None) -> Any:
         """Run an operation on fake tensors. An in-place collective runs as a functional one."""
         try:
-            return c10d.functionalized(func, args, kwargs) if c10d.is_in_place(func) else func(*args, **kwargs)
+            in_place = not isinstance(func, HigherOrderOperator) and c10d.is_in_place(func)
+            return c10d.functionalized(func, args, kwargs) if in_place else func(*args, **kwargs)
         except c10d.NoForm as error:
             raise errors.no_collective(func, str(error), line, self.step) from None
         except fake_tensor.DynamicOutputShapeException:
