@@ -145,6 +145,15 @@ def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str
     )
 
 
+def runs_functions(op: Any, source: Source | None, step: str) -> ValueError:
+    """An operation whose arguments are functions, such as `torch.cond`."""
+    return ValueError(
+        f"trace: {step} uses {op}, which runs functions of its own, and a program is straight-line.\n"
+        f"  at {where(source)}\n"
+        f"Write it in operations: torch.where for torch.cond, F.scaled_dot_product_attention for flex_attention."
+    )
+
+
 def changes_python(name: str, source: Source | None, step: str) -> ValueError:
     """The step changes a Python value that it also reads, or a container that grows with every step."""
     return ValueError(

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
 from ..ir.source import Source, where
+from .regions import Fact
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
@@ -82,14 +82,10 @@ class Builder:
     names: Names
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
-    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
+    facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
-    node: fx.Node = field(init=False)  # the recorded operation that is being imported
-
-    @property
-    def source(self) -> Source | None:
-        """The user's line that is being imported."""
-        return self.node.meta.get("custom", {}).get("source")
+    source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
+    fact: Fact = field(init=False)
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""
@@ -118,7 +114,7 @@ class Builder:
                 self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
-        self.nodes[eqn] = self.node
+        self.facts[eqn] = self.fact
         if key is not None:
             self.scalars[key] = outs[0]
         return tuple(outs) if many else outs[0]

@@ -1,120 +1,205 @@
-"""Watch: a dispatch mode that annotates every operation of a step while it is traced.
+"""Watch: a dispatch mode that records every operation of a step while it is traced.
 
-The annotation of an operation says its user line, whether autograd runs it, and whether autograd records it. The line
-of a backward operation is that of the forward operation with the sequence number of the running autograd node. An
-operation that a program cannot hold is an error here, with its line.
+The record of an operation has its arguments and results, its user line, whether autograd runs it, and whether autograd
+records it. The line of a backward operation is that of the forward operation with the sequence number of the running
+autograd node. An operation that a program cannot hold is an error here, with its line.
+
+The mode takes the place of PyTorch's own (`make_fx`). That one also makes a proxy, a node of an FX graph and a copy of
+its annotations for each operation, which takes longer than everything else in a trace.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+import torch._decomp
 import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.source import Source, user_source, where
 from . import errors
+from .lifting.scalars import tensors_in
 from .overloads import is_written
 from .parallel import c10d
+from .regions import Fact
+
+aten = torch.ops.aten
+_PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The properties of a result at the time of the operation. Later operations may change those of the tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(result: Any) -> Any:
+        """The properties of the tensors in a result."""
+        if isinstance(result, (list, tuple)):
+            return [Seen.of(x) for x in result]
+        if not isinstance(result, torch.Tensor):
+            return result
+        if result.layout is not torch.strided:
+            return Seen(result.dtype, result.shape, (), 0)
+        return Seen(result.dtype, result.shape, result.stride(), int(result.storage_offset()))
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def storage_offset(self) -> int:
+        return self.offset
+
+
+class Origin(NamedTuple):
+    """Where an operation comes from: the user's line, the facts that decide its region, the policy of a checkpoint."""
+
+    source: Source | None
+    fact: Fact
+    policy: CheckpointPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that a step has run. Its tensors are fake, and known by their identity."""
+
+    op: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    seen: Any  # the properties of the result
+    origin: Origin
+    meta: dict[str, Any]  # in which a selective checkpoint writes its policy, after the operation or before
 
 
 class Watch(TorchDispatchMode):
-    """Annotate every operation with its user line, whether autograd runs it, and whether autograd records it.
+    """Record the operations of a step.
 
-    `tensors` are weak references to the results of all operations, with their lines.
+    `known` has all tensors of the trace by their ids, with the lines that created them.
     """
 
     def __init__(self, step: str, mode: FakeTensorMode) -> None:
         super().__init__()
+        # PyTorch calls a mode with this key after all modes of the step, and before that of the fake tensors.
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.step, self.mode = step, mode
-        self.tensors: list[tuple[weakref.ref, Source | None]] = []
+        self.operations: list[Operation] = []
+        # A selective checkpoint looks here for the operations that it has run.
+        self.tracer = SimpleNamespace(graph=SimpleNamespace(nodes=self.operations))
+        self.known: dict[int, tuple[torch.Tensor, Source | None]] = {}
         self.lines: dict[int, Source | None] = {}
         self.checkpoints: dict[Any, int] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
-        # Whether autograd records the operation on DTensors that is being expanded; None outside of such an operation.
-        self.inside: bool | None = None
+        # The origin of the operation that is being expanded into others; None outside of such an operation.
+        self.inside: Origin | None = None
+
+    supports_higher_order_operators = True  # to refuse them
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would guard every call against torch.compile, which takes longer than the call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # fake tensors ask it of each other
             return func(*args, **kwargs)
-        if get_proxy_mode() is None:  # DTensor runs an operation on whole fake tensors to find the shape of its result
-            return func(*args, **kwargs)
         if any(issubclass(t, DTensor) for t in types):
-            return self._expanded(func, args, kwargs)
-        node, source, recorded = self._origin()
-        line = source or user_source(2)
-        self._check(func, args, kwargs, line, node is not None)
-        old = fx_traceback.current_meta.get("custom")
-        fx_traceback.current_meta["custom"] = {
-            "source": source,
-            "backward": node is not None,
-            "recorded": recorded or self.inside is True,
-            "checkpoint": self._checkpoint(),
-        }
-        try:
-            out = self._run(func, args, kwargs, line)
-            self.remember(out, line)
-            return out
-        finally:
-            # A selective checkpoint writes its policy for an operation here, and does not remove it afterwards.
-            fx_traceback.current_meta.pop("recompute", None)
-            if old is None:
-                fx_traceback.current_meta.pop("custom", None)
-            else:
-                fx_traceback.current_meta["custom"] = old
+            return NotImplemented if self.inside else self._expanded(self._origin(), func, args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        origin = self.inside or self._origin()
+        line = origin.source or user_source(2)
+        self._check(func, args, kwargs, tensors, line, origin.fact.backward)
+        if not all(type(x) in _PLAIN or id(x) in self.known for x in tensors):
+            return NotImplemented  # lets a subclass of tensors run it
+        expansion = _expansion(func, tensors)
+        with _errors_of(func, line, self.step):
+            if expansion is not None:
+                return self._expanded(origin, expansion, args, kwargs)
+            result = func(*args, **kwargs)
+        # A literal is fresh at each call of the step, which may change it in place.
+        fresh = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        meta = {} if origin.policy is None else {"recompute": origin.policy}
+        self.operations.append(Operation(fresh, args, kwargs, result, Seen.of(result), origin, meta))
+        self.know(result, line)
+        return result
 
-    def _origin(self) -> tuple[Any, Source | None, bool]:
-        """The autograd node that runs the operation, the user's line, and whether autograd records the operation."""
+    def _origin(self) -> Origin:
+        """Where the operation comes from that is being called."""
         node = torch._C._current_autograd_node()
         source = user_source(3) if node is None else self.lines.get(node._sequence_nr())
         latest = torch.autograd._get_sequence_nr() - 1
         for number in range(self.last + 1, latest + 1):
             self.lines[number] = source
         recorded, self.last = latest > self.last, max(self.last, latest)
-        return node, source, recorded
+        policy = fx_traceback.current_meta.pop("recompute", None)  # of an operation in a selective checkpoint
+        checkpoint = None
+        if policy is not None:  # the selective checkpoint around the operation is known by its saved-tensor hooks
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            checkpoint = self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
+        return Origin(source, Fact(node is not None, recorded, checkpoint), policy)
 
-    def _expanded(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operation on DTensors, which DTensor expands into operations on local tensors and collectives."""
-        if self.inside is not None:
-            return NotImplemented  # lets DTensor run it
-        _, _, self.inside = self._origin()
+    def _expanded(self, origin: Origin, run: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an operation by others, which are recorded in its place, with its origin."""
+        outer, self.inside = self.inside, origin
         try:
             with self:
-                return func(*args, **kwargs)
+                return run(*args, **kwargs)
         finally:
-            self.inside = None
+            self.inside = outer
 
-    def _checkpoint(self) -> int | None:
-        """The number of the selective checkpoint around the operation, which is known by its saved-tensor hooks."""
-        if "recompute" not in fx_traceback.current_meta:
-            return None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
+    def know(self, results: Any, line: Source | None = None) -> None:
+        """Let the tensors of `results` be tensors of the trace."""
+        for x in tensors_in(results):
+            self.known.setdefault(id(x), (x, line))
 
-    def remember(self, results: Any, line: Source | None) -> None:
-        """Keep weak references to tensors of the trace, to recognise those that outlive it."""
-        self.tensors += [(weakref.ref(x), line) for x in pytree.tree_leaves(results) if isinstance(x, FakeTensor)]
+    def rename(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Record that `x` is `value` from here on."""
+        origin = Origin(user_source(3), Fact(backward=False, recorded=False))
+        self.operations.append(Operation(aten.set_.source_Tensor, (x, value), {}, x, Seen.of(x), origin, {}))
 
-    def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
+    def set_arguments(self, name: str, arguments: dict[str, Any]) -> None:
+        """Change the record of the last operation whose name contains `name`: it was called with these arguments."""
+        k, last = next((k, o) for k, o in reversed([*enumerate(self.operations)]) if name in o.op._schema.name)
+        self.operations[k] = replace(last, kwargs={**last.kwargs, **arguments})
+
+    def references(self) -> list[tuple[weakref.ref, Source | None]]:
+        """Weak references to all tensors of the trace, with their lines, to recognise those that outlive it."""
+        return [(weakref.ref(x), line) for x, line in self.known.values()]
+
+    def _check(
+        self, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Any], line: Source | None, backward: bool
+    ) -> None:
         """Raises: ValueError for an operation that a program cannot hold."""
-        for arg in pytree.tree_leaves((args, kwargs)):
-            if isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor):
-                errors.refuse_closure(func, arg, line, self.step)
-            if isinstance(arg, FakeTensor) and arg.fake_mode is not self.mode:
-                raise errors.reads_earlier_trace(arg, line, self.step)
-            if isinstance(arg, torch.Generator):
+        for x in tensors:
+            if not isinstance(x, FakeTensor):
+                errors.refuse_closure(func, x, line, self.step)
+            elif x.fake_mode is not self.mode:
+                raise errors.reads_earlier_trace(x, line, self.step)
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.Generator):
                 raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
+            if isinstance(x, torch.UntypedStorage):
+                raise errors.cannot_be_traced(func, TypeError("an argument is a storage"), line, self.step)
         if backward and errors.draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
         if c10d.is_point_to_point(func):
@@ -125,18 +210,44 @@ class Watch(TorchDispatchMode):
                 line,
             )
 
-    def _run(self, func: Any, args: tuple, kwargs: dict, line: Source | None) -> Any:
-        """Run an operation on fake tensors. An in-place collective runs as a functional one."""
-        try:
-            return c10d.functionalized(func, args, kwargs) if c10d.is_in_place(func) else func(*args, **kwargs)
-        except c10d.NoForm as error:
-            raise errors.no_collective(func, str(error), line, self.step) from None
-        except fake_tensor.DynamicOutputShapeException:
-            raise errors.reads_value(func, True, line, self.step) from None
-        except fake_tensor.DataDependentOutputException:
-            raise errors.reads_value(func, False, line, self.step) from None
-        except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
-            raise errors.cannot_be_traced(func, error, line, self.step) from error
+
+@contextlib.contextmanager
+def _errors_of(op: Any, line: Source | None, step: str) -> Iterator[None]:
+    """Turn the errors of an operation on fake tensors into errors with the user's line."""
+    try:
+        yield
+    except c10d.NoForm as error:
+        raise errors.no_collective(op, str(error), line, step) from None
+    except fake_tensor.DynamicOutputShapeException:
+        raise errors.reads_value(op, True, line, step) from None
+    except fake_tensor.DataDependentOutputException:
+        raise errors.reads_value(op, False, line, step) from None
+    except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
+        raise errors.cannot_be_traced(op, error, line, step) from error
+
+
+def _expansion(op: Any, tensors: Sequence[torch.Tensor]) -> Callable | None:
+    """The function that runs an operation by others, or None if the operation itself belongs to a program."""
+    if c10d.is_in_place(op):
+        return functools.partial(c10d.functionalized, op)
+    if op in _declared():
+        return _declared()[op]
+    return op.decompose if _is_composite(op) and autograd_would_have_decomposed(op, tensors) else None
+
+
+@functools.cache
+def _declared() -> dict:
+    """Decompositions of cuDNN's batch norm.
+
+    Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
+    """
+    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
+
+
+@functools.cache
+def _is_composite(op: Any) -> bool:
+    """Whether PyTorch defines an operation by others, which autograd then sees in its place."""
+    return op not in (aten.size.default, aten.stride.default, aten.storage_offset.default) and op._can_decompose()
 
 
 @functools.cache

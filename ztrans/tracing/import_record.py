@@ -1,4 +1,4 @@
-"""import_fx(graph, inputs): turn a recorded FX graph into functional equations.
+"""import_record(recorded, inputs): turn the recorded operations of a step into functional equations.
 
 An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
 changes (see `functionalize`). An operation over lists (`_foreach_add_`, `_fused_adamw_`) becomes one equation for each
@@ -9,11 +9,11 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
@@ -23,7 +23,9 @@ from ..ir.source import where
 from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .overloads import functional, is_written, member, outs, with_defaults
+from .record import Recorded
 from .regions import Fact
+from .watch import Operation
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
@@ -37,39 +39,49 @@ _COPIES = {"aten::_foreach_copy_": aten.copy_.default, "aten::_foreach_zero_": a
 _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
-def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded graph, its outputs, and what the tracer recorded about each equation."""
-    fakes = (n.meta["seen"] for n in graph.nodes if n.op == "placeholder")
-    builder = Builder(Names(v.name for v in inputs), {v: fake.stride() for v, fake in zip(inputs, fakes)})
-    env: dict[fx.Node, Any] = {}
-    unread = iter(inputs)
-    outputs: list[Any] = []
-    for node in graph.nodes:
-        builder.node = node
-        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), env.__getitem__)
-        if node.op == "placeholder":
-            env[node] = Alias(Storage(next(unread)))
-        elif node.op == "get_attr":
-            env[node] = getattr(graph.owning_module, node.target)
-        elif node.op == "output":
-            outputs = builder.read(args[0])
-        elif node.target.__name__ == "getitem":
-            env[node] = args[0][args[1]]
-        else:
-            env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("seen"))
-    return builder.eqns, outputs, {eqn: _fact(node) for eqn, node in builder.nodes.items()}
+def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
+    """The equations of a recorded run, its outputs, and what the tracer recorded about each equation."""
+    builder = Builder(Names(v.name for v in inputs), {v: x.stride() for v, x in zip(inputs, recorded.inputs)})
+    values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
+    for o in recorded.operations:
+        builder.source, builder.fact = o.origin.source, _fact(o)
+        result = _operation(builder, o.op, tuple(_traced(o.args, values)), _traced(o.kwargs, values), o.seen)
+        _set(values, o.result, result)
+    return builder.eqns, builder.read(_traced(recorded.outputs, values)), builder.facts
 
 
-def _fact(node: fx.Node) -> Fact:
-    custom, policy = node.meta.get("custom", {}), node.meta.get("recompute")
-    if policy is not None and policy.name.endswith("OFFLOAD"):
+def _fact(operation: Operation) -> Fact:
+    """The facts of an operation, with the policy of the checkpoint that it is in."""
+    fact, policy = operation.origin.fact, operation.meta.get("recompute")
+    if policy is None:
+        return fact
+    if policy.name.endswith("OFFLOAD"):
+        source = operation.origin.source
         warn_of_trace(
-            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
-            f"  at {where(custom.get('source'))}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
-            custom.get("source"),
+            f"trace: a checkpoint moves {operation.op} to the CPU, and a program keeps it where it is.\n"
+            f"  at {where(source)}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
+            source,
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return Fact(custom.get("backward", False), custom.get("recorded", False), custom.get("checkpoint"), dropped)
+    return replace(fact, dropped=dropped)
+
+
+def _traced(x: Any, values: Mapping[int, Any]) -> Any:
+    """`x` with the traced values of its tensors in their places. A literal tensor stays."""
+    if isinstance(x, torch.Tensor):
+        return values.get(id(x), x)
+    if isinstance(x, (list, tuple)):
+        return [_traced(item, values) for item in x]
+    return {k: _traced(v, values) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _set(values: dict[int, Any], tensors: Any, traced: Any) -> None:
+    """Record the traced values of the tensors in a result."""
+    if isinstance(tensors, torch.Tensor):
+        values[id(tensors)] = traced
+    elif isinstance(tensors, (list, tuple)) and traced is not None:
+        for each, value in zip(tensors, traced):
+            _set(values, each, value)
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:

@@ -1,4 +1,4 @@
-"""fx_trace: run a function once on fake tensors, and record its operations as an FX graph.
+"""record: run a function once on fake tensors, and record its operations.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -6,21 +6,16 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._decomp
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -28,7 +23,7 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
-from .watch import Watch
+from .watch import Operation, Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
 
@@ -51,7 +46,9 @@ def check_torch(version: str = torch.__version__) -> None:
 class Recorded(NamedTuple):
     """The recorded run of a function."""
 
-    graph: Any  # the operations of the run, as FX records them, or imported as a `Graph`
+    inputs: Sequence[torch.Tensor]
+    operations: Sequence[Operation]
+    outputs: Sequence[Any]  # the leaves of the result
     out_tree: pytree.TreeSpec  # the tree of the result
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
@@ -71,34 +68,28 @@ def record(
         (see `watch`).
     """
     with _outside_inference_mode():
-        return _recorded(call, make_inputs, wants_grad, names, step)
+        return run_traced(call, make_inputs, wants_grad, names, step)
 
 
-def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str) -> Recorded:
+def run_traced(
+    call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
+) -> Recorded:
     with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
         inputs = make_inputs()
-    watch = Watch(step, mode)
-    trees: list[pytree.TreeSpec] = []
-
-    def flat(*tensors: torch.Tensor) -> list[Any]:
-        for tensor, wants in zip(tensors, wants_grad):
-            tensor.requires_grad_(wants)
-        watch.remember(tensors, None)
-        with watch, Marks(step, dict(zip(names, tensors))):
-            result = call(tensors)
-        leaves, tree = pytree.tree_flatten(result)
-        trees.append(tree)
-        return leaves
-
-    generator = torch.random.get_rng_state()
-    with mode, _quiet(), _sparingly(), _without_onednn(), _with_caches_that_change(), _without_reentrance():
-        options = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
-        module = make_fx(flat, _declared(), "fake", **options)(*inputs)
+    watch, generator = Watch(step, mode), torch.random.get_rng_state()
+    for tensor, wants in zip(inputs, wants_grad):
+        tensor.requires_grad_(wants)
+    watch.know(inputs)
+    ways = _quiet(), _without_onednn(), _with_caches_that_change(), _without_reentrance(), disable_autocast_cache()
+    with contextlib.ExitStack() as stack:
+        for context in (mode, *ways, watch, Marks(step, dict(zip(names, inputs)))):
+            stack.enter_context(context)
+        outputs, tree = pytree.tree_flatten(call(inputs))
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, step)
-    return Recorded(module.graph, trees[0], watch.tensors)
+    return Recorded(inputs, watch.operations, outputs, tree, watch.references())
 
 
 @contextlib.contextmanager
@@ -154,63 +145,15 @@ def _outside_inference_mode() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The properties of a result at the time of the operation. Later operations may change those of the tensor."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(result: Any) -> Any:
-        """The properties of the tensors in a result."""
-        if isinstance(result, (list, tuple)):
-            return [Seen.of(x) for x in result]
-        if not isinstance(result, torch.Tensor):
-            return result
-        if result.layout is not torch.strided:
-            return Seen(result.dtype, result.shape, (), 0)
-        return Seen(result.dtype, result.shape, result.stride(), int(result.storage_offset()))
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def storage_offset(self) -> int:
-        return self.offset
-
-
-@contextlib.contextmanager
-def _sparingly() -> Iterator[None]:
-    """Let make_fx record of each result what the import reads, and generate no code for the graph.
-
-    By itself it would keep a copy of each fake tensor, which takes a tenth of the time of a trace.
-    """
-
-    def set_meta(proxy: Any, result: Any) -> Any:
-        proxy.node.meta["seen"] = Seen.of(result)
-        return proxy
-
-    with having(proxy_tensor, set_meta=set_meta), _use_lazy_graph_module(True):
-        yield
-
-
-@functools.cache
-def _declared() -> dict:
-    """Decompositions of cuDNN's batch norm.
-
-    Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
-    """
-    aten = torch.ops.aten
-    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
-
-
 class _Fakes(FakeTensorMode):
     """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
 
     PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as that of `Watch`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
