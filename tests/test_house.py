@@ -52,6 +52,7 @@ FILES = 16  # the most files in a package
 ROOMS = {
     *("tracing.record", "tracing.watch", "tracing.leaks", "tracing.parallel.c10d", "tracing.gradient_marks"),
     *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
+    "tracing.lifting.repeated_updates",
     *("ir.ambient", "transforms.dtensor_rules", "runtime.process_groups"),
     *("tracing.parallel.dtensors", "runtime.leaves"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
@@ -64,7 +65,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.ztrans", "torch.ops._c10d_functional"
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 14760  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 14870  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

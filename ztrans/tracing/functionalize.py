@@ -95,10 +95,11 @@ class Builder:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
-        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once.
+        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once, and so are the
+        literal scalars.
         """
         kwargs = kwargs or {}
-        key = (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
+        key = _scalar_key(op, args, kwargs)
         if key in self.scalars:
             return self.scalars[key]
         if like is None:
@@ -183,6 +184,13 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:
+    """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
+    if op is aten.full.default and args[0] == []:
+        return op, repr(args), repr(kwargs)
+    return (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:

@@ -25,7 +25,7 @@ from .functionalize import Alias, Builder, Storage, View
 from .overloads import functional, is_written, member, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
-from .watch import Operation
+from .watch import Operation, Place
 
 aten = torch.ops.aten
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
@@ -68,7 +68,7 @@ def _fact(operation: Operation) -> Fact:
 
 def _traced(x: Any, values: Mapping[int, Any]) -> Any:
     """`x` with the traced values of its tensors in their places. A literal tensor stays."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, (torch.Tensor, Place)):
         return values.get(id(x), x)
     if isinstance(x, (list, tuple)):
         return [_traced(item, values) for item in x]
@@ -77,7 +77,7 @@ def _traced(x: Any, values: Mapping[int, Any]) -> Any:
 
 def _set(values: dict[int, Any], tensors: Any, traced: Any) -> None:
     """Record the traced values of the tensors in a result."""
-    if isinstance(tensors, torch.Tensor):
+    if isinstance(tensors, (torch.Tensor, Place)):
         values[id(tensors)] = traced
     elif isinstance(tensors, (list, tuple)) and traced is not None:
         for each, value in zip(tensors, traced):

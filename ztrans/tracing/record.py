@@ -6,7 +6,6 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
-from .watch import Operation, Watch
+from .watch import DEVICE, Operation, Watch, device_of
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
 
@@ -156,9 +155,11 @@ class _Fakes(FakeTensorMode):
         return False  # as that of `Watch`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+        if func is DEVICE:
+            return device_of(*args)
+        if not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
             return None
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return self.dispatch(func, types, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -168,7 +169,5 @@ def _quiet() -> Iterator[None]:
     There an optimizer keeps its step count as a tensor, which the trace can follow.
     """
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
-    # Where shapes do not fit, this logger would write a traceback besides that of the error.
-    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
-    with silent, fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
         yield

@@ -37,6 +37,7 @@ from .parallel import c10d
 from .regions import Fact
 
 aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`, which is called most often of all
 _PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 
 
@@ -75,9 +76,13 @@ class Origin(NamedTuple):
     policy: CheckpointPolicy | None = None
 
 
+class Place:
+    """A tensor in operations that are kept from trace to trace (see `lifting.repeated_updates`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation that a step has run. Its tensors are fake, and known by their identity."""
+    """An operation that a step has run. Its tensors are fake, or places, and known by their identity."""
 
     op: Any
     args: Sequence[Any]
@@ -121,8 +126,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # fake tensors ask it of each other
-            return func(*args, **kwargs)
+        if func is DEVICE:
+            return device_of(*args)
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented if self.inside else self._expanded(self._origin(), func, args, kwargs)
         tensors = tensors_in((args, kwargs))
@@ -224,6 +229,13 @@ def _errors_of(op: Any, line: Source | None, step: str) -> Iterator[None]:
         raise errors.reads_value(op, False, line, step) from None
     except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
         raise errors.cannot_be_traced(op, error, line, step) from error
+
+
+def device_of(x: Any) -> torch.device:
+    """The device of a fake tensor, as `FakeTensorMode` answers."""
+    if isinstance(x, FakeTensor):
+        return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
+    return DEVICE(x)
 
 
 def _expansion(op: Any, tensors: Sequence[torch.Tensor]) -> Callable | None:
