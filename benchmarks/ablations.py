@@ -2,13 +2,12 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.ablations
 
-For each step and each choice a version of the step is built without that choice, and one without any of them. All
-versions of a step are in one process and take turns. Writes benchmarks/results/ablations.md and .json; parts that are
-not run keep their figures.
+For each step and each choice, a version of the step is built without that choice, and one without any of them. All
+versions of a step run in one process. Measured versions take turns. Simulated versions run once, because they have the
+same seconds in every run. Writes benchmarks/results/ablations.md and .json; parts that are not run keep their figures.
 
-A `Part` is one table of the report. Another subject, such as the search moves of the planner, is another entry of
-`PARTS`: its choices, its steps, and how to build a step without some of the choices. What is built is a function that
-returns seconds, measured or simulated.
+A `Part` is one table of the report, and an entry of `PARTS`: its choices, its steps, and a function that builds a step
+without some of the choices. A built step is a function that returns seconds, measured or simulated.
 """
 
 from __future__ import annotations
@@ -18,21 +17,28 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 import torch
 
+from ztrans.planning.solver import local_search
+from ztrans.planning.solver.evaluation import evaluate
+from ztrans.planning.solver.local_search import MOVES, Moves
+from ztrans.planning.solver.problem import Problem
+from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
 from ztrans.tracing.arguments import Arguments, local_inputs
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
+from .planned import subjects
 
 ALL, NONE = "all choices", "no choice"
 WARM_UP = 3  # calls of each version before its steps are timed
+LITTLE = 0.005  # the table of a simulated part lists the steps that change by this share
 
 Step = Callable[[], float]  # runs a step, or simulates one, and returns its seconds
 Build = Callable[[frozenset[str]], Step]  # builds a step without the named choices
@@ -40,12 +46,16 @@ Build = Callable[[frozenset[str]], Step]  # builds a step without the named choi
 
 @dataclass(frozen=True)
 class Part:
-    """One table: choices, and steps that can be built without some of them. `unit` says what the seconds are."""
+    """One table: choices, and steps that can be built without some of them.
+
+    The steps are built one after the other, because the programs of all would fill the memory.
+    """
 
     title: str
-    unit: str
+    unit: str  # where the seconds come from
     choices: tuple[str, ...]
-    steps: Mapping[str, Build]
+    steps: Iterable[tuple[str, Build]]
+    simulated: bool = False
 
 
 ONEDNN = "matrix products by oneDNN"
@@ -74,16 +84,52 @@ def cpu_part(config: Config, long: Config) -> Part:
         f"GPT, sequence {long.sequence}, fp32": functools.partial(compiled_step, long, False),
         f"GPT, sequence {long.sequence}, bf16": functools.partial(compiled_step, long, True),
     }
-    return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps)
+    return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps.items())
+
+
+def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
+    """Leave one of the random changes out."""
+    return lambda moves: replace(moves, changes=tuple(each for each in moves.changes if each[0] is not change))
+
+
+WITHOUT: dict[str, Callable[[Moves], Moves]] = {
+    "begin with kept values": lambda moves: replace(moves, keep=False),
+    "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=(0.0,)),
+    "begin with full buckets of a second size": lambda moves: replace(moves, full=moves.full[:1]),
+    "merge": lambda moves: replace(moves, merge=False),
+    "climb": lambda moves: replace(moves, changes=()),
+    "climb: split a bucket": without_change(local_search.split),
+    "climb: join two buckets": without_change(local_search.join),
+    "climb: move the border of two buckets": without_change(local_search.move_border),
+    "climb: change when gathers start": without_change(local_search.change_start),
+    "climb: accept slower changes at first": lambda moves: replace(moves, slower=0.0),
+    "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
+}
+
+
+def planned_step(problem: Problem, without: frozenset[str]) -> Step:
+    """A step that is planned without some of the moves."""
+    moves = functools.reduce(lambda left, name: WITHOUT[name](left), sorted(without), MOVES)
+    return lambda: evaluate(problem, solve(problem, moves=moves)).seconds
+
+
+def search_part() -> Part:
+    """The moves of the planner's search."""
+    steps = ((name, functools.partial(planned_step, problem)) for name, problem in subjects())
+    return Part("The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True)
 
 
 LONG = Config(sequence=1024, batch=1)  # as many tokens as in the benchmark's own step
-PARTS: dict[str, Callable[[], Part]] = {"cpu": functools.partial(cpu_part, Config(), LONG)}
+PARTS: dict[str, Callable[[], Part]] = {"cpu": functools.partial(cpu_part, Config(), LONG), "search": search_part}
 
 
 def measure(part: Part, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of every round, by step and by what was left out."""
-    return {name: interleaved(versions(part.choices, build), rounds) for name, build in part.steps.items()}
+    seconds = {}
+    for name, build in part.steps:
+        steps = versions(part.choices, build)
+        seconds[name] = {v: [step()] for v, step in steps.items()} if part.simulated else interleaved(steps, rounds)
+    return seconds
 
 
 def versions(choices: Sequence[str], build: Build) -> dict[str, Step]:
@@ -120,14 +166,36 @@ def table(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     return lines
 
 
+def by_choice(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """A row for each choice: how much longer steps are without it, on average and at most, and the steps it changes."""
+    lines = ["| without | mean | most | steps: with, without, ms |", "|---|---:|---:|---|"]
+    versions = [version for version in next(iter(seconds.values())) if version != ALL]
+    for version in versions:
+        pairs = {step: (by_version[ALL][0], by_version[version][0]) for step, by_version in seconds.items()}
+        more = sorted(((b / a - 1, step) for step, (a, b) in pairs.items()), reverse=True)
+        listed = "; ".join(_pair(step, *pairs[step]) for share, step in more if abs(share) >= LITTLE)
+        without = "any of them" if version == NONE else version
+        lines.append(f"| {without} | {statistics.mean(m for m, _ in more):+.2%} | {more[0][0]:+.2%} | {listed} |")
+    return lines
+
+
+def _pair(step: str, base: float, without: float) -> str:
+    return f"{step}: {1e3 * base:.1f}, {1e3 * without:.1f} ({without / base - 1:+.1%})"
+
+
 def report(results: Mapping[str, dict]) -> str:
     """The tables of all parts that have been measured."""
     lines = ["# Ablations: whole steps with and without each choice", ""]
     for each in results.values():
         rounds = len(next(iter(next(iter(each["seconds"].values())).values())))
         lines += [f"## {each['title']}", "", f"{each['where']}; {each['date']}."]
-        lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]
-        lines += [*table(each["seconds"]), ""]
+        if each.get("simulated"):
+            count = len(each["seconds"])
+            lines += [f"Simulated seconds of {count} steps. Steps that change by {LITTLE:.1%} or more are listed.", ""]
+            lines += [*by_choice(each["seconds"]), ""]
+        else:
+            lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]
+            lines += [*table(each["seconds"]), ""]
     return "\n".join(lines)
 
 
@@ -139,6 +207,7 @@ def main(names: Sequence[str], rounds: int, out: Path, parts: Mapping[str, Calla
     for name in names:
         part = parts[name]()
         about = {"title": part.title, "unit": part.unit, "where": where, "date": str(date.today())}
+        about |= {"simulated": True} if part.simulated else {}
         results[name] = about | {"seconds": measure(part, rounds)}
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + "\n")

@@ -85,14 +85,14 @@ def is_gradient(e: Eqn) -> bool:
 
 def unscheduled(graph: Graph) -> Graph:
     """Each gradient reduced where it is born, each parameter gathered where it is used, each waited for at once."""
-    made, used = producers(graph.eqns), users(graph)
+    maker, used = producers(graph.eqns), users(graph)
     after: dict[Eqn, list[Eqn]] = {}
     for start in filter(is_gradient, graph.eqns):
         (v,), chain = start.ins, [start, *used[start.outs[0]]]
-        while len(used[v]) == 1 and is_view_or_cast(made[v]):
-            chain.insert(0, made[v])
-            v = made[v].ins[0]
-        after.setdefault(made[v], []).extend(chain)
+        while len(used[v]) == 1 and is_view_or_cast(maker[v]):
+            chain.insert(0, maker[v])
+            v = maker[v].ins[0]
+        after.setdefault(maker[v], []).extend(chain)
     moved = {e for chain in after.values() for e in chain}
     kept = (e for e in graph.eqns if e not in moved)
     return graph.replace(eqns=tuple(x for e in kept for x in (e, *after.get(e, ()))))
@@ -102,12 +102,12 @@ def unscheduled(graph: Graph) -> Graph:
 
 
 def members(e: Eqn) -> int:
-    """How many collectives a bucket stands for."""
+    """The number of collectives in a bucket."""
     return max(len(e.outs), len(e.provenance.paths))
 
 
 def longest_run(graph: Graph, plain: Graph) -> int:
-    """The most matmuls between two starts of gradient reductions, of those that lie among reductions in `plain`."""
+    """The most matmuls between two starts of gradient reductions, of those between reductions in `plain`."""
     at = [i for i, e in enumerate(plain.eqns) if is_gradient(e)]
     among = {e.outs for e in plain.eqns[at[0] : at[-1]] if is_matmul(e)}
     longest = run = 0
@@ -129,7 +129,7 @@ def across_norms(gathers: list[Eqn], plain: Graph) -> int:
 
 
 def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
-    """What the table shows of a program."""
+    """The figures of a program in the table."""
     starts = [e for e in graph.eqns if is_start(e)]
     gathers = [e for e in starts if e.op is ALL_GATHER and e.provenance.role == "param"]
     grads = [e for e in starts if is_gradient(e)]
@@ -159,16 +159,16 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
 
 
 def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool) -> tuple[dict, str]:
-    """PyTorch's passes with the look-ahead that suits them best, and what is to be said of it."""
+    """The figures of PyTorch's passes with the best look-ahead, and a note about it."""
     tried = []
     for distance in PREFETCH:
         result = torch_passes(plain, mesh, cluster, update, max_compute_pre_fetch=distance)
-        found = {**figures(result.graph, plain, cluster), "passes s": result.seconds}
-        tried.append((bool(result.error), found["step ms"], distance, found, result.error))
-    failed, _, distance, found, error = min(tried, key=lambda t: t[:2])
+        row = {**figures(result.graph, plain, cluster), "passes s": result.seconds}
+        tried.append((bool(result.error), row["step ms"], distance, row, result.error))
+    failed, _, distance, best, error = min(tried, key=lambda t: t[:2])
     lost = [str(d) for bad, _, d, _, _ in tried if bad]
     note = f"look-ahead {distance} matmuls" if not failed else f"bucketed only, as its scheduler ends in {error!r}"
-    return found, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
+    return best, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
 
 
 class Planned(NamedTuple):
@@ -212,8 +212,8 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
 # ---- text
 
 
-def table(found: dict) -> str:
-    rows = found["rows"]
+def table(measured: dict) -> str:
+    rows = measured["rows"]
     names = ["unscheduled", "PyTorch, whole step", "PyTorch, gradients only", "ztrans", DTENSORS]
     plain = rows["unscheduled"]
 
@@ -229,11 +229,11 @@ def table(found: dict) -> str:
     keys = [k for k in {**plain, "passes s": 0} if k not in ("gathered", "reduced")]
     lines = [f"| | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
     lines += [f"| {key} | {' | '.join(cell(rows[n], key) for n in names)} |" for key in keys]
-    notes = [f"- {name}: {note}." for name, note in found["notes"].items() if note]
+    notes = [f"- {name}: {note}." for name, note in measured["notes"].items() if note]
     head = (
-        f"## Sequence {found['sequence']}\n\n{found['equations']} equations, traced in {found['trace s']:.1f} s. With "
-        f"these operations in this order and {100 * SLACK:.0f}% more memory, no placement of gathers and reductions "
-        f"takes less than {found['least ms']:.1f} ms, for {found['binds']}.\n"
+        f"## Sequence {measured['sequence']}\n\n{measured['equations']} equations, traced in "
+        f"{measured['trace s']:.1f} s. With these operations in this order and {100 * SLACK:.0f}% more memory, no "
+        f"placement of gathers and reductions takes less than {measured['least ms']:.1f} ms, for {measured['binds']}.\n"
     )
     return "\n".join([head, *lines, "", *notes, ""])
 
@@ -242,13 +242,13 @@ def main(layers: int, sequences: list[int]) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     mesh = fake_mesh()
-    found = [measure(Config(layers=layers), s, mesh) for s in sequences]
+    results = [measure(Config(layers=layers), s, mesh) for s in sequences]
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    text = "\n".join([f"# Llama-3-8B, {layers} layers, dp={DP}, tp={TP}\n\n{where}.\n", *map(table, found)])
+    text = "\n".join([f"# Llama-3-8B, {layers} layers, dp={DP}, tp={TP}\n\n{where}.\n", *map(table, results)])
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "llama.md").write_text(text)
-    (RESULTS / "llama.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "llama.json").write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()
 
 

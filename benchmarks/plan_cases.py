@@ -1,11 +1,11 @@
-"""What the planner finds for seven training steps, beside simple schedules and what no schedule can beat.
+"""The planner's schedules of seven training steps, beside simple schedules and the lower bound.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cases        # from the project's root; half a minute
 
 The steps are chains of layers with the shapes of Llama-3-8B on H100s, and a small model over slow Ethernet
-(tests/support/synthetic.py says how each is made); nothing is measured but the planner's own time. Every schedule is
-played by the same simulation. Prints and writes benchmarks/results/plan_cases.md, and fails when a plan is
-above 1.05 of its bound, above the peak it was given, or takes more than two seconds to find.
+(tests/support/synthetic.py). All times are simulated in the same way, except for the planner's own, which are measured.
+Prints and writes benchmarks/results/plan_cases.md. Fails if a plan takes more than 1.05 of its bound, has a peak above
+its memory, or takes more than two seconds to find.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HEADER = (
     "plan, FSDP2's peak", "plan, more memory", "plan, no limit", "planning s",
 )  # fmt: skip
 NOTES = """\
-Cells are milliseconds of the step, how many times the bound at that memory, and GB live at the peak. The bound
-is that with the memory of the FSDP2-like schedule, and the term of it that binds. FSDP2-like: a bucket for each
+Cells are milliseconds of the step, the ratio to the bound at that memory, and GB live at the peak. The bound is
+the one with the memory of the FSDP2-like schedule, with the term that binds. FSDP2-like: a bucket for each
 layer, one gather ahead, one reduction under way, the last layer's parameters kept. 25 MB: buckets of that size,
 one gather ahead. More memory is 4 GB, and 0.1 GB for gloo. Planning times are those of the three plans.
 """
@@ -44,7 +44,7 @@ one gather ahead. More memory is 4 GB, and 0.1 GB for gloo. Planning times are t
 
 @dataclass(frozen=True)
 class Result:
-    """A schedule of a problem, played."""
+    """A simulated schedule of a problem."""
 
     outcome: Outcome
     bound: Bound
@@ -59,16 +59,16 @@ class Result:
 
 
 def plan(problem: Problem) -> Result:
-    """The planner's schedule, and how long it took to find."""
-    began = time.perf_counter()
+    """The planner's schedule, and the seconds in which it was found."""
+    start = time.perf_counter()
     schedule = solve(problem)
-    took = time.perf_counter() - began
+    planning = time.perf_counter() - start
     validate(problem, schedule)
-    return Result(evaluate(problem, schedule), bound(problem), took)
+    return Result(evaluate(problem, schedule), bound(problem), planning)
 
 
 def row(case: Case) -> tuple[list[str], list[str]]:
-    """One line of the table, and what does not hold in it."""
+    """One line of the table, and the conditions that it breaks."""
     outcomes = [evaluate(case.problem, schedule(case)) for schedule in (fsdp2, by_size)]
     simple = [Result(o, bound(replace(case.problem, memory=o.peak))) for o in outcomes]
     peak = outcomes[0].peak
@@ -93,7 +93,7 @@ def row(case: Case) -> tuple[list[str], list[str]]:
 
 
 def tables(failed: list[str]) -> Iterator[str]:
-    """The tables, line by line; what does not hold is added to `failed`."""
+    """The tables, line by line; broken conditions are added to `failed`."""
     for title, lanes in LANES.items():
         yield from (f"## {title}", "", line(HEADER), line(["---"] * len(HEADER)))
         for case in seven(lanes):
@@ -122,7 +122,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "plan_cases.md").write_text("\n".join(lines))
     if failed:
-        sys.exit("\n".join(["does not hold:", *failed]))
+        sys.exit("\n".join(["broken conditions:", *failed]))
 
 
 if __name__ == "__main__":

@@ -45,14 +45,16 @@ class _Reduce(torch.autograd.Function):
         return _Reduce.apply(x, name, axis), dims[0]
 
 
-def _over(name: str, tree: Any, axis: str | None) -> Any:
+def _over(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
+    if isinstance(axis, tuple) and axis and all(isinstance(a, str) for a in axis):
+        axis = "*".join(axis)  # as a program names several axes that act as one
     if axis is not None and not isinstance(axis, str):
-        raise TypeError(f"{name}: axis must be the name of a mesh axis, got {axis!r}.")
+        raise TypeError(f"{name}: axis must be the name of a mesh axis or a tuple of names, got {axis!r}.")
     return pytree.tree_map_only(torch.Tensor, lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS), tree)
 
 
-def pmean(tree: Any, axis: str | None = None) -> Any:
-    """The mean of every tensor of `tree` over mesh axis `axis`, as `jax.lax.pmean`; in a plain step the identity.
+def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
+    """The mean of every tensor of `tree` over a mesh axis or several, as `jax.lax.pmean`; in a plain step the identity.
 
     Without `axis` it is the mean over all axes that the step is sharded over.
 
@@ -62,8 +64,8 @@ def pmean(tree: Any, axis: str | None = None) -> Any:
     return _over("pmean", tree, axis)
 
 
-def psum(tree: Any, axis: str | None = None) -> Any:
-    """The sum of every tensor of `tree` over mesh axis `axis`, as `jax.lax.psum`; in a plain step the identity.
+def psum(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
+    """The sum of every tensor of `tree` over a mesh axis or several, as `jax.lax.psum`; in a plain step the identity.
 
     Without `axis` it is the sum over all axes that the step is sharded over.
 
@@ -73,7 +75,9 @@ def psum(tree: Any, axis: str | None = None) -> Any:
     return _over("psum", tree, axis)
 
 
-def global_mean(sum: torch.Tensor, count: torch.Tensor | float, axis: str | None = None) -> torch.Tensor:
+def global_mean(
+    sum: torch.Tensor, count: torch.Tensor | float, axis: str | tuple[str, ...] | None = None
+) -> torch.Tensor:
     """The mean over the samples of all ranks: the sum of all `sum` divided by the sum of all `count`.
 
     It is right whatever the number of samples of each rank, as `total_loss / number_of_tokens` is in a plain step.

@@ -35,14 +35,13 @@ from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, StepKey
+from .tracing.arguments import Arguments, StepKey, check_state
 from .tracing.captured import Captured
-from .tracing.errors import many_programs, no_state, warn
+from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
-from .tracing.trace import is_number, leaf_names, trace
-from .transforms.base import Transform, appended, axes_of, layout_of, mesh_of
+from .tracing.trace import leaf_names, trace
+from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
 
-_MANY_PROGRAMS = 8
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
 
 P = ParamSpec("P")
@@ -146,7 +145,9 @@ class Step(Generic[P, R]):
     def _traced(self, arguments: Arguments) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
-        axes, device = axes_of(self.transforms), self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
+        of_state = self._chosen(axes_of, state)
+        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(pytree.tree_leaves(batch))]
         with stage(self.__name__, "trace"):
             program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
@@ -222,9 +223,7 @@ class Step(Generic[P, R]):
             else:
                 compiled = first.for_other_sizes(self._traced(arguments))
             self._cache[key] = compiled
-            if len(self._cache) > _MANY_PROGRAMS:
-                leaves = pytree.tree_leaves(arguments.batch)
-                warn(many_programs(self.__name__, len(self._cache), leaves), user_source())
+            warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(arguments.batch))
         return compiled
 
     def _key(self, given: Given) -> StepKey:
@@ -246,13 +245,17 @@ class Step(Generic[P, R]):
     def _check_laid_out(self, state: Any) -> None:
         mesh = self._devices()
         if mesh is not None:
-            paths, layouts = leaf_names(self.fn, (state,))[1], self.layouts(state)
-            check_laid_out(self.__name__, mesh, axes_of(self.transforms), paths, pytree.tree_leaves(state), layouts)
+            paths, axes = leaf_names(self.fn, (state,))[1], self._chosen(axes_of, state)
+            check_laid_out(self.__name__, mesh, axes, paths, pytree.tree_leaves(state), self.layouts(state))
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
+        return self._chosen(layout_of, state)
+
+    def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
+        """What the transforms choose for each leaf of the state."""
         names = leaf_names(self.fn, (state,))[0]
-        return [layout_of(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
+        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
 
     @ends_at_user
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
@@ -269,16 +272,13 @@ class Step(Generic[P, R]):
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
         leaves, paths = pytree.tree_leaves(state), leaf_names(self.fn, (state,))[1]
-        for path, leaf in zip(paths, leaves):
-            if not isinstance(leaf, torch.Tensor) and not is_number(leaf):
-                raise no_state(path, leaf)
+        check_state(paths, leaves)
         check_whole(leaves, "shard")
         mesh = self._devices()
         if mesh is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
-        target = torch.device(device) if device is not None else None
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), axes_of(self.transforms), source, target)
+            return shard_state(state, mesh, paths, self.layouts(state), self._chosen(axes_of, state), source, device)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -287,7 +287,7 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_whole(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh, axes_of(self.transforms))
+        return unshard_state(state, self.mesh, self._chosen(axes_of, state))
 
 
 class _Methods:

@@ -22,6 +22,7 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
+from ztrans.planning.formulate import frame
 from ztrans.planning.program_order import hoist, skeleton
 from ztrans.planning.realise import realise
 from ztrans.planning.solver.problem import Bucket, Schedule
@@ -96,7 +97,7 @@ def test_a_skeleton_has_the_use_the_birth_and_the_need_of_each_collective():
 
 def test_a_bucket_starts_at_its_place_and_each_member_is_waited_for_at_its_use():
     s = skeleton(forward())
-    ordered = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), "last", {})
+    ordered = realise(s, Schedule((Bucket((0,), 0, 0), Bucket((1, 2), 0, 1)), ()), frame(s, "last"))
     assert names(ordered) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w2", "h2"]
     (bucket,) = (e for e in ordered.eqns if len(e.outs) == 2)
     assert str(bucket.op) == "all_gather" and [v.name for v in bucket.ins] == ["s1", "s2"]
@@ -105,7 +106,9 @@ def test_a_bucket_starts_at_its_place_and_each_member_is_waited_for_at_its_use()
 def test_readers_of_a_dropped_gather_read_the_kept_value():
     s = skeleton(forward(2, twice=True))
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
-    ordered = realise(s, Schedule(buckets, (), frozenset({2})), "last", {2: 0})
+    problem = frame(s, "last")
+    gathers = (*problem.gathers[:2], problem.gathers[2]._replace(again=0), problem.gathers[3])
+    ordered = realise(s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers))
     assert names(ordered) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
     (reader,) = (e for e in ordered.eqns if e.outs[0].name == "h0.again")
     assert [v.name for v in reader.ins] == ["h1", "w0"]
@@ -114,10 +117,10 @@ def test_readers_of_a_dropped_gather_read_the_kept_value():
 def test_updates_follow_their_bucket_or_come_last():
     s = skeleton(backward())
     schedule = Schedule((), (Bucket((0, 1), 4, 5), Bucket((2,), 6, 8)))
-    assert names(realise(s, schedule, "eager", {})) == [
+    assert names(realise(s, schedule, frame(s, "eager"))) == [
         "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "n0", "n1", "c2", "r2'", "r2", "n2",
     ]  # fmt: skip
-    assert names(realise(s, schedule, "last", {})) == [
+    assert names(realise(s, schedule, frame(s, "last"))) == [
         "g0", "c0", "g1", "c1", "r0'", "g2", "r0", "r1", "c2", "r2'", "n0", "n1", "r2", "n2",
     ]  # fmt: skip
 
@@ -131,7 +134,7 @@ def test_an_update_waits_for_the_last_reader_of_its_state():
     graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
     s = skeleton(graph)
     early = Schedule((), tuple(Bucket((i,), b + 1, b + 1) for i, b in enumerate(s.born)))
-    ordered = names(realise(s, early, "eager", {}))
+    ordered = names(realise(s, early, frame(s, "eager")))
     assert ordered.index("n1") < ordered.index("late") < ordered.index("n0")
 
 

@@ -42,8 +42,29 @@ def four() -> list[dict]:
 
 @pytest.mark.distributed
 def test_four_ranks_on_two_hosts_agree_with_lockstep(four):
-    for f in of(four, "equal"):
+    """On two hosts with two ranks each, and over two axes as one."""
+    figures = of(four, "equal")
+    assert len(figures) == 3 * 4
+    for f in figures:
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
+
+
+@pytest.mark.distributed
+def test_a_mixture_of_experts_over_ep_and_dp(four):
+    """Experts as DTensors and as tensors of each rank; the gradients of all leaves are those of one process."""
+    figures = of(four, "mixture")
+    assert len(figures) == 3 * 4
+    for f in figures:
+        assert f["state"] <= 1e-14 and f["loss"] <= 1e-14, f
+
+
+@pytest.mark.distributed
+def test_attention_over_cp_and_dp(four):
+    """Keys and values are gathered, or go around a ring, and both are attention to the whole sequence."""
+    figures = of(four, "attention")
+    assert sorted(f["way"] for f in figures) == ["gathered"] * 4 + ["ring"] * 4
+    for f in figures:
+        assert f["state"] <= 1e-14 and f["loss"] <= 1e-14, f
 
 
 @pytest.mark.distributed

@@ -73,10 +73,10 @@ def rich(chance: Random) -> Problem:
     reductions = []
     for r in p.reductions:
         freed = chance.choice([0, r.held])
-        result = chance.choice([0, 1])
-        until = chance.randint(r.born + 1, ops) if result else 0
-        more = {"freed": freed, "more": chance.choice([0, 2]), "result": result, "until": until, "small": small[r.key]}
-        reductions.append(r._replace(**more))
+        results = ((1, chance.randint(2 * r.born + 2, 2 * ops + 2)),) if chance.random() < 0.5 else ()
+        sent = {"freed": freed, "sent": freed, "value": chance.choice([0, 1]), "small": small[r.key]}
+        after = {"updating": chance.choice([0, 2]), "results": results, "waiting": chance.choice([0, 0, 1])}
+        reductions.append(r._replace(**sent, **after))
     wires = {
         key: wire._replace(ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25]))
         for key, wire in p.wires.items()

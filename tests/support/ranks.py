@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
-from tests.support import dtensors
+from tests.support import context_parallel, dtensors, experts
 from tests.support.in_place import as_plain
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
@@ -319,11 +319,66 @@ def pipeline() -> None:
     report("pipeline", RANK, stage=stage, distance=distance(step.unshard(state), truth), axes=len(cluster.links))
 
 
+def mixture_of_experts(mesh) -> None:
+    """Experts on the ranks of ep, as tensors of each rank or as DTensors, and everything else over dp and ep."""
+    ep, data, truth = mesh["ep"], experts.batches(3), experts.state()
+    for x in data:
+        truth, value = experts.make_step()(truth, x)
+    exchange = lambda x: funcol.all_to_all_single_autograd(x.contiguous(), [1, 1], [1, 1], ep)
+    options = {"axis": lambda path, leaf: "dp" if experts.is_expert(path) else ("dp", "ep"), "dim": experts.inner}
+    for stage, as_dtensors in ((0, True), (3, True), (3, False)):
+        step, state = experts.make_step(exchange, 2), experts.of_rank(experts.state(), mesh.get_local_rank("ep"), 2)
+        if as_dtensors:
+            step, state = experts.with_dtensors(step), experts.divided(experts.state(), ep)
+        step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(step)
+        state = step.shard(state)
+        for x in data:
+            state, loss = step(state, x.chunk(WORLD)[RANK])
+        full = step.unshard(state)
+        wanted = truth if as_dtensors else experts.of_rank(truth, mesh.get_local_rank("ep"), 2)
+        report("mixture", RANK, stage=stage, state=distance(full, wanted), loss=distance(loss, value))
+
+
+class Ring(torch.autograd.Function):
+    """Every rank of a group gets the tensor of the rank before it, and its gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, step):
+        ctx.mesh, ctx.step = mesh, step
+        to = [(rank + step) % mesh.size() for rank in range(mesh.size())]
+        return funcol.permute_tensor(x.flatten(), to, mesh).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, g):
+        return Ring.apply(g, ctx.mesh, -ctx.step), None, None
+
+
+def attention_over(mesh) -> None:
+    """Sequences over cp: an all_gather of keys and values, and a ring."""
+    cp, data, truth = mesh["cp"], context_parallel.batches(3), context_parallel.state()
+    for batch in data:
+        truth, value = context_parallel.plain_step(truth, *batch)
+    ways = {
+        "gathered": context_parallel.gathered(lambda x: funcol.all_gather_tensor_autograd(x.contiguous(), 1, cp)),
+        "ring": context_parallel.ring(lambda x: Ring.apply(x, cp, 1), 2),
+    }
+    for way, attention in ways.items():
+        step = zt.chain(zt.shard_params(mesh, axis=("dp", "cp")), *ALL)(context_parallel.make_step(attention))
+        state = step.shard(context_parallel.state())
+        for batch in data:
+            state, loss = step(state, *context_parallel.part(batch, *mesh.get_coordinate()))
+        report("attention", RANK, way=way, state=distance(step.unshard(state), truth), loss=distance(loss, value))
+
+
 def four() -> None:
     mesh = zt.make_mesh(host=2, dp=2)
     pipeline()
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    equals_lockstep_and_plain(mesh, ["uneven"], axis=("dp", "cp"))
+    attention_over(mesh)
+    mixture_of_experts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(mesh)
     dtensors.parallelized(mesh, report)

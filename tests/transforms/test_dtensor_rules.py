@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ztrans.ir.graph import Eqn, Partial, Split, Var
-from ztrans.transforms.dtensor_rules import NoRule, rule
+from ztrans.transforms.sharding.dtensor_rules import NoRule, rule
 
 aten = torch.ops.aten
 CUT, TERMS = (Split("dp"),), (Partial("dp", "sum"),)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
 from ztrans.ir.layout import localize, part
-from ztrans.transforms.dtensor_rules import NoRule, rule
+from ztrans.transforms.sharding.dtensor_rules import NoRule, rule
 
 aten = torch.ops.aten
 RANKS = 3

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .axes import with_joint_sizes
 from .relations import grouped
 from .source import Source
 
@@ -174,12 +175,13 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh, history: the axes of the mesh and their sizes; the transforms that were applied, in order.
+        mesh, joint: the axes of the mesh and their sizes; the joint axes, each several of these as one.
+        leaf_shapes: the shapes of the state leaves before the step itself divides them.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
         stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
-        added: the names of the outputs that transforms have added, behind those of the step.
+        history, added: the transforms that were applied, in order; the names of the outputs that they have added.
         notes: remarks of transforms on what they did, which print with the program.
     """
 
@@ -190,6 +192,8 @@ class Graph:
     num_state: int
     batch: frozenset[Var] = frozenset()
     mesh: tuple[tuple[str, int], ...] = ()
+    joint: tuple[str, ...] = ()
+    leaf_shapes: tuple[tuple[int, ...], ...] = ()
     history: tuple[str, ...] = ()
     writes_last: bool = False
     budget: int | None = None
@@ -204,7 +208,7 @@ class Graph:
 
     @property
     def axes(self) -> dict[str, int]:
-        return dict(self.mesh)
+        return with_joint_sizes(dict(self.mesh), self.joint)
 
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module
@@ -291,9 +295,6 @@ def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
             var = alias[var]
         return var
 
-    def renamed(e: Eqn) -> Eqn:
-        if not any(v in alias for v in e.ins):
-            return e
-        return e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
-
-    return graph.replace(eqns=tuple(map(renamed, graph.eqns)), outputs=substitute(graph.outputs, read))
+    renamed = lambda e: e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
+    eqns = (renamed(e) if any(v in alias for v in e.ins) else e for e in graph.eqns)
+    return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))

@@ -8,12 +8,13 @@ step calls. The tests compare every transform with this file, which uses no proc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .ambient import refuse_inside, without_autocast
+from .axes import members, with_joint_indices
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
@@ -32,14 +33,15 @@ def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
     return lockstep(graph, [inputs])[0]
 
 
-def coordinates(mesh: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
-    """The index of each rank along every axis of a mesh, in rank order.
+def coordinates(mesh: Sequence[tuple[str, int]], joint: Iterable[str] = ()) -> list[dict[str, int]]:
+    """The index of each rank along every axis of a mesh and along joint axes, in rank order.
 
     >>> coordinates([("host", 2), ("dp", 2)])[2]
     {'host': 1, 'dp': 0}
     """
     axes = [axis for axis, _ in mesh]
-    return [dict(zip(axes, at)) for at in itertools.product(*(range(size) for _, size in mesh))]
+    places = (dict(zip(axes, at)) for at in itertools.product(*(range(size) for _, size in mesh)))
+    return [with_joint_indices(at, dict(mesh), joint) for at in places]
 
 
 def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
@@ -53,7 +55,7 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     refuse_inside("lockstep", ranks)
     if graph.micro > 1:
         return _micro_batches(graph, ranks)
-    places = coordinates(graph.mesh)
+    places = coordinates(graph.mesh, graph.joint)
     if len(ranks) != len(places):
         raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
     values: list[dict[Var, Any]] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
@@ -92,7 +94,7 @@ def _run(
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
     ranks = []
-    for at in coordinates(graph.mesh):
+    for at in coordinates(graph.mesh, graph.joint):
         parts = list(state)
         for i, v in enumerate(graph.inputs[: graph.num_state]):
             if v.split is not None:
@@ -103,7 +105,7 @@ def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tens
 
 def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The full flat state, joined from the parts of all ranks: the inverse of `scatter`."""
-    places = coordinates(graph.mesh)
+    places = coordinates(graph.mesh, graph.joint)
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
@@ -118,5 +120,6 @@ def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[
         return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
-    others = (tuple((a, i) for a, i in at.items() if a != axis) for at in places)
+    along = members(axis)
+    others = (tuple((a, i) for a, i in at.items() if set(members(a)).isdisjoint(along)) for at in places)
     return list(grouped(zip(others, range(len(places)))).values())

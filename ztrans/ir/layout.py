@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from .axes import members, members_of
 from .graph import Eqn, Layout, Partial, Split, Var
 
 aten = torch.ops.aten
@@ -190,7 +191,8 @@ class Own:
         if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
             return None
         placed = zip(mesh_axes(leaf.device_mesh), leaf.placements)
-        own = [(axis, size, placement) for (axis, size), placement in placed if axis not in others]
+        of_others = set(members_of(others))
+        own = [(axis, size, p) for (axis, size), p in placed if of_others.isdisjoint(members(axis))]
         axes, sizes, placements = zip(*own) if own else ((), (), ())
         return Own(axes, sizes, placements, tuple(leaf.shape)) if own else None
 

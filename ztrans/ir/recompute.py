@@ -56,7 +56,7 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
 
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
-    """Recompute the values that selective checkpoints drop, matrix products included.
+    """Recompute the values that checkpoints drop, matrix products included.
 
     Random draws are kept. So is a value that the update reads or the step returns, and one that is read outside of its
     checkpoint, because the next checkpoint begins with it.
@@ -67,7 +67,8 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         drops: the values that the checkpoints do not store.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
-    dropped = {v for v in makers if root[v] is v and v in drops and not is_random(makers[v].op)}
+    forward = (v for v, e in makers.items() if e.region == "forward" and not is_random(e.op))
+    dropped = {v for v in forward if root[v] is v and v in drops}
     if not dropped:
         return graph
     kept = {root[v] for v in variables(graph.outputs)}

@@ -122,6 +122,14 @@ def user_source(depth: int = 1) -> Source | None:
     return None
 
 
+def user_names() -> tuple[str, ...]:
+    """The names of globals and attributes in the innermost function on the stack that the user wrote."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return frame.f_code.co_names if frame is not None else ()
+
+
 def _is_executed(frame: FrameType) -> bool:
     """Whether code named `<string>` was passed to `exec` by the user.
 

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..ir.axes import members
+
 
 @dataclass(frozen=True)
 class Device:
@@ -109,6 +111,8 @@ class Cluster:
         for name, link in self.links:
             if name == axis:
                 return link
+        if len(members(axis)) > 1:  # a message to all ranks of a joint axis also crosses its slowest link
+            return min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
         known = ", ".join(repr(name) for name, _ in self.links) or "none"
         raise ValueError(
             f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"

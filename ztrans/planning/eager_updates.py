@@ -5,13 +5,12 @@ Each of them runs as soon as the reductions that it needs have been waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
 from ..ir.relations import grouped, reachable
 from .program_order import Skeleton
-from .solver.problem import Gather
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
 
@@ -25,19 +24,35 @@ class Group:
     eqns: tuple[Eqn, ...]  # in program order
 
 
-def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
+def groups(s: Skeleton) -> tuple[Group, ...]:
     """The equations of the update that leave their places, in groups.
 
     An equation may need a value that an operation at a fixed place computes after the last reduction was waited for,
     such as the scale of a global norm. No reduction is waited for after that, so the equation stays at its place.
     """
     movable, free = s.floating
-    release = _releases(s, gathers, {*movable, *free.values()})
-    root = s.live.root
+    leaving = set(movable)
+    while True:
+        by_key = _by_key(s, leaving)
+        if leaving <= (leave := {e for eqns in by_key.values() for e in eqns}):
+            break
+        leaving = leave  # those that stay read the state at their places, so others may have to stay too
+    for key, eqns in _askers(free, by_key).items():
+        by_key.setdefault(key, []).extend(eqns)
+    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
+    return tuple(
+        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
+    )
+
+
+def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
+    """Those of some equations of the update that can leave their places, by what they need."""
+    movable, free = s.floating
+    release = _releases(s, {*leaving, *_needed(free, leaving)})
+    root, latest = s.live.root, max(s.need, default=0)
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
     by_key: dict[_Key, list[Eqn]] = {}
-    latest = max(s.need, default=0)
-    for e in movable:
+    for e in (e for e in movable if e in leaving):
         reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
         places = [max(release.get(v, 0), release.get(root[v], 0)) for v in e.ins]
         place = max([*places, *(release.get(leaf, 0) for leaf in s.waits[e])])
@@ -47,12 +62,13 @@ def groups(s: Skeleton, gathers: Sequence[Gather]) -> tuple[Group, ...]:
             by_key.setdefault((reductions, place), []).append(e)
         for out in e.results:
             after[out], release[out] = reductions, place
-    for key, eqns in _askers(free, by_key).items():
-        by_key.setdefault(key, []).extend(eqns)
-    in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
-    return tuple(
-        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
-    )
+    return by_key
+
+
+def _needed(free: Mapping[Var, Eqn], eqns: Iterable[Eqn]) -> Iterator[Eqn]:
+    """The equations that depend on the state only, and that others need."""
+    makers = lambda e: [free[v] for v in e.ins if v in free]
+    return reachable((maker for e in eqns for maker in makers(e)), makers)
 
 
 def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
@@ -60,16 +76,11 @@ def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
 
     An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
-    asked: dict[Eqn, set[_Key]] = {e: set() for e in free.values()}
-    makers = lambda e: [free[v] for v in e.ins if v in free]
-    for key, eqns in groups_by_key.items():
-        for maker in reachable((maker for e in eqns for maker in makers(e)), makers):
-            asked[maker].add(key)
-    key_of = lambda keys: next(iter(keys)) if len(keys) == 1 else (frozenset(), 0)
-    return grouped((key_of(keys), e) for e, keys in asked.items() if keys)
+    asked = grouped((e, key) for key, eqns in groups_by_key.items() for e in _needed(free, eqns))
+    return grouped((keys[0] if len(keys) == 1 else (frozenset(), 0), e) for e, keys in asked.items())
 
 
-def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dict[Var, int]:
+def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
     """For each value, the first place at which it exists; for each leaf of the state, the place after its last reader
     at a fixed place."""
     root, state = s.live.root, set(s.graph.inputs[: s.graph.num_state])
@@ -78,10 +89,10 @@ def _releases(s: Skeleton, gathers: Sequence[Gather], floating: set[Eqn]) -> dic
         if e not in floating:
             release.update((root[v], k + 1) for v in e.ins if root[v] in state)
             release.update((out, k + 1) for out in e.results)
-    for p, g in zip(s.gathers, gathers):
-        release[p.value] = g.use + 1
-        if g.again is None:  # a plan may drop any regather
-            release.update((root[v], max(release.get(root[v], 0), g.use + 1)) for v in p.start.ins if root[v] in state)
+    for p, use in zip(s.gathers, s.use):
+        after = min(use + 1, len(s.ops))
+        release[p.value] = after
+        release.update((root[v], max(release.get(root[v], 0), after)) for v in p.start.ins if root[v] in state)
     return release
 
 

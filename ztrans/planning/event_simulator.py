@@ -155,7 +155,7 @@ def play(
     messages: Sequence[Message],
     places: Sequence[int] | None = None,
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
-    precedes: Callable[[Sequence[int], int], float] = lambda messages, place: 0.0,
+    precedes: Callable[[int], float] = lambda place: 0.0,
 ) -> Played:
     """Simulate a program.
 
@@ -165,7 +165,7 @@ def play(
         places: the places for which times are returned, by default all. To leave out places at which nothing is issued
             or needed is faster.
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
-        precedes: `precedes(messages, k)` is the seconds of further compute before the messages are waited for at k.
+        precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -192,8 +192,8 @@ def play(
                 clock += messages[i].host
                 network.run(clock)
                 number[i] = network.issue(messages[i], clock)
+        clock += precedes(k)
         if k in needed:
-            clock += precedes(needed[k], k)
             for end, i in sorted((network.come(number[i]), i) for i in needed[k]):
                 if end > clock:
                     stall[i] = end - clock

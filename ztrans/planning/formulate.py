@@ -1,8 +1,7 @@
 """formulate: build the scheduling `Problem` of a program for a given cluster.
 
-Durations come from the cluster, and lifetimes from the program. The memory analysis of the program in the order of a
-schedule gives the exact peak of that schedule (`Problem.peak_of`). The bytes that are live at each operation are an
-estimate, which guides the search.
+Durations come from the cluster, and lifetimes from the program. The bytes that a schedule has live are counted without
+the program that it makes: no such program needs more.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
-from .cost import memory
 from .eager_updates import Group, deadline, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
-from .realise import realise
 from .residency import Value, residency
 from .simulate import COPIES, NO_COPIES, lane, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Schedule, Update, Wire
+from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -40,7 +37,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     """
     graph, (problem, leaving) = s.graph, _framed(s, update)
     floating = {e for group in leaving for e in group.eqns}
-    resident = residency(s, [g.last for g in problem.gathers], leaving)
+    resident = residency(s, problem.gathers, leaving)
     reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
     keys = (*(g.key for g in problem.gathers), *(r.key for r in reductions))
@@ -55,13 +52,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         memory=budget,
         updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
         others=_others(s, cluster),
-        peak_of=functools.cache(functools.partial(_peak, s, problem, update or s.asked_update)),
     )
-
-
-def _peak(s: Skeleton, problem: Problem, update: str, schedule: Schedule) -> int:
-    """The peak of the program in the order of a schedule, by the memory analysis."""
-    return memory(realise(s, schedule, update, problem.keepers(schedule.dropped))).peak
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
@@ -73,7 +64,7 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
     gathers = _gathers(s)
-    leaving = groups(s, gathers) if (update or s.asked_update) == "eager" else ()
+    leaving = groups(s) if (update or s.asked_update) == "eager" else ()
     floating = {e for group in leaving for e in group.eqns}
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
@@ -85,6 +76,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
         max_between=s.reductions[0].order.between if s.reductions else None,
         gathers_in_flight=_limit([p.order.in_flight for p in s.gathers], [g.held for g in gathers]),
         reductions_in_flight=s.in_flight,
+        updates=tuple(Update(0.0, group.after, group.release) for group in leaving),
         names=tuple(place_name(s, k) for k in range(len(s.ops))),
     )
     return problem, leaving
@@ -146,16 +138,11 @@ def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduc
     """A reduction with the bytes that it holds while it is under way, and afterwards."""
     start, members = p.start, range(len(p.start.outs))
     in_place = all(rules(start).sends_own(start, k, graph.axes) for k in members)
-    received = sum(rules(start).received_bytes(start, k, graph.axes) for k in members)
-    flight = rules(start).sent_bytes(start, graph.axes) + (0 if value.received and value.until else received)
-    # Updates after the wait reuse the memory of the bytes that were under way; `more` is what they need beyond that.
-    after = value.updating + (0 if value.until else value.bytes)
-    more = max(
-        after - flight - (reduction.held if in_place else 0), 0 if value.until or value.received else value.bytes
-    )
-    result, until = (value.bytes, value.until) if value.until else (0, 0)
     return reduction._replace(
-        flight=flight, freed=0 if in_place else reduction.held, more=more, result=result, until=until
+        received=sum(rules(start).received_bytes(start, k, graph.axes) for k in members),
+        freed=0 if in_place else reduction.held,
+        sent=rules(start).sent_bytes(start, graph.axes),
+        **vars(value),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 from ..ir.graph import Graph
 from ..ir.printer import format_bytes
@@ -15,27 +15,18 @@ from .plan import WRITTEN, Plan, as_written, weighed
 from .plan_names import named
 from .program_order import Skeleton, skeleton
 from .realise import realise
-from .solver.problem import Schedule
-from .solver.solve import solve
+from .solver.problem import Problem
+from .solver.solve import needs, solve
 from .solver.validate import ScheduleError, validate
 
 SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the unscheduled program
 
 
-class Order(NamedTuple):
-    """A schedule, and the program in its order."""
-
-    schedule: Schedule
-    update: str  # when updates run
-    graph: Graph
-    peak: int  # of the program, in bytes
-
-
 def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """Make the plan of a program with hints, and the program in the order of that plan.
 
-    The program is verified. If no order fits the budget of `prefetch`, or no valid order is found, the program keeps
-    the order in which it was written, and the notes of the plan say why.
+    The program is verified. If no other order fits the budget of `prefetch`, or if the planned order is not valid, the
+    program keeps the order in which it was written, and the notes of the plan say why.
 
     Raises:
         ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
@@ -48,50 +39,46 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         plan = Plan(fingerprint(graph))
         return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(s.graph)
 
-    orders, notes = _orders(s, cluster, budget)
-    best = min(orders, key=lambda order: order.peak, default=None)
-    if best is not None and graph.budget is not None and best.peak > budget:
-        if budget < unscheduled.peak:
-            raise _too_little(budget, memory(best.graph) if best.peak < unscheduled.peak else unscheduled)
-        notes.append(f"the order is as written: any other needs {format_bytes(best.peak)}")
-        best = None
-    if best is None:
-        plan = Plan(fingerprint(graph), update=WRITTEN, notes=tuple(notes))
-        return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
-
-    if best.peak > budget:
-        notes.append(f"the peak is {format_bytes(best.peak)}, {format_bytes(best.peak - budget)} above the budget")
-    if best.update != s.asked_update:
-        notes.append("updates run at the end: in between they would not have fitted the memory budget")
-    plan = Plan(fingerprint(graph), *named(s, best.schedule), best.update, tuple(notes))
-    return weighed(plan, best.peak, graph.budget, cluster.device), best.graph
-
-
-def _orders(s: Skeleton, cluster: Cluster, budget: int) -> tuple[list[Order], list[str]]:
-    """The order with updates as the user asked; if that does not fit, also the one with updates last; and notes."""
-    orders: list[Order] = []
+    problem, update = problem_within(s, cluster, budget)
     try:
-        for update in dict.fromkeys((s.asked_update, "last")):
-            orders.append(_order(s, cluster, budget, update))
-            if orders[-1].peak <= budget:
-                break
+        schedule = solve(problem)
+        validate(problem, schedule)
+        ordered = check(realise(s, schedule, problem))
     except (ProgramError, ScheduleError) as error:
-        return orders, [f"an order was not valid, so the last valid one is used: {error}"]
-    return orders, []
+        return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
+    peak = memory(ordered).peak
+    if graph.budget is not None and peak > budget:
+        if budget < unscheduled.peak:
+            raise _too_little(budget, memory(ordered) if peak < unscheduled.peak else unscheduled)
+        return _as_written(graph, unscheduled, cluster, f"any other needs {format_bytes(peak)}")
+
+    notes = []
+    if peak > budget:
+        notes.append(f"the peak is {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget")
+    if update != s.asked_update:
+        notes.append("updates run at the end: in between they would not have fitted the memory budget")
+    plan = Plan(fingerprint(graph), *named(s, schedule), update, tuple(notes))
+    return weighed(plan, peak, graph.budget, cluster.device), ordered
 
 
-def _order(s: Skeleton, cluster: Cluster, budget: int, update: str) -> Order:
-    """Solve the scheduling problem of a program, and write the program in the order of the solution.
+def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
+    """The problem to solve, and when updates run in it.
 
-    Raises:
-        ScheduleError: the schedule breaks a rule of the problem.
-        ProgramError: the program is not well formed.
+    Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
+    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
     """
-    problem = formulate(s, cluster, budget, update)
-    schedule = solve(problem)
-    validate(problem, schedule)
-    graph = check(realise(s, schedule, update, problem.keepers(schedule.dropped)))
-    return Order(schedule, update, graph, memory(graph).peak)
+    update, problem = s.asked_update, formulate(s, cluster, budget)
+    if update == "eager" and needs(problem).bytes > budget:
+        last = formulate(s, cluster, budget, "last")
+        if needs(last).bytes < needs(problem).bytes:
+            update, problem = "last", last
+    return replace(problem, memory=max(budget, needs(problem).bytes)), update
+
+
+def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
+    """The program in the order in which it was written, and a plan that says why."""
+    plan = Plan(fingerprint(graph), update=WRITTEN, notes=(f"the order is as written: {reason}",))
+    return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
 
 
 def _too_little(budget: int, least: Memory) -> ValueError:

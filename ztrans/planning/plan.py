@@ -255,7 +255,7 @@ def _scheduled(graph: Graph, plan: Plan) -> Graph:
     s = skeleton(graph)
     problem = frame(s, plan.update)
     schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
-    return realise(s, schedule, plan.update, problem.keepers(schedule.dropped))
+    return realise(s, schedule, problem)
 
 
 def as_written(graph: Graph) -> Graph:

@@ -1,136 +1,250 @@
-"""residency: count the bytes that are live at each operation of a program, apart from its planned collectives.
+"""residency: the bytes that a program has live, apart from what its planned collectives hold while they are under way.
 
-A `Problem` counts the bytes of gathers and reductions, which depend on the places that a schedule gives them. This
-module counts all other bytes: those live at each operation and at each place, those of reduced values, and those of
-temporaries in eager updates. The bytes of eager updates depend on the whole order, so these figures are an estimate,
-which guides the search. The memory analysis decides (`Problem.peak_of`).
+A value that an operation at a fixed place computes is live up to the last operation at a fixed place that needs it, in
+every order. How long reduced values live, and what eager updates allocate, depends on where reductions are waited for.
+These bytes are counted from the wait on, until the last place or wait at which they may be needed. So no order has more
+bytes live than its schedule counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Var
-from .cost import held, local_bytes
+from ..ir.graph import Eqn, Var, variables
+from ..ir.relations import grouped
+from .cost import Held, held, local_bytes
 from .eager_updates import Group
-from .program_order import Skeleton
+from .program_order import Planned, Skeleton
+from .solver.problem import Gather
+
+_Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
 
 
-class Value(NamedTuple):
-    """A reduced value, and the updates that follow it."""
+@dataclass
+class Value:
+    """The bytes of a reduced value, and of the updates that follow it, as in `Reduction`."""
 
-    bytes: int
-    received: bool  # whether it stays in the buffer in which it was received
-    until: int  # the place behind the last operation at a fixed place that needs it, or 0
-    updating: int  # the most bytes that are live in the updates that follow it
+    value: int
+    second: int
+    updated: int = 0
+    updating: int = 0
+    waiting: int = 0
+    results: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Residency:
-    """`live` and `across` of a `Problem`, and the values of its reductions."""
+    """Live bytes by operation, by place, and of every reduction."""
 
     live: tuple[int, ...]
     across: tuple[int, ...]
     values: tuple[Value, ...]
 
 
-def residency(s: Skeleton, last: Sequence[int], groups: Iterable[Group]) -> Residency:
+def residency(s: Skeleton, gathers: Sequence[Gather], groups: Iterable[Group]) -> Residency:
     """Count the residency of a program.
 
     Args:
         s: the program without its planned collectives.
-        last: for each gather, the last operation that reads its value.
+        gathers: the gathers of the problem.
         groups: the equations of the update that leave their places.
     """
-    graph, given, groups = s.graph, donation(s.graph), tuple(groups)
-    fixed = _fixed_ends(s, given, {e for group in groups for e in group.eqns})
-    counted, before = _counted(s, last, given), s.before
-    n, inputs = len(s.ops), set(graph.inputs)
+    storages, n = _Storages(s, donation(s.graph), tuple(groups)), len(s.ops)
+    values = [_value(s, p) for p in s.reductions]
+    _count_updates(storages, values)
     live, across = [0] * (n + 1), [0] * (n + 3)
-    for h in held(graph, given):
-        first, end = before[h.first], min(before[h.last + 1], fixed.get(h.value, n))
-        parts = [(first, end)]
-        if h.value in inputs:
-            parts = [(-1, n)]
-        elif h.value in counted:
-            a, b = counted[h.value]
-            parts = [(first, min(a, end)), (max(b, first), end)]
-        for a, b in parts:
-            if a < b:
-                live[max(a, 0)] += h.bytes
-                live[b] -= h.bytes
-                across[a + 1] += h.bytes
-                across[b + (b == n)] -= h.bytes
-    values = _values(s, given, {**fixed, **_met(s, groups, given)}, _updating(s, groups, given))
+    for h in held(s.graph, storages.given):
+        if (latest := storages.gradient.get(h.value)) is not None:
+            values[latest].waiting += _shared(s, latest, h)
+        for first, end, at_end in _fixed(storages, gathers, h):
+            if first < end:
+                live[max(first, 0)] += h.bytes
+                live[end] -= h.bytes
+                across[first + 1] += h.bytes
+                across[end + (at_end or end == n)] -= h.bytes
     return Residency(tuple(accumulate(live[:n])), tuple(accumulate(across[: n + 1])), tuple(values))
 
 
-def _fixed_ends(s: Skeleton, given: Donation, floating: set[Eqn]) -> dict[Var, int]:
-    """For every storage that a floating operation needs, the place behind its last reader at a fixed place."""
-    storages = lambda e: {given.owner[v] for v in (*e.ins, *e.results)}
-    needed = {v for e in floating for v in storages(e)}
-    ends = dict.fromkeys(needed, 0)
-    for k, e in enumerate(s.ops):
-        if e not in floating:
-            ends.update((v, k + 1) for v in storages(e) if v in needed)
-    return ends
+@dataclass(frozen=True)
+class _Storages:
+    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
+
+    s: Skeleton
+    given: Donation
+    groups: tuple[Group, ...]  # of eager updates
+
+    def of(self, e: Eqn) -> set[Var]:
+        """The storages that an equation reads or writes."""
+        return {self.given.owner[v] for v in (*e.ins, *e.results)}
+
+    def allocated(self, e: Eqn) -> list[Var]:
+        """The storages that an equation allocates."""
+        return [v for v in e.results if self.given.owner[v] is v]
+
+    @functools.cached_property
+    def floating(self) -> dict[Eqn, int]:
+        """For each equation of an eager update, its group."""
+        return {e: u for u, group in enumerate(self.groups) for e in group.eqns}
+
+    @functools.cached_property
+    def fixed(self) -> dict[Var, int]:
+        """For each storage that an operation at a fixed place needs, the place behind the last one."""
+        operations = ((k, e) for k, e in enumerate(self.s.ops) if e not in self.floating)
+        return {storage: k + 1 for k, e in operations for storage in self.of(e)}
+
+    @functools.cached_property
+    def sent(self) -> dict[Var, int]:
+        """For each storage that planned gathers send, the place of the last wait for one of them."""
+        owner = self.given.owner
+        return {owner[v]: use for p, use in zip(self.s.gathers, self.s.use) for v in p.start.ins}  # `use` ascends
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """For each storage that eager updates need, their groups."""
+        return grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
+
+    @functools.cached_property
+    def update(self) -> dict[Var, int]:
+        """For each storage that an eager update allocates after a reduction, its group."""
+        return {v: u for e, u in self.floating.items() if self.groups[u].after for v in self.allocated(e)}
+
+    @functools.cached_property
+    def state_only(self) -> set[Var]:
+        """The storages of values that eager updates need and that depend on the state only."""
+        return {v for e in self.s.floating[1].values() if e in self.floating for v in self.allocated(e)}
+
+    @functools.cached_property
+    def gather(self) -> dict[Var, int]:
+        """For each result of a planned gather, the gather."""
+        return {v: i for i, p in enumerate(self.s.gathers) for v in (*p.start.results, *p.wait.results)}
+
+    @functools.cached_property
+    def gradient(self) -> dict[Var, int]:
+        """For each storage of gradients, the last reduction of one of them."""
+        return {self.given.owner[v]: i for i, p in enumerate(self.s.reductions) for v in p.start.ins}
+
+    @functools.cached_property
+    def reduced(self) -> dict[Var, int]:
+        """For each storage of a reduced value, its reduction."""
+        return {self.given.owner[p.value]: i for i, p in enumerate(self.s.reductions)}
+
+    @functools.cached_property
+    def planned(self) -> set[Var]:
+        """Every result of a planned reduction."""
+        return {v for p in self.s.reductions for e in (p.start, p.wait, *(p.then or ())) for v in e.results}
+
+    @functools.cached_property
+    def outputs(self) -> set[Var]:
+        """The storages of the results of the program."""
+        return {self.given.owner[v] for v in variables(self.s.graph.outputs)}
+
+    def outlives(self, storage: Var) -> bool:
+        """Whether something else than the group that allocates a storage needs it."""
+        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent))
+        return elsewhere or len({*self.readers[storage]}) > 1
 
 
-def _met(s: Skeleton, groups: Iterable[Group], given: Donation) -> dict[Var, int]:
-    """For each reduced value that an update reads together with one that is born later, the place behind that birth."""
-    ends: dict[Var, int] = {}
-    born = {p.value: k + 1 for p, k in zip(s.reductions, s.born)}
-    for group in groups:
-        last = max((s.born[i] + 1 for i in group.after), default=0)
-        for v in (v for e in group.eqns for v in e.ins if born.get(v, last) < last):
-            ends[given.owner[v]] = max(ends.get(given.owner[v], 0), last)
-    return ends
+def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[_Span]:
+    """The operations during which a storage is live in every order."""
+    s, v = storages.s, h.value
+    n, first, end = len(s.ops), s.before[h.first], s.before[h.last + 1]
+    if v in s.graph.inputs:
+        yield -1, n, True
+    elif v in storages.state_only:  # it is computed at its place, or before that by the first group that needs it
+        yield first if v in storages.update else min(first, s.born[0] + 1), n, True
+    elif v in storages.gather:
+        i = storages.gather[v]
+        after = max(gathers[i].last + 1, first)
+        # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
+        kept = end > after and any(g.again == i for g in gathers)
+        yield after - kept, max(after, end), False
+    elif v in storages.gradient:
+        latest = storages.gradient[v]
+        born, shared = s.born[latest], _shared(s, latest, h) > 0
+        yield first, born + shared, shared or first < born
+        yield born + 1, storages.fixed.get(v, 0), False
+    elif v not in storages.update and v not in storages.planned:
+        sent = storages.sent.get(v, -1)
+        yield first, n if v in storages.readers else max(end, sent), sent >= end
 
 
-def _counted(s: Skeleton, last: Sequence[int], given: Donation) -> dict[Var, tuple[int, int]]:
-    """The storages that a `Problem` counts for its gathers and reductions, with the operations during which it does."""
-    n, at = len(s.ops), {e: i for i, e in enumerate(s.graph.eqns)}
-    counted: dict[Var, tuple[int, int]] = {}
-    for p, k in zip(s.gathers, last):
-        counted.update(dict.fromkeys((*p.start.results, *p.wait.results), (0, k + 1)))
-    for p, born in zip(s.reductions, s.born):
-        resumes = s.before[at[p.wait]] if max(given.last[given.owner[v]] for v in p.start.ins) > at[p.wait] else n
-        members = [given.owner[v] for v in reversed(p.start.ins)]
-        counted.update((v, (born, resumes)) for v in members if v not in counted)
-        collectives = (p.start, p.wait, *(p.then or ()))
-        counted.update(dict.fromkeys((v for e in collectives for v in e.results), (0, n)))
-    return counted
+def _shared(s: Skeleton, latest: int, h: Held) -> int:
+    """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
+    return max(h.bytes - s.held[latest], 0)
 
 
-def _values(s: Skeleton, given: Donation, fixed: Mapping[Var, int], updating: Sequence[int]) -> Iterator[Value]:
+def _value(s: Skeleton, p: Planned) -> Value:
+    """The bytes that the waits for a reduction allocate."""
     graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
-    for p, updating_bytes in zip(s.reductions, updating):
-        received, owner = root[p.value] is not p.value, given.owner[p.value]
-        until = fixed.get(owner, s.before[min(given.last[owner] + 1, len(graph.eqns))])
-        start = (p.then or (p.start,))[0]
-        allocated = rules(start).received_bytes(start, 0, graph.axes) if received else size(p.value)
-        yield Value(allocated, received, until, updating_bytes)
+    allocated = lambda wait: size(wait.out) if root[wait.out] is wait.out else 0
+    if p.then is None:
+        return Value(allocated(p.wait), 0)
+    start, wait = p.then
+    first = allocated(p.wait) or rules(p.start).received_bytes(p.start, 0, graph.axes)
+    sent, received = rules(start).sent_bytes(start, graph.axes), rules(start).received_bytes(start, 0, graph.axes)
+    return Value(allocated(p.wait), first + sent + received + allocated(wait))
 
 
-def _updating(s: Skeleton, groups: Iterable[Group], given: Donation) -> list[int]:
-    """For each reduction, the most bytes of temporaries that are live in the updates that follow it."""
-    size, at = local_bytes(s.graph), {e: i for i, e in enumerate(s.graph.eqns)}
-    most_bytes = [0] * len(s.reductions)
-    for group in groups:
-        ends: dict[int, int] = {}  # for each equation, the bytes that are freed after it
-        total = most = 0
-        for e in group.eqns:
-            for out in e.outs:
-                if out is not None and given.owner[out] is out:
-                    total += size(out)
-                    ends[given.last[out]] = ends.get(given.last[out], 0) + size(out)
-            most = max(most, total)
-            total -= ends.pop(at[e], 0)
+def _count_updates(storages: _Storages, values: Sequence[Value]) -> None:
+    """Count the bytes that reduced values and eager updates hold after a wait, by the reduction that is waited for."""
+    s = storages.s
+    latest = [max(group.after, default=-1) for group in storages.groups]
+    slots = [*(2 * k + 2 for k in s.born), 0]  # for each reduction, the first slot at which it may be waited for
+    reduced = ((storage, i, _reduced_bytes(s, s.reductions[i])) for storage, i in storages.reduced.items())
+    size = local_bytes(s.graph)
+    for storage, i, allocated in [*reduced, *((v, latest[u], size(v)) for v, u in storages.update.items())]:
+        others = {latest[u] for u in storages.readers.get(storage, ())} - {i}
+        until = max([_end(storages, storage), *(slots[other] for other in others)])
+        if until > slots[i] + 1:
+            values[i].results += ((allocated, until),)
+        if storage in storages.update and storages.outlives(storage):
+            values[i].updated += allocated
+        for other in others:
+            values[other].waiting += allocated
+            values[other].second += allocated if s.reductions[other].then else 0
+    _count_temporaries(storages, values, latest, slots)
+
+
+def _count_temporaries(
+    storages: _Storages, values: Sequence[Value], latest: Sequence[int], slots: Sequence[int]
+) -> None:
+    """Count the temporaries of eager updates, by the last reduction that each waits for."""
+    for group, i in zip(storages.groups, latest):
         if group.after:
-            most_bytes[max(group.after)] += most
-    return most_bytes
+            most = _temporaries(storages, group)
+            values[i].updating = max(values[i].updating, most)
+            values[i].second += most if storages.s.reductions[i].then else 0
+            if 2 * group.release > slots[i]:
+                values[i].results += ((most, 2 * group.release + 1),)
+
+
+def _end(storages: _Storages, storage: Var) -> int:
+    """The slot from which on no place, gather or release needs a storage."""
+    releases = (2 * storages.groups[u].release + 1 for u in storages.readers.get(storage, ()))
+    fixed = 2 * len(storages.s.ops) + 2 if storage in storages.outputs else 2 * storages.fixed.get(storage, 0)
+    return max([fixed, 2 * storages.sent.get(storage, -1) + 1, *releases])
+
+
+def _reduced_bytes(s: Skeleton, p: Planned) -> int:
+    """The bytes of the storage of a reduced value, which may be the buffer in which it was received."""
+    start = (p.then or (p.start,))[0]
+    received = s.live.root[p.value] is not p.value
+    return rules(start).received_bytes(start, 0, s.graph.axes) if received else local_bytes(s.graph)(p.value)
+
+
+def _temporaries(storages: _Storages, group: Group) -> int:
+    """The most bytes of temporaries that the equations of a group have live at once."""
+    size = local_bytes(storages.s.graph)
+    last = {storage: i for i, e in enumerate(group.eqns) for storage in storages.of(e)}
+    total = most = 0
+    for i, e in enumerate(group.eqns):
+        total += sum(size(v) for v in storages.allocated(e) if not storages.outlives(v))
+        most = max(most, total)
+        freed = (v for v in storages.of(e) if v in storages.update and last[v] == i and not storages.outlives(v))
+        total -= sum(map(size, freed))
+    return most

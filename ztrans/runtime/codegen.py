@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.axes import with_joint_indices
 from ..ir.collectives.user_collectives import by_group
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
@@ -97,7 +98,9 @@ def to_fx(
 
 def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
     """The index of this rank along each axis of a program; 0 without a mesh."""
-    return {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in graph.axes}
+    sizes = dict(graph.mesh)
+    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in sizes}
+    return with_joint_indices(at, sizes, graph.joint)
 
 
 def _identifier(name: str) -> str:

@@ -17,15 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..ir.axes import members, submesh
 from ..ir.graph import Graph, Layout, Split
 from ..ir.layout import Own, as_tensor, cut, mesh_axes
 
 
 def leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
     """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
-    wanted = {*axes, *(own.axes if own else ())}
-    names = tuple(axis for axis, _ in mesh_axes(mesh) if axis in wanted)
-    return mesh if len(names) in (0, mesh.ndim) else mesh[names]
+    order = {axis for axis, _ in mesh_axes(mesh)}
+    wanted = {axis for axis in (*axes, *(own.axes if own else ())) if order.issuperset(members(axis))}
+    return submesh(mesh, wanted) if wanted else mesh
 
 
 def placements(layout: Layout, mesh: DeviceMesh, own: Own | None = None) -> list[Placement]:
@@ -138,7 +139,7 @@ def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement],
 
 
 def check_inputs(
-    graph: Graph, mesh: DeviceMesh | None, axes: Sequence[str], paths: Sequence[str], leaves: Sequence[Any]
+    graph: Graph, mesh: DeviceMesh | None, axes: Sequence[Sequence[str]], paths: Sequence[str], leaves: Sequence[Any]
 ) -> None:
     """Check that the state is laid out as a lowered program needs it; see `check_laid_out`."""
     if mesh is not None and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
@@ -149,7 +150,7 @@ def check_inputs(
 def check_laid_out(
     name: str,
     mesh: DeviceMesh,
-    axes: Sequence[str],
+    axes: Sequence[Sequence[str]],
     paths: Sequence[str],
     leaves: Sequence[Any],
     layouts: Sequence[Layout],
@@ -160,22 +161,22 @@ def check_laid_out(
     Args:
         name: the name of the step, for the error.
         mesh: the mesh of the step; without devices there is nothing to check.
-        axes: the axes of the mesh that the transforms of the step use.
+        axes: for each leaf of the state, the axes of the mesh over which transforms shard or replicate it.
         paths, leaves: the leaves of the arguments and their paths, those of the state first.
         layouts: the layouts of the leaves of the state.
         lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
 
     Raises: TypeError that names the first leaves that are not laid out so.
     """
-    wanted: dict[tuple[Layout, Own | None], tuple[DeviceMesh, list[Placement]]] = {}
+    wanted: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}
     wrong = []
-    for path, leaf, layout in zip(paths, leaves, layouts):
+    for path, leaf, layout, over in zip(paths, leaves, layouts, axes):
         if isinstance(leaf, torch.Tensor) and (leaf.ndim or isinstance(leaf, DTensor)):
-            own = Own.of(leaf, axes)
-            if (layout, own) not in wanted:
-                on = leaf_mesh(mesh, axes, own)
-                wanted[layout, own] = on, placements(layout, on, own)
-            on, want = wanted[layout, own]
+            own = Own.of(leaf, over)
+            if (layout, own, over) not in wanted:
+                on = leaf_mesh(mesh, over, own)
+                wanted[layout, own, over] = on, placements(layout, on, own)
+            on, want = wanted[layout, own, over]
             if not isinstance(leaf, DTensor):
                 wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
             elif leaf.device_mesh != on:

@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.axes import members, rows
+
 if TYPE_CHECKING:
     from .collectives import Future
 
 _DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a collective of the backend needs
 
-Axis = str | None  # a mesh axis; None is the whole mesh
+Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
 
 
 class LostRank(RuntimeError):
@@ -115,7 +117,7 @@ class ProcessGroups:
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
         self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
-        self._rows: dict[Axis, list[list[int]]] = {axis: _rows(mesh, axis) for axis in (None, *self._bases)}
+        self._places = mesh.mesh, tuple(self._bases)
         self._channels: dict[tuple[Axis, str], Channel] = {}
         self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this rank ends
 
@@ -156,26 +158,28 @@ class ProcessGroups:
         return dist.PrefixStore(f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store())
 
     def _base(self, axis: str) -> dist.ProcessGroup:
-        """The mesh's own group along an axis."""
-        group = self._bases[axis]()
+        """The mesh's own group along an axis, or along the first of a joint axis."""
+        group = self._bases[members(axis)[0]]()
         if group is None:
             raise _destroyed()
         return group
 
     def _open(self, channel: Channel) -> Channel:
         base = self._base(next(iter(self._bases)) if channel.axis is None else channel.axis)
-        if channel.axis is not None and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
+        one_axis = channel.axis in self._bases
+        if one_axis and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
             channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
             channel.open(base)
             return channel
         backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
-        timeout, rows = _timeout(base), self._rows[channel.axis]
+        timeout, (ranks, axes) = _timeout(base), self._places
+        groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
-        is_world = sum(map(len, rows)) == dist.get_world_size()
-        mine = next(row for row in rows if dist.get_rank() in row)
-        for row in rows if is_world else [mine]:
+        is_world = ranks.numel() == dist.get_world_size()
+        mine = next(row for row in groups if dist.get_rank() in row)
+        for row in groups if is_world else [mine]:
             group = dist.new_group(
                 row, timeout, backend, use_local_synchronization=not is_world, group_desc=description
             )
@@ -208,14 +212,6 @@ def _destroyed() -> RuntimeError:
         "ztrans: the process group of this step's mesh has been destroyed.\n"
         "Make the mesh and the step again, mesh = zt.make_mesh(...), and shard the state for it."
     )
-
-
-def _rows(mesh: DeviceMesh, axis: Axis) -> list[list[int]]:
-    """The ranks of every group along an axis of the mesh."""
-    if axis is None:
-        return [mesh.mesh.flatten().tolist()]
-    k = (mesh.mesh_dim_names or ()).index(axis)
-    return mesh.mesh.movedim(k, -1).reshape(-1, mesh.size(k)).tolist()
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -7,7 +7,6 @@ would show it. So the ranks compare a digest of every leaf once, when the state 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..ir.axes import rows
 from .meeting import Call, everywhere, meet
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,9 +29,9 @@ class Leaf(NamedTuple):
 
 
 def check_same(
-    mesh: DeviceMesh, axes: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], source: int | None
+    mesh: DeviceMesh, axes: Sequence[Sequence[str]], paths: Sequence[str], leaves: Sequence[Any], source: int | None
 ) -> None:
-    """Compare the leaves of a state between the ranks that differ along `axes` only.
+    """Compare each leaf of a state between the ranks that differ only along the axes of that leaf.
 
     Along the other axes of the mesh, such as that of tensor parallelism, ranks may hold different leaves. With a
     `source`, only the values of that rank are used, so values are not compared.
@@ -43,15 +43,16 @@ def check_same(
     meet(mesh, Call("shard"))
     described = list(zip(paths, _described(leaves, source is None)))
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
-    names = mesh.mesh_dim_names or ()
-    free = [k for k, name in enumerate(names) if name not in axes]
-    rows = mesh.mesh.permute(*free, *(k for k in range(mesh.ndim) if k not in free))
-    for row in rows.reshape(math.prod(mesh.size(k) for k in free), -1).tolist():
-        for rank in row:
-            _check_alike(row[0], by_rank[row[0]], rank, by_rank[rank])
+    first = next(iter(by_rank))
+    for rank, leaves_there in by_rank.items():
+        _check_paths(first, by_rank[first], rank, leaves_there)
+    together = {of_leaf: rows(mesh.mesh, mesh.mesh_dim_names or (), of_leaf) for of_leaf in map(tuple, axes)}
+    for k, of_leaf in enumerate(axes):
+        for row in together[tuple(of_leaf)]:
+            _check_alike(paths[k], [(rank, by_rank[rank][k][1]) for rank in row])
 
 
-def _check_alike(
+def _check_paths(
     first_rank: int, first: Sequence[tuple[str, Leaf]], rank: int, second: Sequence[tuple[str, Leaf]]
 ) -> None:
     if [path for path, _ in second] != [path for path, _ in first]:
@@ -59,7 +60,11 @@ def _check_alike(
             f"shard: rank {rank} has {len(second)} leaves and rank {first_rank} has {len(first)}, or they have other "
             f"names.\nBuild the same model and optimizer on every rank."
         )
-    for (path, leaf), (_, wanted) in zip(second, first):
+
+
+def _check_alike(path: str, leaves: Sequence[tuple[int, Leaf]]) -> None:
+    (first_rank, wanted), *others = leaves
+    for rank, leaf in others:
         if leaf != wanted:
             raise ValueError(_text(path, first_rank, wanted, rank, leaf))
 

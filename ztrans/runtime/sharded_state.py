@@ -37,15 +37,15 @@ def shard_state(
     mesh: DeviceMesh,
     paths: Sequence[str],
     layouts: Sequence[Layout],
-    axes: Sequence[str],
+    axes: Sequence[Sequence[str]],
     source: int | None,
-    device: torch.device | None,
+    device: torch.device | str | None,
 ) -> State:
     """Copy a state into DTensors in these layouts. All ranks must call it.
 
     Args:
         state: the state, whose leaves have these `paths` and `layouts`, in the order of its tree.
-        axes: the mesh axes along which the ranks must hold the same leaves.
+        axes: for each leaf, the mesh axes along which the ranks must hold the same.
         source: the rank whose tensors are used; None where all ranks have them.
         device: the device of the parts.
 
@@ -55,7 +55,8 @@ def shard_state(
     if source and mesh.ndim > 1:
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
-    parts = [_part(x, layout, mesh, axes, source, device) for x, layout in zip(leaves, layouts)]
+    device = torch.device(device) if device is not None else None
+    parts = [_part(x, layout, mesh, over, source, device) for x, layout, over in zip(leaves, layouts, axes)]
     for part in parts:
         _meshes[part] = mesh
     return pytree.tree_unflatten(parts, tree)
@@ -74,12 +75,14 @@ def _part(
     return shard_leaf(leaf, layout, on, source, device)
 
 
-def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[str]) -> State:
+def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]) -> State:
     """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
-    `axes` are the mesh axes over which transforms distribute the step.
+    `axes` are, for each leaf, the mesh axes over which transforms shard or replicate it.
     """
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         meet(mesh, Call("unshard"))
-    return pytree.tree_map_only(DTensor, lambda x: full_tensor(x, axes).clone(), state)
+    leaves, tree = pytree.tree_flatten(state)
+    whole = [full_tensor(x, over).clone() if isinstance(x, DTensor) else x for x, over in zip(leaves, axes)]
+    return pytree.tree_unflatten(whole, tree)

@@ -19,7 +19,8 @@ from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
 from .captured import Key
 from .containers import opened
-from .trace import EXTRA, Abstract, Program, is_of_batch, leaf_names
+from .errors import no_state
+from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, leaf_names
 
 
 class Arguments(NamedTuple):
@@ -170,6 +171,13 @@ def check_captured(program: Program, name: str) -> None:
         )
 
 
+def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
+    wrong = next((x for x in zip(paths, leaves) if not isinstance(x[1], torch.Tensor) and not is_number(x[1])), None)
+    if wrong is not None:
+        raise no_state(*wrong)
+
+
 def local_inputs(
     program: Program, graph: Graph, arguments: Arguments, caller: str | None = None
 ) -> tuple[list, list[torch.Tensor]]:
@@ -182,8 +190,8 @@ def local_inputs(
     """
     leaves = traced_leaves(program, caller or graph.name, arguments)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
-    for v, own, x, y in zip(graph.inputs, program.owns, leaves, local, strict=True):
-        now, shape = Own.of(x, program.axes), tuple(getattr(x, "shape", ()))
+    for v, own, axes, x, y in zip(graph.inputs, program.owns, program.axes, leaves, local, strict=True):
+        now, shape = Own.of(x, axes), tuple(getattr(x, "shape", ()))
         wanted = own.shape if own else full_shape(graph, v)
         if own != now or shape != wanted or v.dtype != y.dtype:
             made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type

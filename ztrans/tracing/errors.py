@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ir.graph import is_random
-from ..ir.source import Source, where
+from ..ir.source import Source, user_names, user_source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -77,7 +77,18 @@ def _advice(leaf: Any, otherwise: str) -> str:
 
 
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
-    """The step reads a value of a tensor, or uses a shape that depends on values."""
+    """The step reads a value of a tensor, or uses a shape that depends on values.
+
+    If it does so in a function that also calls an all_to_all, it sends tokens to experts without a capacity.
+    """
+    if any(name.startswith("all_to_all") for name in user_names()):
+        return ValueError(
+            f"trace: {step} routes without dropping: the splits of an all_to_all would depend on values ({op}), and a "
+            f"program has the same shapes for every batch.\n"
+            f"  at {where(source)}\n"
+            f"Give each expert a capacity, such as capacity_factor * tokens / experts: place tokens in [experts, "
+            f"capacity, width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
+        )
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"
@@ -90,18 +101,22 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
 
 def failed(error: Exception, call: str, given: str, source: Source | None, step: str) -> Exception:
     """A function of PyTorch fails, because of the shapes that it is given or because it needs values."""
-    advice = _ADVICE.get(
-        call, f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
-    )
+    plain = f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
+    advice = _BY_AUTOGRAD if "setup_context" in str(error) else _ADVICE.get(call, plain)
     return type(error)(
         f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
         f"Its arguments are {given or 'no tensors'}.\n{advice}"
     )
 
 
+_MANY_PROGRAMS = 8
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
     "pass the result in."
+)
+_BY_AUTOGRAD = (
+    "Take the gradients by torch.autograd.grad(loss, params) or loss.backward(), of params that require them: they "
+    "support such functions, and operators of torch.library with register_autograd. torch.func.grad does not."
 )
 _ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY}
 
@@ -203,24 +218,27 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
-    """Backward draws random numbers, as a checkpoint does that recomputes dropout."""
+    """Backward draws random numbers."""
     return ValueError(
         f"trace: {step} draws random numbers in its backward pass ({func}).\n"
         f"  at {where(source)}\n"
-        f"A checkpoint that is computed again would draw other numbers than the first time: leave dropout out of it."
+        f"Draw them in the forward pass, and save them for backward."
     )
 
 
-def many_programs(step: str, count: int, leaves: Sequence[Any]) -> str:
-    """A warning: a step is traced again and again, the last time for a batch with these leaves."""
+def warn_of_many_programs(step: str, count: int, leaves: Sequence[Any]) -> None:
+    """Warn that a step has been traced `count` times, the last time for a batch with these leaves, if that is often."""
+    if count <= _MANY_PROGRAMS:
+        return
     shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-    return (
+    text = (
         f"{step} has been traced for {count} different arguments, the last one "
         f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
         f"batches to a few sizes. So is every new value of a number that the step reads besides its "
         f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
         f"and the whole numbers and signs in the optimizer's parameter groups."
     )
+    warn(text, user_source())
 
 
 def warn_of_trace(text: str, source: Source | None) -> None:

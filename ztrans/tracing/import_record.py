@@ -22,6 +22,7 @@ from ..ir.operations import shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
+from .nested.checkpoints import policy_of
 from .overloads import functional, is_written, member, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
@@ -52,10 +53,11 @@ def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn],
 
 def _fact(operation: Operation) -> Fact:
     """The facts of an operation, with the policy of the checkpoint that it is in."""
-    fact, policy = operation.origin.fact, operation.meta.get("recompute")
-    if policy is None:
+    fact, mark = operation.origin.fact, operation.origin.mark
+    if mark is None:
         return fact
-    if policy.name.endswith("OFFLOAD"):
+    policy = policy_of(operation.meta, mark)
+    if policy is not None and policy.name.endswith("OFFLOAD"):
         source = operation.origin.source
         warn_of_trace(
             f"trace: a checkpoint moves {operation.op} to the CPU, and a program keeps it where it is.\n"
@@ -63,7 +65,7 @@ def _fact(operation: Operation) -> Fact:
             source,
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return replace(fact, dropped=dropped)
+    return replace(fact, checkpoint=mark.number, dropped=dropped)
 
 
 def _traced(x: Any, values: Mapping[int, Any]) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.torch_version import TorchVersion
@@ -22,6 +21,7 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
+from .nested.checkpoints import mark_checkpoints
 from .watch import DEVICE, Operation, Watch, device_of
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -79,7 +79,7 @@ def run_traced(
     for tensor, wants in zip(inputs, wants_grad):
         tensor.requires_grad_(wants)
     watch.know(inputs)
-    ways = _quiet(), _without_onednn(), _with_caches_that_change(), _without_reentrance(), disable_autocast_cache()
+    ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
     with contextlib.ExitStack() as stack:
         for context in (mode, *ways, watch, Marks(step, dict(zip(names, inputs)))):
             stack.enter_context(context)
@@ -104,34 +104,6 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-def _with_caches_that_change() -> contextlib.AbstractContextManager[None]:
-    """Let selective checkpoints cache results that are later changed in place, such as a dropout mask.
-
-    PyTorch refuses to read such a cached result. In a trace its value does not matter, only the policy of the
-    checkpoint does.
-    """
-    get_val = lambda self, allow_cache_entry_mutation: self.val
-    return having(torch.utils.checkpoint._VersionWrapper, get_val=get_val)
-
-
-def _without_reentrance() -> contextlib.AbstractContextManager[None]:
-    """Run a reentrant checkpoint as one that is not reentrant, which computes the same gradients.
-
-    The backward of a reentrant one calls `.backward()`, which a trace cannot follow. It computes no gradients at all
-    if none of its arguments requires one, whatever its function reads besides them.
-    """
-    checkpoint = torch.utils.checkpoint
-
-    def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-        checkpoint.check_backward_validity(args)  # warns if it computes none
-        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        with torch.no_grad():
-            return function(*args)
-
-    return having(checkpoint.CheckpointFunction, apply=apply)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
+from ..ir.collectives.varying import Varying, varying
 from ..ir.graph import Eqn, Graph, Region, Var, variables
-from ..ir.varying import Varying, varying
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Program:
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
-    axes: tuple[str, ...] = ()  # the mesh axes over which transforms distribute the step
+    axes: tuple[tuple[str, ...], ...] = ()  # for each input, the mesh axes over which transforms distribute it
     owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
 
     @property
@@ -133,7 +133,7 @@ def trace(
     names: tuple[str, ...] = (),
     device: str | None = None,
     captured: Captured | None = None,
-    axes: tuple[str, ...] = (),
+    axes: Sequence[tuple[str, ...]] = (),
 ) -> Program:
     """Record `fn(state, *batch) -> (state, output)` as a `Program`.
 
@@ -145,8 +145,8 @@ def trace(
             the one called `EXTRA` holds is the same on all ranks.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
-        axes: the mesh axes over which transforms distribute the step. On these a DTensor is traced whole. Along other
-            axes the step sees a DTensor, and the program has its local part.
+        axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
+            traced whole. Along other axes the step sees a DTensor, and the program has its local part.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -162,6 +162,7 @@ def trace(
     leaves, in_tree = pytree.tree_flatten((state, *batch))
     num_state = len(pytree.tree_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
+    axes = axes or [()] * len(leaves)
     owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
@@ -191,24 +192,29 @@ def trace(
         )
         with without_autocast():
             eqns, outputs, facts = import_record(recorded, inputs)
-        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars)
+        shapes = tuple(map(_shape, leaves[:num_state]))
+        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
         return Imported(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
-    of_inputs = tuple(owns[i] for i in dynamic)
-    return Program(
-        traced.graph, in_tree, traced.out_tree, tuple(paths), static, captured, made_for, names, axes, of_inputs
-    )
+    of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
+    trees = in_tree, traced.out_tree
+    return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, names, *of_inputs)
 
 
-def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[str]) -> list[Own | None]:
-    """How the step itself divides each leaf, over mesh axes other than `axes`."""
-    owns = [Own.of(leaf, axes) for leaf in leaves]
+def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[str]]) -> list[Own | None]:
+    """How the step itself divides each leaf, over mesh axes other than those of the leaf."""
+    owns = list(map(Own.of, leaves, axes))
     for path, own in zip(paths, owns):
         if own is not None and own.problem is not None:
             raise no_parts(path, own.problem)
     return owns
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of a tensor, before the step itself divides it, or of a number."""
+    return tuple(getattr(leaf, "shape", ()))
 
 
 def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:

@@ -15,23 +15,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch._decomp
-import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
-from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.source import Source, user_source, where
 from . import errors
 from .lifting.scalars import tensors_in
+from .nested.checkpoints import Mark, mark_of_operation, take_policy
 from .overloads import is_written
 from .parallel import c10d
 from .regions import Fact
@@ -69,11 +68,12 @@ class Seen:
 
 
 class Origin(NamedTuple):
-    """Where an operation comes from: the user's line, the facts that decide its region, the policy of a checkpoint."""
+    """Where an operation comes from: the user's line, the facts for its region, and the checkpoint around it."""
 
     source: Source | None
     fact: Fact
-    policy: CheckpointPolicy | None = None
+    mark: Mark | None = None
+    policy: Mapping[str, Any] = MappingProxyType({})  # what a selective checkpoint has written before the operation
 
 
 class Place:
@@ -109,7 +109,6 @@ class Watch(TorchDispatchMode):
         self.tracer = SimpleNamespace(graph=SimpleNamespace(nodes=self.operations))
         self.known: dict[int, tuple[torch.Tensor, Source | None]] = {}
         self.lines: dict[int, Source | None] = {}
-        self.checkpoints: dict[Any, int] = {}
         self.last = torch.autograd._get_sequence_nr() - 1
         # The origin of the operation that is being expanded into others; None outside of such an operation.
         self.inside: Origin | None = None
@@ -143,8 +142,7 @@ class Watch(TorchDispatchMode):
             result = func(*args, **kwargs)
         # A literal is fresh at each call of the step, which may change it in place.
         fresh = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        meta = {} if origin.policy is None else {"recompute": origin.policy}
-        self.operations.append(Operation(fresh, args, kwargs, result, Seen.of(result), origin, meta))
+        self.operations.append(Operation(fresh, args, kwargs, result, Seen.of(result), origin, {**origin.policy}))
         self.know(result, line)
         return result
 
@@ -156,12 +154,7 @@ class Watch(TorchDispatchMode):
         for number in range(self.last + 1, latest + 1):
             self.lines[number] = source
         recorded, self.last = latest > self.last, max(self.last, latest)
-        policy = fx_traceback.current_meta.pop("recompute", None)  # of an operation in a selective checkpoint
-        checkpoint = None
-        if policy is not None:  # the selective checkpoint around the operation is known by its saved-tensor hooks
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            checkpoint = self.checkpoints.setdefault(hooks and hooks[0], len(self.checkpoints))
-        return Origin(source, Fact(node is not None, recorded, checkpoint), policy)
+        return Origin(source, Fact(node is not None, recorded), mark_of_operation(), take_policy())
 
     def _expanded(self, origin: Origin, run: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an operation by others, which are recorded in its place, with its origin."""

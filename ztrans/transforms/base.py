@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.axes import members_of
 from ..ir.graph import Graph, Layout
 from ..ir.layout import AbstractMesh, Own
 from ..ir.source import Source, where
@@ -66,8 +67,8 @@ class Transform:
 
         Args:
             path: the path of the leaf in the state, such as `params.fc1.weight`.
-            shape: its global shape.
-            leaf: a meta tensor of its shape and dtype.
+            shape: its shape; of a leaf that the step itself divides, that of this rank's part.
+            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
         """
         return None
 
@@ -75,6 +76,19 @@ class Transform:
     def axes(self) -> tuple[str, ...]:
         """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
+
+    def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same state leaf, whole or in parts. By default these are `axes`.
+
+        Args:
+            path: the path of the leaf in the state.
+            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+        """
+        return self.axes
+
+    def joined(self, other: Transform) -> Transform | None:
+        """One transform that does what this and another of its kind do, each to other leaves; None if there is none."""
+        return None
 
     @property
     def micro_batches(self) -> int:
@@ -93,11 +107,16 @@ class Transform:
 
     def __repr__(self) -> str:
         shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
+            f"{f.name}={_shown(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
             if f.repr and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
         ]
         return f"{self.name}({', '.join(shown)})"
+
+
+def _shown(option: object) -> str:
+    """An option as text; a function by its name, because its address differs from rank to rank."""
+    return getattr(option, "__name__", repr(option)) if inspect.isfunction(option) else repr(option)
 
 
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
@@ -177,10 +196,8 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
         return transforms
     same_kind = next((t for t in transforms if type(t) is type(transform)), None)
     if same_kind is not None:
-        raise ValueError(
-            f"{transform.name}: applied twice with different options, {same_kind!r} and {transform!r}.\n"
-            f"Keep one of them."
-        )
+        joined = _joined(same_kind, transform)
+        return tuple(joined if t is same_kind else t for t in transforms)
     before = [t.name for t in transforms if t.turn == Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
@@ -196,14 +213,33 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
     return (*transforms, transform)
 
 
+def _joined(first: Transform, second: Transform) -> Transform:
+    """Two transforms of one kind as one.
+
+    Raises: ValueError if there is no such transform.
+    """
+    joined = first.joined(second)
+    if joined is None:
+        raise ValueError(
+            f"{second.name}: applied twice with different options, {first!r} and {second!r}.\nKeep one of them."
+        )
+    return joined
+
+
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
     """The mesh that a step with these transforms runs on, or None if it runs in one process."""
     return next((t.mesh for t in transforms if t.mesh is not None), None)
 
 
-def axes_of(transforms: Iterable[Transform]) -> tuple[str, ...]:
-    """The axes of the mesh over which these transforms distribute a step."""
-    return tuple(dict.fromkeys(axis for t in transforms for axis in t.axes))
+def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
+    """The axes over which these transforms shard or replicate a state leaf."""
+    whole = _meta(leaf)
+    return tuple(dict.fromkeys(axis for t in transforms for axis in t.leaf_axes(name, whole)))
+
+
+def all_axes(transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """The axes of the mesh over which a step is distributed, given those of each leaf of its state."""
+    return members_of([*(axis for t in transforms for axis in t.axes), *(axis for axes in of_leaves for axis in axes)])
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
@@ -213,10 +249,15 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
     """
     if not isinstance(leaf, torch.Tensor):
         return ()
-    own = Own.of(leaf, axes_of(transforms))
-    meta = torch.empty(own.local_shape if own else leaf.shape, dtype=leaf.dtype, device="meta")
-    layouts = (t.layout(name, tuple(meta.shape), meta) for t in transforms)
+    own, whole = Own.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
+    layouts = (t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms)
     return next((layout for layout in layouts if layout is not None), ())
+
+
+def _meta(leaf: object) -> torch.Tensor:
+    """A meta tensor of the shape and dtype of a state leaf; of a leaf that is no tensor, a scalar."""
+    whole = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
+    return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
 
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:

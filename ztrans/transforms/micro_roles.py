@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
+from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.micro_batches import changing
 from ..ir.relations import grouped, reachable
 from ..ir.source import where
-from ..ir.varying import varying
 
 
 class Gradient(NamedTuple):

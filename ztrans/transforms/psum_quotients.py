@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.operations import is_view_or_cast
 from ..ir.relations import reachable
 from ..ir.source import where
-from ..ir.varying import varying
-from .sharding import REDUCTIONS
+from .sharding.walk import REDUCTIONS
 
 aten = torch.ops.aten
 # Operations that give the multiple of a result for the multiple of one argument.

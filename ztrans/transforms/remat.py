@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, variables
 from ..ir.liveness import liveness
 from ..ir.operations import is_view
 from ..ir.recompute import recompute
-from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 
 aten = torch.ops.aten

@@ -6,7 +6,6 @@ They are compared with every schedule of small problems, and with known schedule
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import accumulate, product
 from pathlib import Path
 from random import Random
 
@@ -18,13 +17,13 @@ from hypothesis import strategies as st
 from tests.support.exhaustive import problem, rich, schedules
 from tests.support.synthetic import by_size, fsdp2, seven
 from ztrans.planning.event_simulator import Message
-from ztrans.planning.solver.bucketing import consecutive, gather_buckets, reduction_buckets
+from ztrans.planning.solver.bucketing import gather_buckets, reduction_buckets
 from ztrans.planning.solver.evaluation import evaluate, memory
 from ztrans.planning.solver.list_scheduler import Placement
 from ztrans.planning.solver.loads import Choice, kept
 from ztrans.planning.solver.lower_bound import bound
 from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
-from ztrans.planning.solver.solve import Infeasible, later, one_ahead, solve
+from ztrans.planning.solver.solve import Infeasible, one_ahead, solve
 from ztrans.planning.solver.validate import validate
 
 INF = float("inf")
@@ -46,73 +45,26 @@ def least(p: Problem) -> tuple[int, int]:
 # Buckets.
 
 
-def sizes(n):
-    """Every way to cut n messages into buckets of neighbours."""
-    for cuts in product([False, True], repeat=n - 1):
-        ends = [k + 1 for k, cut in enumerate(cuts) if cut] + [n]
-        yield [b - a for a, b in zip([0, *ends], ends)]
-
-
-def sent(ready, seconds, latency, first, cut):
-    """The time at which the last bucket has been sent, or None if a bucket has members that may not be together."""
-    clock, a = 0.0, 0
-    for size in cut:
-        if a < first[a + size - 1]:
-            return None
-        clock = max(clock, ready[a + size - 1]) + latency + sum(seconds[a : a + size])
-        a += size
-    return clock
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=7), st.data())
-def test_no_other_cut_into_consecutive_buckets_ends_earlier(messages, data):
-    ready = [*accumulate(float(gap) for gap, _, _ in messages)]
-    seconds = [float(s) for _, s, _ in messages]
-    first = [min(f, j) for j, f in enumerate(accumulate(data.draw(st.integers(0, 1)) for _ in messages))]
-    latency = float(data.draw(st.integers(0, 5)))
-    ends = [sent(ready, seconds, latency, first, cut) for cut in sizes(len(messages))]
-    finish = sent(ready, seconds, latency, first, consecutive(ready, seconds, latency, first))
-    assert finish is not None, "a bucket has members that may not be together"
-    assert finish == min(end for end in ends if end is not None)
-
-
-def test_larger_buckets_are_preferred_if_the_time_is_equal():
-    assert consecutive([9.0, 9.0, 9.0], [1.0, 1.0, 1.0], latency=0.0, first=[0, 0, 0]) == [3]
-
-
-def free(chance: Random, **counts: int) -> Problem:
-    """A problem with one bucket key and no limits on memory or order, so that only time counts."""
-    p = problem(chance, keys=1, repeats=0.0, **counts)
+@SMALL
+@given(st.randoms(use_true_random=False), st.sampled_from([0.0, 1.0, 3.0]))
+def test_neighbours_share_a_bucket_until_it_is_full(chance, full):
+    """A bucket is full once its transfer takes more than `full` latencies. The last uses, or first births, fill first."""
+    p = problem(chance, keys=1, gathers=6, reductions=6, repeats=0.0)
     gathers = tuple(g._replace(release=0) for g in p.gathers)
     reductions = tuple(r._replace(need=None) for r in p.reductions)
     limits = dict.fromkeys(["max_between", "gathers_in_flight", "reductions_in_flight"])
-    return replace(p, gathers=gathers, reductions=reductions, memory=INF, **limits)
-
-
-@pytest.mark.slow
-@SMALL
-@given(st.randoms(use_true_random=False))
-def test_gathers_alone_are_bucketed_exactly(chance):
-    """No schedule is faster, not even one whose buckets skip neighbours."""
-    p = free(chance, gathers=4, reductions=0)
-    buckets = gather_buckets(p, range(len(p.gathers)), np.full(len(p.seconds), INF), 1.0)
-    schedule = Schedule(tuple(Bucket(b, 0, min(p.gathers[i].use for i in b)) for b in buckets), ())
-    validate(p, schedule)
-    starting_first = [s for s in schedules(replace(p, gathers_in_flight=None)) if all(b.start == 0 for b in s.gathers)]
-    assert evaluate(p, schedule).seconds == pytest.approx(min(evaluate(p, s).seconds for s in starting_first))
-
-
-@SMALL
-@given(st.randoms(use_true_random=False))
-def test_reductions_alone_are_bucketed_exactly(chance):
-    p, best = free(chance, gathers=0, reductions=3), INF
-    n = len(p.seconds)
-    buckets = reduction_buckets(p, np.full(n, INF), 1.0)
-    schedule = Schedule((), tuple(Bucket(b, max(p.reductions[i].born for i in b) + 1, n) for b in buckets))
-    validate(p, schedule)
-    for s in schedules(p):
-        best = min(best, evaluate(p, s).seconds)
-    assert evaluate(p, schedule).seconds == pytest.approx(best)
+    p = replace(p, gathers=gathers, reductions=reductions, memory=INF, **limits)
+    room = np.full(len(p.seconds), INF)
+    for messages, buckets in (
+        (gathers, [b[::-1] for b in gather_buckets(p, range(len(gathers)), room, 1.0, full)[::-1]]),
+        (reductions, reduction_buckets(p, room, 1.0, full)),
+    ):
+        indices = [i for b in buckets for i in b]
+        assert indices == [*range(len(messages))] or indices == [*range(len(messages))][::-1]
+        seconds = [[p.wires[messages[i].key].pace * messages[i].wire for i in b] for b in buckets]
+        enough = full * max((p.wires[m.key].latency for m in messages), default=0.0)
+        assert all(sum(each) > enough for each in seconds[:-1])
+        assert all(sum(each[:-1]) <= enough for each in seconds)
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([0.1, 0.3, 1.0]), st.integers(0, 12))
@@ -120,14 +72,14 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
     p = problem(chance, gathers=6, reductions=6)
     rooms = np.full(len(p.seconds), float(room))
     for collectives, buckets, most in (
-        (p.gathers, gather_buckets(p, range(len(p.gathers)), rooms, portion), p.gathers_in_flight),
-        (p.reductions, reduction_buckets(p, rooms, portion), p.reductions_in_flight),
+        (p.gathers, gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0), p.gathers_in_flight),
+        (p.reductions, reduction_buckets(p, rooms, portion, 16.0), p.reductions_in_flight),
     ):
         assert sorted(i for b in buckets for i in b) == [*range(len(collectives))]
         for b in buckets:
             assert len({collectives[i].key for i in b}) == 1
             assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(portion * room, INF if most is None else most)
-    for b in gather_buckets(p, range(len(p.gathers)), rooms, portion):
+    for b in gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0):
         assert max(p.gathers[i].release for i in b) <= min(p.gathers[i].use for i in b)
 
 
@@ -135,7 +87,7 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
 def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, between):
     p = replace(problem(chance, keys=1, gathers=0, reductions=6), max_between=between, reductions_in_flight=None)
     n, needs = len(p.seconds), [r.need or len(p.seconds) for r in p.reductions]
-    buckets = reduction_buckets(p, np.full(n, INF), 1.0)
+    buckets = reduction_buckets(p, np.full(n, INF), 1.0, 16.0)
     starts = [max(p.reductions[i].born for i in b) + 1 for b in buckets]
     validate(p, Schedule((), tuple(Bucket(b, k, min(needs[i] for i in b)) for b, k in zip(buckets, starts))))
 
@@ -206,7 +158,9 @@ def test_plans_are_valid_and_keep_every_limit(p):
         schedule = solve(p)
     except Infeasible as error:
         assert error.needs > p.memory
-        assert not any(True for _ in schedules(p))
+        # An update that runs at a later wait may need less than the same update where its reduction starts.
+        late = any(r.updating or r.value for r in p.reductions)
+        assert not any(not late or all(r.start == r.wait for r in s.reductions) for s in schedules(p))
         return
     validate(p, schedule)
     outcome = evaluate(p, schedule)
@@ -242,7 +196,7 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
     with pytest.raises(Infeasible) as error:
         solve(replace(p, memory=needs - 1))
     assert (error.value.needs, error.value.at) == (needs, at)
-    assert str(error.value) == f"{needs} bytes are needed at operation {at}, whatever the schedule"
+    assert str(error.value) == f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
     for s in schedules(replace(p, memory=INF)):
         assert memory(p, s)[at] >= needs
 
@@ -261,11 +215,11 @@ def test_plans_of_small_problems_are_near_the_best():
 
 
 @SMALL
-@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.sampled_from([0.0, 1.0]))
-def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve):
+@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]))
+def test_a_placement_predicts_its_own_seconds_and_peak(p, lead):
     dropped = kept(p, ())
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in dropped)
-    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), dropped, lead, reserve)
+    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), dropped, lead)
     placed = Placement(p)(choice)
     assume(placed is not None)
     validate(p, placed.schedule)
@@ -277,21 +231,9 @@ def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve):
         assert Placement(p)(choice, 0.99 * placed.seconds) in (None, placed)
 
 
-@given(problems | riches, st.randoms(use_true_random=False))
-def test_starts_are_moved_later_without_more_time_or_memory(p, chance):
-    candidates = [s for s, _ in zip(schedules(p), range(300))]
-    assume(candidates)
-    schedule = chance.choice(candidates)
-    moved = later(p, schedule)
-    validate(p, moved)
-    a, b = evaluate(p, schedule), evaluate(p, moved)
-    assert b.seconds == pytest.approx(a.seconds) and b.peak <= a.peak
-    assert all(x.start <= y.start for x, y in zip(schedule.gathers, moved.gathers))
-
-
 @given(problems)
 def test_one_ahead_is_none_or_a_schedule_that_fits(p):
-    schedule = one_ahead(p, kept(p, ()))
+    schedule = one_ahead(p)
     if schedule is not None:
         validate(p, schedule)
         assert evaluate(p, schedule).peak <= p.memory
@@ -331,39 +273,6 @@ def test_with_the_memory_of_fsdp2_a_plan_is_within_5_percent_of_the_bound(case):
     for schedule in (fsdp2(case), by_size(case)):
         validate(case.problem, schedule)
         assert evaluate(case.problem, schedule).seconds >= bound(case.problem).seconds
-
-
-def test_a_plan_fits_the_peak_of_the_whole_program():
-    """A program may need more bytes than the problem says. Then the next search gets a budget that much smaller."""
-    p = replace(CASES[6].problem, memory=evaluate(CASES[6].problem, fsdp2(CASES[6])).peak)
-    more = 10**6
-    program = replace(p, peak_of=lambda schedule: evaluate(p, schedule).peak + more)
-    assert evaluate(p, solve(p)).peak > p.memory - more, "without the program it does not fit"
-    schedule = solve(program)
-    assert evaluate(program, schedule).peak == evaluate(p, schedule).peak + more <= p.memory
-    assert solve(replace(p, peak_of=lambda schedule: p.memory)) == solve(p)
-
-
-def test_if_no_order_fits_the_one_with_the_lowest_peak_is_returned():
-    p = problem(Random(0))
-    needs, _ = least(p)
-    program = replace(p, memory=needs - 1, peak_of=lambda schedule: evaluate(p, schedule).peak)
-    schedule = solve(program)
-    validate(p, schedule)
-    assert evaluate(program, schedule).peak == needs
-
-
-@pytest.mark.slow
-def test_a_search_with_little_effort_goes_on_only_if_its_first_schedules_fit():
-    p = replace(CASES[3].problem, memory=evaluate(CASES[3].problem, fsdp2(CASES[3])).peak)
-    effort, asked = 22 * (len(p.gathers) + len(p.reductions)), []
-    never = replace(p, peak_of=lambda schedule: asked.append(schedule) or p.memory + 1)
-    always = replace(p, peak_of=lambda schedule: p.memory)
-    seeds = solve(never, effort)
-    validate(p, seeds)
-    assert seeds == asked[0] and evaluate(p, seeds).peak <= p.memory
-    assert evaluate(p, solve(always, effort)).seconds < evaluate(p, seeds).seconds
-    assert solve(always, effort) == solve(p, effort)
 
 
 @pytest.mark.slow

@@ -3,8 +3,12 @@
 import pytest
 
 from benchmarks import ablations
-from benchmarks.ablations import ONEDNN, Part, compiled_step
+from benchmarks.ablations import ONEDNN, WITHOUT, Part, compiled_step, planned_step
 from benchmarks.peers.model import Config
+from tests.support.synthetic import seven
+from ztrans.planning.solver.evaluation import evaluate
+from ztrans.planning.solver.local_search import MOVES
+from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
 
 TINY = Config(layers=1, width=32, heads=2, vocab=64, sequence=16, batch=2)
@@ -15,8 +19,8 @@ def simulated(without: frozenset[str]):
 
 
 def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
-    """The parts have simulated seconds, which are the same in every round."""
-    parts = {name: lambda name=name: Part(name, "simulated", ("a", "b"), {"case": simulated}) for name in ("one", "two")}
+    steps = (("case", simulated),)
+    parts = {name: lambda name=name: Part(name, "measured", ("a", "b"), steps) for name in ("one", "two")}
     ablations.main(["one", "two"], 3, tmp_path, parts)
     text = ablations.main(["two"], 5, tmp_path, parts)
     assert text == (tmp_path / "ablations.md").read_text()
@@ -24,6 +28,25 @@ def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
     assert "| case | nothing | 1.0000 | 1.0000 | 1.000 |  |" in text
     assert "| case | a | 2.0000 | 2.0000 | 2.000 | 50.0% |" in text
     assert "| case | any of them | 3.0000 | 3.0000 | 3.000 | 66.7% |" in text
+
+
+def test_a_simulated_part_runs_once_and_lists_the_steps_in_which_a_choice_matters(tmp_path):
+    def step(without):
+        return lambda: 1.0 + 0.5 * ("a" in without)
+
+    steps = (("first", step), ("second", lambda without: lambda: 2.0))
+    parts = {"search": lambda: Part("search", "simulated", ("a", "b"), steps, simulated=True)}
+    text = ablations.main(["search"], 20, tmp_path, parts)
+    assert "| a | +25.00% | +50.00% | first: 1000.0, 1500.0 (+50.0%) |" in text
+    assert "| b | +0.00% | +0.00% |  |" in text and "Simulated seconds of 2 steps" in text
+
+
+def test_every_move_can_be_left_out_of_a_search():
+    problem = seven()[-1].problem
+    assert planned_step(problem, frozenset())() == evaluate(problem, solve(problem)).seconds
+    for name, without in WITHOUT.items():
+        assert without(MOVES) != MOVES, name
+    assert planned_step(problem, frozenset(WITHOUT))() >= planned_step(problem, frozenset())()
 
 
 def test_versions_take_turns_and_none_is_always_first():

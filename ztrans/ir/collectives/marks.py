@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...ops import EVERY_AXIS
+from ..axes import members
 from ..graph import Eqn, Graph, Primitive, Var, rename
 from .interface import Memberwise
 
@@ -39,7 +40,7 @@ class Mean(Mark):
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
         value, axis = eqn.args
-        return _NOWHERE if axis == EVERY_AXIS else over.get(value, _NOWHERE) - {axis}
+        return _NOWHERE if axis == EVERY_AXIS else over.get(value, _NOWHERE) - {*members(axis)}
 
 
 class Sum(Mean):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ... import ops
+from ..axes import members
 from ..graph import Eqn, Primitive, Split, Var
 from ..layout import cut, cut_over, without
 from .buffers import buffer_bytes, is_alone, wire_dtype
@@ -23,7 +24,7 @@ class Reduction(Start):
     lane = "reduce"
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
-        return super().varies(eqn, over) - {self.axis(eqn)}
+        return super().varies(eqn, over) - {*members(self.axis(eqn))}
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""

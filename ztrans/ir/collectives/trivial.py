@@ -14,7 +14,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 def erase_trivial(graph: Graph) -> Graph:
     """Replace each collective over an axis of size 1 by its members, cast as if they had been sent."""
-    trivial = {axis for axis, size in graph.mesh if size == 1}
+    trivial = {axis for axis, size in graph.axes.items() if size == 1}
     if not trivial:
         return graph
     alias: dict[Var, Var] = {}

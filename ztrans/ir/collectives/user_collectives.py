@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..axes import axis_of_group, members, submesh
 from ..graph import Eqn, Graph, Layout, Split
 from ..layout import mesh_axes
 
@@ -50,17 +51,32 @@ def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
     """
     if functional_name(eqn.op) not in _ELEMENTWISE:
         return [()] * len(have)
-    return [tuple(p for p in layout if isinstance(p, Split) and p.axis != eqn.args[-1]) for layout in have]
+    over = set(members(eqn.args[-1])) if _names_group(eqn) else set()
+    return [tuple(p for p in x if isinstance(p, Split) and over.isdisjoint(members(p.axis))) for x in have]
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
-    """The program with mesh axes in place of the process groups that its collectives name."""
-    return _renamed(graph, {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)})
+    """The program with mesh axes in place of the process groups that its collectives name.
+
+    A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
+    """
+    names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
+    for group in {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} - {*names, *names.values()}:
+        axis = axis_of_group(mesh, group)
+        names |= {group: axis} if axis is not None else {}
+    joint = {axis for axis in names.values() if len(members(axis)) > 1}
+    return _renamed(graph, names).replace(joint=(*graph.joint, *sorted(joint.difference(graph.joint))))
 
 
 def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
     """The program with this rank's process groups in place of mesh axes: the inverse of `by_axis`."""
-    return _renamed(graph, {axis: mesh.get_group(axis).group_name for axis, _ in mesh_axes(mesh)})
+    axes = {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} & graph.axes.keys()
+    return _renamed(graph, {axis: submesh(mesh, [axis]).get_group().group_name for axis in sorted(axes)})
+
+
+def _names_group(eqn: Eqn) -> bool:
+    """Whether an equation is a collective of the user's step, which names its group, and no wait for one."""
+    return is_users(eqn) and bool(eqn.args) and isinstance(eqn.args[-1], str)
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
@@ -68,7 +84,7 @@ def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
         return graph
 
     def renamed(eqn: Eqn) -> Eqn:
-        if not is_users(eqn) or not eqn.args or not isinstance(eqn.args[-1], str):
+        if not _names_group(eqn):
             return eqn
         return eqn.replace(args=(*eqn.args[:-1], names.get(eqn.args[-1], eqn.args[-1])))
 

@@ -5,15 +5,19 @@ These collectives stay where the user put them. In a program they name the mesh 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ... import ops
-from ..graph import Eqn
+from ..axes import members
+from ..graph import Eqn, Var
 from ..source import where
 from .interface import Memberwise
 from .user_collectives import functional_name
+
+# The collectives whose results are the same on all ranks of a group.
+_ALIKE = ("all_reduce", "all_gather_into_tensor", "broadcast")
 
 
 class UserStart(Memberwise):
@@ -25,6 +29,11 @@ class UserStart(Memberwise):
 
     def axis(self, eqn: Eqn) -> str:
         return eqn.args[-1]
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
+        """What every rank of a group gets the same of does not vary over its axis."""
+        alike = functional_name(eqn.op).removesuffix("_coalesced") in _ALIKE
+        return super().varies(eqn, over) - {*(members(self.axis(eqn)) if alike else ())}
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         how, ranks = eqn.args[1:-1], range(len(terms))

@@ -1,123 +1,93 @@
-"""bucketing: which consecutive messages of a key to send as one.
+"""bucketing: the buckets with which a search begins.
 
-The best buckets of a lane that has its link to itself are computed exactly. For reductions, message j may be sent
-once its gradient is born. Let f(j) be the earliest time at which the first j have been sent:
-
-    f(j) = min over i < j of  max(f(i), born(j)) + latency + seconds(i..j)
-
-Gathers are the same with time reversed: `ready` is then the time from the first use of a bucket to the end. The best
-i is either the last with f(i) <= born(j), for which the lane is free, or the first after it, since f(i) ascends, and
-f(i) - seconds(..i) does too. Both only move forward, so this takes O(n).
+Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message (`FULL`),
+or its bytes take the portion of the memory that such buckets may have.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
+from ...ir.relations import grouped
 from .loads import Members
 from .problem import Gather, Problem, Reduction
 
-
-def consecutive(ready: Sequence[float], seconds: Sequence[float], latency: float, first: Sequence[int]) -> list[int]:
-    """Sizes of the buckets that end soonest, in order.
-
-    `ready` ascends. A bucket whose last member is j begins at member `first[j]` at the earliest; `first`
-    ascends too. Of equally good buckets it takes the larger one.
-
-    >>> consecutive([0.0, 1.0, 9.0], [2.0, 2.0, 1.0], latency=1.0, first=[0, 0, 0])
-    [2, 1]
-    """
-    n, sent = len(ready), [0.0, *accumulate(seconds)]
-    end, cut = [0.0] * (n + 1), [0] * (n + 1)
-    free = 0  # how many have been sent by the time of ready[j]
-    for j in range(n):
-        while free < j and end[free + 1] <= ready[j]:
-            free += 1
-        candidates, busy = [], max(free + 1, first[j])
-        if free >= first[j]:
-            candidates.append((ready[j] - sent[free], free))
-        if busy <= j:
-            candidates.append((end[busy] - sent[busy], busy))
-        best, cut[j + 1] = min(candidates)
-        end[j + 1] = best + latency + sent[j + 1]
-    sizes, j = [], n
-    while j:
-        sizes.append(j - cut[j])
-        j = cut[j]
-    return sizes[::-1]
+FULL = (16.0, 32.0)  # latencies that the transfer of a full bucket takes; the search tries both
+FIRST_GATHERS, REGATHERS, REDUCTIONS = 0.3, 0.12, 0.2  # portions of the memory that is left where a bucket is needed
 
 
-def by_key(things: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[Hashable, list[int]]:
-    """Indices of the same key, in order."""
-    keys: dict[Hashable, list[int]] = {}
-    for i in among:
-        keys.setdefault(things[i].key, []).append(i)
-    return keys
+def by_key(messages: Sequence[Gather | Reduction], among: Iterable[int]) -> dict[Hashable, list[int]]:
+    """Indices of messages of the same key, in order."""
+    return grouped((messages[i].key, i) for i in among)
 
 
 def gather_buckets(
-    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, share: float = 1.0
+    problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, full: float
 ) -> list[Members]:
-    """Make buckets of gathers that take at most a `portion` of the room at their use, with 1 / `share` of the link."""
+    """Make buckets of some gathers, in order of use.
+
+    Args:
+        problem: the gathers and their limits.
+        among: the gathers, by index.
+        room: for each operation, the bytes that are left while it runs.
+        portion: the part of them that a bucket may take at its first use.
+        full: the latencies that the transfer of a full bucket takes.
+    """
     most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
+
+    def fits(members: Sequence[int]) -> bool:
+        gathers = [problem.gathers[i] for i in members]
+        use = min(g.use for g in gathers)
+        # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
+        held = sum(g.held * (1 + g.small) for g in gathers)
+        return max(g.release for g in gathers) <= use and held <= min(portion * room[use], most)
+
     buckets: list[Members] = []
     for key, indices in by_key(problem.gathers, among).items():
-        indices.reverse()
-        gathers, wire = [problem.gathers[i] for i in indices], problem.wires[key]
-        earlier = [-g.use for g in gathers]
-        reach = [bisect_right(earlier, -g.release) for g in gathers]
-        # Where a small member is unpacked, it is live twice: in the buffer that it shares, and as its value.
-        held, caps = [g.held * (1 + g.small) for g in gathers], [min(portion * room[g.use], most) for g in gathers]
-        first = _first(held, caps, reach)
-        seconds = [share * wire.pace * g.wire for g in gathers]
-        left = [problem.clock[-1] - problem.clock[g.use] for g in gathers]
-        sizes = consecutive(left, seconds, wire.latency, first)
-        buckets += [members[::-1] for members in _split(indices, sizes)][::-1]
+        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
+        seconds = {i: problem.wires[key].pace * problem.gathers[i].wire for i in indices}
+        filled = _filled(indices[::-1], seconds, full * problem.wires[key].latency, fits)
+        buckets += [members[::-1] for members in filled][::-1]
     return buckets
 
 
-def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, share: float = 1.0) -> list[Members]:
-    """Make buckets of reductions likewise, with the room at their birth; they start as often as `max_between` asks."""
+def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, full: float) -> list[Members]:
+    """Make buckets of all reductions likewise; they start as often as `max_between` asks."""
     most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
     often = float("inf") if problem.max_between is None else problem.max_between
-    starts = sorted({r.born + 1 for r in problem.reductions})
-    previous = dict(zip(starts[1:], starts))
+    keys = by_key(problem.reductions, range(len(problem.reductions)))
+    births = sorted({r.born for r in problem.reductions})
+    since = dict(zip(births[1:], births))  # for each birth, the one before it
+    before = {j: problem.reductions[i].born for indices in keys.values() for i, j in pairwise(indices)}
+
+    def fits(members: Sequence[int]) -> bool:
+        reductions = [problem.reductions[i] for i in members]
+        first, last = reductions[0].born, reductions[-1].born
+        start = before.get(members[0], since.get(first, first))  # the latest at which the bucket before this one starts
+        matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
+        return (
+            (matmuls <= often or first == last)
+            and all(r.need is None or last + 1 <= r.need for r in reductions)
+            and sum(r.held for r in reductions) <= min(portion * room[last], most)
+        )
+
     buckets: list[Members] = []
-    for key, indices in by_key(problem.reductions, range(len(problem.reductions))).items():
-        reductions, wire = [problem.reductions[i] for i in indices], problem.wires[key]
-        start = [r.born + 1 for r in reductions]
-        since = [previous.get(start[0], start[0]), *start]  # at the latest, the start before the bucket of each
-        passed = [problem.matmuls[k] for k in start]
-        reach = [
-            min(
-                len(start) if r.need is None else bisect_right(start, r.need),
-                max(bisect_right(passed, problem.matmuls[k] + often), bisect_right(start, r.born + 1)),
-            )
-            for r, k in zip(reductions, since)
-        ]
-        first = _first([r.held for r in reductions], [min(portion * room[r.born], most) for r in reductions], reach)
-        seconds = [share * wire.pace * r.wire for r in reductions]
-        buckets += _split(indices, consecutive([problem.clock[k] for k in start], seconds, wire.latency, first))
+    for key, indices in keys.items():
+        seconds = {i: problem.wires[key].pace * problem.reductions[i].wire for i in indices}
+        buckets += _filled(indices, seconds, full * problem.wires[key].latency, fits)
     return buckets
 
 
-def _first(held: Sequence[int], caps: Sequence[float], reach: Sequence[int]) -> list[int]:
-    """For each member, the first that it may share a bucket with: all between fit below its cap, and none of
-    them, m, comes before `reach[m]` ends."""
-    until = [0] * (len(held) + 1)
-    for m, end in enumerate(reach):
-        until[end] = m + 1
-    first, i, total = [], 0, 0
-    for j, more in enumerate(held):
-        total += more
-        while i < j and (total > caps[j] or i < until[j]):
-            total -= held[i]
-            i += 1
-        first.append(i)
-    return first
-
-
-def _split(indices: Sequence[int], sizes: Sequence[int]) -> list[Members]:
-    return [tuple(indices[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
+def _filled(
+    indices: Iterable[int], seconds: dict[int, float], enough: float, fits: Callable[[Sequence[int]], bool]
+) -> Iterator[Members]:
+    """Buckets of neighbours: each is full once its transfer takes more than `enough` seconds, or nothing more fits."""
+    bucket: list[int] = []
+    for i in indices:
+        if bucket and (sum(seconds[j] for j in bucket) > enough or not fits([*bucket, i])):
+            yield tuple(bucket)
+            bucket = []
+        bucket.append(i)
+    if bucket:
+        yield tuple(bucket)

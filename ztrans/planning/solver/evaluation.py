@@ -10,7 +10,7 @@ import numpy as np
 from ..event_simulator import Message, Played, play
 from .problem import Bucket, Problem, Schedule
 from .sending import sending
-from .slots import by_operation, fixed, gathering, reducing, summed
+from .slots import by_operation, fixed, gathering, reducing, second_reductions, summed
 from .updates import Updates
 
 
@@ -19,10 +19,10 @@ class Outcome:
     """The result of playing a schedule."""
 
     seconds: float
-    peak: int  # of the program that the schedule makes, if the problem has one; else of `memory`
+    peak: int  # the most of `memory`
     messages: tuple[Message, ...]  # in the order of their issue
     played: Played  # at the places where one of them is issued or waited for
-    memory: np.ndarray  # by operation: live bytes, counted by slot
+    memory: np.ndarray  # by operation: live bytes
 
     @property
     def at(self) -> int:
@@ -36,8 +36,10 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     spans = [(2 * b.start, 2 * last[i] + 2, problem.gathers[i].held) for b in schedule.gathers for i in b.members]
     for b in schedule.gathers:
         spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
-    for b in schedule.reductions:
-        spans += reducing([problem.reductions[i] for i in b.members], b.start, b.wait)
+    reductions = [([problem.reductions[i] for i in b.members], b.start, b.wait) for b in schedule.reductions]
+    for members, start, wait in reductions:
+        spans += reducing(members, start, wait)
+    spans += second_reductions(problem, [(members, wait) for members, _, wait in reductions])
     slots = fixed(problem)
     return by_operation(slots + summed(spans, len(slots)))
 
@@ -62,20 +64,20 @@ def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = 
 
     def follows(i: int, place: int) -> float:
         bucket = sent[i][0]
-        return updates.follow(bucket.members, place) if bucket and id(bucket) in reductions else 0.0
+        if bucket is None or id(bucket) not in reductions:
+            return 0.0
+        updates.meet(bucket.members)
+        return updates.seconds(place)
 
-    def precedes(messages: Sequence[int], place: int) -> float:
-        return updates.run(place) if any(sent[i][0] is not None for i in messages) else 0.0
-
-    times = play(problem.seconds, [m for _, m in sent], places, follows, precedes)
+    times = play(problem.seconds, [m for _, m in sent], places, follows, updates.seconds)
     return times, max(times.start[-1] + updates.left, *times.end, 0.0)
 
 
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     """Play a schedule."""
     messages = tuple(m for _, m in issued(problem, schedule))
-    places = sorted({0, len(problem.seconds), *(m.issue for m in messages), *(m.need for m in messages)})
+    releases = (update.release for update in problem.updates)
+    places = sorted({0, len(problem.seconds), *releases, *(m.issue for m in messages), *(m.need for m in messages)})
     times, seconds = played(problem, schedule, places)
     live = memory(problem, schedule)
-    peak = int(live.max(initial=0)) if problem.peak_of is None else problem.peak_of(schedule)
-    return Outcome(seconds, peak, messages, times, live)
+    return Outcome(seconds, int(live.max(initial=0)), messages, times, live)

@@ -17,12 +17,12 @@ import numpy as np
 
 from ..event_simulator import Message, Network
 from .in_flight import FixedInFlight, GatherInFlight, InFlight, Lane, ReductionInFlight
-from .loads import Choice, Load, Loads
+from .loads import Choice, Load, Loaded, Loads
 from .problem import Bucket, Problem, Schedule
 from .updates import Updates
 
 # What happens at one place, in this order.
-_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _WAIT = range(5)
+_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT = range(6)
 _NEVER = float("inf")
 _Item = tuple[int, int, int | str, Any]  # place, kind, the order of equal kinds at one place, and what it happens to
 
@@ -51,11 +51,9 @@ class Placement:
 
     def __call__(self, choice: Choice, limit: float = _NEVER) -> Placed | None:
         """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
-        loads = self.loads.of(choice)
-        if loads is None:
-            return None
+        loaded = self.loads.of(choice)
         try:
-            return _Play(self, choice, *loads, limit).placed()
+            return None if loaded is None else _Play(self, choice, loaded, limit).placed()
         except _TooLong:
             return None
 
@@ -67,20 +65,13 @@ class _TooLong(Exception):
 class _Play:
     """One choice while it is played: the time, the room that is left by slot, and the messages that are under way."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        choice: Choice,
-        gathers: list[Load],
-        reductions: list[Load],
-        room: np.ndarray,
-        limit: float,
-    ) -> None:
+    def __init__(self, placement: Placement, choice: Choice, loaded: Loaded, limit: float) -> None:
+        gathers, reductions, self.room = loaded
         self.problem, self.memory = placement.problem, placement.loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
-        self.choice, self.room, self.limit = choice, room, limit
+        self.choice, self.limit = choice, limit
         self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))
-        self.reserve = choice.reserve * max((load.size for load in reductions), default=0)
+        self.reserve = max((load.size for load in reductions), default=0) if choice.reserve else 0
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
@@ -100,7 +91,6 @@ class _Play:
         for lane in self.queued:
             self._set_due(lane)
             lane.next = max(lane.queue[0].due, lane.queue[0].load.bound)
-
         self.agenda = self._agenda()
 
     def _agenda(self) -> list[_Item]:
@@ -110,6 +100,7 @@ class _Play:
             *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
             *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
             *((each.message.issue, _SEND_FIXED, each.turn, each) for each in self.fixed),
+            *((place, _UPDATE, 0, None) for place in {update.release for update in self.problem.updates}),
             *((each.message.need, _WAIT, each.turn, each) for each in self.fixed),
         ]
         heapq.heapify(agenda)
@@ -127,7 +118,7 @@ class _Play:
         """Play the choice; raise `_TooLong` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _TooLong
-        happen = (self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._wait)
+        happen = self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._update, self._wait
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -188,9 +179,9 @@ class _Play:
         start = min(place, use)
         most = self.problem.gathers_in_flight
         if most is not None and start < use:
-            others = [gather.load for gather in self.ahead if gather.load.place > start]
-            if sum(each.held for each in others) + load.held > most:
-                return use if load.held > most else min(use, *(each.place for each in others))
+            ahead = [gather.load for gather in self.ahead if gather.load.place > start]
+            if sum(earlier.held for earlier in ahead) + load.held > most:
+                return use if load.held > most else min(use, *(earlier.place for earlier in ahead))
         return self._with_room(load, start) if start < use else start
 
     def _with_room(self, load: Load, start: int) -> int:
@@ -227,8 +218,7 @@ class _Play:
         end = bisect_left(self.expected, reduction.expected - self.clock + self.expected[place], place)
         end = min(max(end, place), load.bound)
         if end > place:
-            needs = np.full(2 * (end - place), load.size)
-            needs[1::2] += load.burst
+            needs = self._needs(load, place, end)
             full = self.room[2 * place + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
@@ -238,16 +228,28 @@ class _Play:
             if end > place:
                 heapq.heappush(self.agenda, (end, _ARRIVE, reduction.index, reduction))
 
+    def _needs(self, load: Load, place: int, end: int) -> np.ndarray:
+        """By slot, from after a place to an end: the room that a reduction needs to be waited for there or later."""
+        needs = np.full(2 * (end - place), load.size)
+        needs[1::2] += load.burst
+        needs[: max(load.until - 2 * place - 1, 0)] -= load.stays
+        return needs
+
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:
-        """Wait for a reduction at a place, and give back the room that was taken for it after that place."""
+        """Wait for a reduction at a place, and give back the room that was taken for it after that place.
+
+        Those that were sent before it over the same lane have arrived too, and are waited for first.
+        """
         load, until = reduction.load, reduction.until
+        for earlier in [r for r in self.behind if r.load.wire.lane == load.wire.lane and r.index < reduction.index]:
+            self._decide_wait(earlier, place, stall)
         self.behind.remove(reduction)
         reduction.wait = place
-        self.room[2 * load.place + 2 : 2 * until + 1 : 2] += load.burst
         if place > load.place:
-            self.room[2 * place] -= load.burst
+            self.room[2 * load.place] += load.spared
+            self.room[2 * load.place + 2 : 2 * place : 2] += load.burst
+        self.room[2 * place + 1 : 2 * until + 1] += self._needs(load, place, until)
         if until > place:
-            self.room[2 * place + 1 : 2 * until + 1] += load.size
             for lane in self.queued:
                 if lane.queue and lane.next > place:
                     lane.next = place + stall
@@ -267,28 +269,25 @@ class _Play:
             if reduction.until == place:
                 self._decide_wait(reduction, place, stall=True)
 
+    def _update(self, _: None, place: int) -> None:
+        """Run the updates that are released here."""
+        self.clock += self.updates.seconds(place)
+
     def _wait(self, first: InFlight, place: int) -> None:
         """Let compute stand still until the messages that are needed here have arrived, and unpack each then."""
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        if any(not isinstance(message, FixedInFlight) for message in needed):
-            self.clock += self.updates.run(place)
-            self.network.run(self.clock)
         arrivals = sorted((self.network.come(message.number), message.turn, message) for message in needed)
         for end, _, message in arrivals:
             if end > self.clock:
                 self.clock = end
-                self._look_again(place)
+                for reduction in self.behind:  # at the next place, see which have arrived during the stall
+                    if self.network.end[reduction.number] <= end and reduction.until > place:
+                        heapq.heappush(self.agenda, (place + 1, _ARRIVE, reduction.index, reduction))
             self.clock += self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _TooLong
-
-    def _look_again(self, place: int) -> None:
-        """After a stall: see at the next place which reductions have arrived meanwhile."""
-        for reduction in self.behind:
-            if self.network.end[reduction.number] <= self.clock and reduction.until > place:
-                heapq.heappush(self.agenda, (place + 1, _ARRIVE, reduction.index, reduction))
 
     def _follows(self, message: InFlight, place: int) -> float:
         """The compute that follows a message: the seconds to unpack it, and those of the updates that may run now."""
@@ -296,5 +295,6 @@ class _Play:
             self.ahead.remove(message)
             return message.load.unpack
         if isinstance(message, ReductionInFlight):
-            return message.load.unpack + self.updates.follow(message.load.members, place)
+            self.updates.meet(message.load.members)
+            return message.load.unpack + self.updates.seconds(place)
         return 0.0

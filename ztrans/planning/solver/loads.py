@@ -11,7 +11,18 @@ import numpy as np
 
 from .problem import Problem, Wire
 from .sending import sending
-from .slots import Span, buffers, by_operation, fixed, gathering, reducing, summed, under_way
+from .slots import (
+    Span,
+    buffers,
+    by_operation,
+    fixed,
+    gathering,
+    reducing,
+    sending_bytes,
+    summed,
+    under_way,
+    waited,
+)
 
 Members = tuple[int, ...]
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
@@ -20,15 +31,15 @@ _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 class Choice(NamedTuple):
     """Buckets by index, in order of use and of birth within a key; dropped gathers; and when gathers start.
 
-    A gather is due `lead` times its transfer before its use. While there may be gradients, it starts only if that
-    leaves room for `reserve` times the largest reduction.
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
+    gradient starts only where it leaves room for the largest reduction.
     """
 
     gathers: tuple[Members, ...]
     reductions: tuple[Members, ...]
     dropped: frozenset[int]
     lead: float = 1.0
-    reserve: float = 0.0
+    reserve: bool = True
 
 
 class Load(NamedTuple):
@@ -46,6 +57,10 @@ class Load(NamedTuple):
     host: float
     unpack: float
     spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
+    stays: int = 0  # of a reduction: bytes that are counted after its start as its result, up to slot `until`
+    until: int = 0
+    spared: int = 0  # of a reduction: bytes at its start that are not live there if it is waited for later
+    second: int = 0  # of a reduction: bytes of the second one that follows it
 
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
@@ -59,6 +74,17 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
     return kept(problem, {*dropped, *more}) if more else frozenset(dropped)
 
 
+class Loaded(NamedTuple):
+    """The loads of a choice, and the room by slot that they leave.
+
+    The room is that where each gather starts at its use and each reduction is waited for at once.
+    """
+
+    gathers: list[Load]  # by use
+    reductions: list[Load]  # by birth
+    room: np.ndarray
+
+
 class Loads:
     """The loads of one problem's buckets, and the bytes that are live with them, by slot."""
 
@@ -67,16 +93,13 @@ class Loads:
         self.memory = int(min(problem.memory, _ENDLESS))
         self.starts = sorted({r.born + 1 for r in problem.reductions})
         self.fixed = fixed(problem)
+        self.second = max((r.second for r in problem.reductions), default=0)
         self._gathers: dict[Members, Load | None] = {}
         self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
 
-    def of(self, choice: Choice) -> tuple[list[Load], list[Load], np.ndarray] | None:
-        """The loads of a choice: gathers by use, reductions by birth, and the room by slot that they leave.
-
-        The room is that where each gather starts at its use and each reduction is waited for at once. None if a bucket
-        is not possible, or if there is too little room.
-        """
+    def of(self, choice: Choice) -> Loaded | None:
+        """The loads of a choice; None if a bucket is not possible, or if there is too little room."""
         gathers = [load for load in map(self._gather, choice.gathers) if load is not None]
         reductions = [load for load in map(self._reduction, choice.reductions) if load is not None]
         complete = len(gathers) == len(choice.gathers) and len(reductions) == len(choice.reductions)
@@ -84,9 +107,12 @@ class Loads:
             return None
         spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
         room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
+        if reductions:
+            room[2 * self.starts[0] :] -= max(load.second for load in reductions) - self.second
         if room.min(initial=0) < 0:
             return None
-        return (*(sorted(part, key=lambda load: (load.place, load.bound)) for part in (gathers, reductions)), room)
+        order = lambda load: (load.place, load.bound)
+        return Loaded(sorted(gathers, key=order), sorted(reductions, key=order), room)
 
     def alone(self, dropped: frozenset[int]) -> np.ndarray:
         """The bytes live by slot if every message is a bucket of its own and is waited for where it starts."""
@@ -94,6 +120,8 @@ class Loads:
             spans = self._held(dropped)
             for r in self.problem.reductions:
                 spans += reducing([r], r.born + 1, r.born + 1)
+            if self.second:  # between two waits, one second reduction is under way
+                spans.append((2 * self.starts[0], len(self.fixed), self.second))
             self._alone[dropped] = self.fixed + summed(spans, len(self.fixed))
         return self._alone[dropped]
 
@@ -107,25 +135,47 @@ class Loads:
 
     def _gather(self, members: Members) -> Load | None:
         if members not in self._gathers:
-            things = [self.problem.gathers[i] for i in members]
-            use, release = min(g.use for g in things), max(g.release for g in things)
-            held, (burst, part) = sum(g.held for g in things), buffers(self.problem, things)
-            spans = (*((2 * use, 2 * g.use, g.held) for g in things), *gathering(self.problem, things, use, use))
-            load = Load(members, use, release, held, held + part, burst, *sending(self.problem, things), spans)
+            gathers = [self.problem.gathers[i] for i in members]
+            use, release = min(g.use for g in gathers), max(g.release for g in gathers)
+            held, (burst, part) = sum(g.held for g in gathers), buffers(self.problem, gathers)
+            spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(self.problem, gathers, use, use))
+            load = Load(members, use, release, held, held + part, burst, *sending(self.problem, gathers), spans)
             self._gathers[members] = load if release <= use else None
         return self._gathers[members]
 
     def _reduction(self, members: Members) -> Load | None:
         if members not in self._reductions:
-            things = [self.problem.reductions[i] for i in members]
-            start = max(r.born for r in things) + 1
-            need = min(self.end if r.need is None else r.need for r in things)
-            alone = [(a, b, -size) for r in things for a, b, size in reducing([r], r.born + 1, r.born + 1)]
-            spans = (*reducing(things, start, start), *alone)
-            held, size, burst = sum(r.held for r in things), under_way(things), sum(r.more for r in things)
-            load = Load(members, start, need, held, size, burst, *sending(self.problem, things), spans)
-            self._reductions[members] = load if start <= need else None
+            self._reductions[members] = self._reduction_load(members)
         return self._reductions[members]
+
+    def _reduction_load(self, members: Members) -> Load | None:
+        reductions = [self.problem.reductions[i] for i in members]
+        start = max(r.born for r in reductions) + 1
+        need = min(self.end if r.need is None else r.need for r in reductions)
+        if start > need:
+            return None
+        alone = [(a, b, -size) for r in reductions for a, b, size in reducing([r], r.born + 1, r.born + 1)]
+        spans = (*reducing(reductions, start, start), *alone)
+        size, ends = under_way(reductions), waited(reductions)
+        results = [result for r in reductions for result in r.results]
+        wire, seconds, host, unpack = sending(self.problem, reductions)
+        return Load(
+            members,
+            place=start,
+            bound=need,
+            held=sum(r.held for r in reductions),
+            size=size + sum(r.waiting for r in reductions),
+            burst=ends - size,
+            wire=wire,
+            seconds=seconds,
+            host=host,
+            unpack=unpack,
+            spans=spans,
+            stays=sum(size for size, _ in results),
+            until=min((until for _, until in results), default=0),
+            spared=max(ends - sending_bytes(reductions), 0),
+            second=sum(r.second for r in reductions),
+        )
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start often enough, from the first birth on."""

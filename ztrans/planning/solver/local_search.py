@@ -1,53 +1,41 @@
 """local_search: improve a choice of buckets step by step.
 
-A choice is as good as the time that its placement takes. Times below `enough` count as equal; then fewer live bytes
-are better, then fewer buckets. The search starts from seeds: exact buckets for several shares of the room, with more
-and more values kept from forward to backward. Then it merges buckets, many at once where that does no harm, and
-changes single ones at random. The random numbers have a fixed seed and the effort is counted in messages placed, so
-the same problem has the same result everywhere.
+A choice is as good as the time that its placement takes. Times below `enough` count as equal; then fewer live bytes are
+better, then fewer buckets. The search begins with full buckets, once with no values kept from forward to backward and
+once with as many as fit. It merges buckets of gathers, many at once where that is no loss. Then it changes single
+buckets at random. The random numbers have a fixed seed, and the effort is counted in messages placed, so the same
+problem has the same result everywhere.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
-
-from .bucketing import by_key, gather_buckets, reduction_buckets
+from .bucketing import FIRST_GATHERS, FULL, REDUCTIONS, REGATHERS, by_key, gather_buckets, reduction_buckets
 from .list_scheduler import Placed, Placement
 from .loads import Choice, Members, kept
-from .problem import Problem
+from .problem import Gather, Problem, Reduction
 
-_LEVELS = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)  # shares of the bytes that could be kept
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-_RESERVES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-_LITTLE = 2000  # messages that the smallest problem may place; the seeds alone take hundreds
-_WORSE = 0.0003  # share of the time by which a change may be slower while much effort is left
+_LITTLE = 2000  # messages that the smallest problem may place; the first choices alone take hundreds
 
 
 class Search:
     """The best choice so far, and the effort that is left."""
 
-    def __init__(self, problem: Problem, enough: float, effort: int) -> None:
-        self.problem, self.enough = problem, enough
+    def __init__(self, problem: Problem, enough: float, effort: int, moves: Moves) -> None:
+        self.problem, self.enough, self.moves = problem, enough, moves
         self.place = Placement(problem)
         self.loads = self.place.loads
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
-        self.effort = min(effort, _LITTLE + (4 * count + 8) * (count + 8))
+        self.effort = min(effort, _LITTLE + (4 * count + 8) * (count + 8)) if count else 0
         self.seen: set[Choice] = set()
-        self.at = [(g.use, g.release) for g in problem.gathers], [r.born for r in problem.reductions]
         self.free = kept(problem, ())
-        self.last_read = {  # by gather that may be dropped: the operation that last reads the earlier value
-            i: problem.gathers[g.again].last
-            for i, g in enumerate(problem.gathers)
-            if g.again is not None and i not in self.free
-        }
-        # Values with a short time to their next use come first, because they take room for a short time.
-        self.order = sorted(self.last_read, key=lambda i: problem.gathers[i].use - self.last_read[i])
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
         alone = self.place(self._alone())
         if alone is None:
@@ -61,8 +49,9 @@ class Search:
         return Choice(self._sorted(among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
 
     def _sorted(self, buckets: list[Members]) -> tuple[Members, ...]:
-        groups = by_key(self.problem.gathers, (members[0] for members in sorted(buckets)))
-        rank = {key: k for k, key in enumerate(groups)}
+        """Buckets of gathers by key, and by use within a key."""
+        keys = by_key(self.problem.gathers, (members[0] for members in sorted(buckets)))
+        rank = {key: k for k, key in enumerate(keys)}
         return tuple(sorted(buckets, key=lambda members: (rank[self.problem.gathers[members[0]].key], members)))
 
     @property
@@ -88,157 +77,175 @@ class Search:
                 self.best = placed
         return placed
 
-    def sow(self) -> None:
-        """Try the seeds."""
-        seeds = []
-        for dropped in self._kept():
-            for lead, reserve in ((1.0, 0.0), (2.0, 1.0)):
-                placed = self._seed(dropped, (0.3, 0.12, 0.2), 1.0, lead, reserve)
-                if placed is not None:
-                    seeds.append((placed.seconds, dropped, lead, reserve))
-                if self.done:
-                    return
-        seeds.sort(key=lambda seed: seed[0])
-        for _, dropped, lead, reserve in seeds[:2]:
-            for first, repeats, reductions, share in product((0.2, 0.4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.35), (1.0, 2.0)):
-                self._seed(dropped, (first, repeats, reductions), share, lead, reserve)
-                if self.done:
-                    return
+    def begin(self) -> None:
+        """Try full buckets: with no values kept, and with as many as fit."""
+        for dropped, full in product((self.free, self._dropped())[: 1 + self.moves.keep], self.moves.full):
+            if not self.done:
+                self.try_(self._full(dropped, full))
 
-    def _kept(self) -> Iterator[frozenset[int]]:
-        """Sets of gathers to drop, from none to all whose values fit."""
-        gathers = self.problem.gathers
-        room, fit, total = self.loads.memory - self.loads.alone(self.free), [], [0]
-        for i in self.order:
-            a, b = 2 * self.last_read[i] + 2, 2 * gathers[i].use
-            if room[a:b].min() >= gathers[i].held:
-                room[a:b] -= gathers[i].held
-                fit.append(i)
-                total.append(total[-1] + gathers[i].held)
-        counts = sorted({int(np.searchsorted(total, level * total[-1], side="right")) - 1 for level in _LEVELS})
-        for count in counts:
-            yield kept(self.problem, {*self.free, *fit[:count]})
+    def _dropped(self) -> frozenset[int]:
+        """The gathers that are dropped if as many values are kept as fit.
 
-    def _seed(
-        self, dropped: frozenset[int], portions: tuple[float, float, float], share: float, lead: float, reserve: float
-    ) -> Placed | None:
-        room = self.loads.room(dropped).tolist()
-        first, repeats = (
-            [i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first]
-            for is_first in (True, False)
-        )
-        buckets = [
-            *gather_buckets(self.problem, first, room, portions[0], share),
-            *gather_buckets(self.problem, repeats, room, portions[1], share),
+        Values with a short time to their next use come first, because they take memory for a short time.
+        """
+        gathers, room = self.problem.gathers, self.loads.memory - self.loads.alone(self.free)
+        spans = [
+            (gathers[g.again].last, g.use, i)  # the last use of the earlier value, and the first of this one
+            for i, g in enumerate(gathers)
+            if g.again is not None and i not in self.free
         ]
-        reductions = reduction_buckets(self.problem, room, portions[2], share)
-        return self.try_(
-            Choice(self._sorted(buckets), tuple(reductions), dropped, lead, reserve), self.best.seconds * 1.1
-        )
+        dropped = set(self.free)
+        for last, use, i in sorted(spans, key=lambda span: span[1] - span[0]):
+            between = room[2 * last + 2 : 2 * use]
+            if between.min() >= gathers[i].held:
+                between -= gathers[i].held
+                dropped.add(i)
+        return kept(self.problem, dropped)
+
+    def _full(self, dropped: frozenset[int], full: float) -> Choice:
+        """Full buckets of everything that is not dropped."""
+        room = self.loads.room(dropped).tolist()
+        buckets: list[Members] = []
+        for portion, is_first in ((FIRST_GATHERS, True), (REGATHERS, False)):
+            among = [
+                i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first
+            ]
+            buckets += gather_buckets(self.problem, among, room, portion, full)
+        reductions = reduction_buckets(self.problem, room, REDUCTIONS, full)
+        return Choice(self._sorted(buckets), tuple(reductions), dropped, lead=2.0)
 
     def merge(self) -> None:
-        """Merge neighbours: all pairs at once, then halves of them where that is no improvement."""
-        for kind in (0, 1):
-            improved = True
-            while improved and self.effort > 0:
-                improved, parts = False, [self._pairs(_buckets(self.best.choice, kind), kind)]
-                while parts and self.effort > 0:
-                    part = parts.pop(0)
-                    if not part:
-                        continue
-                    before = self.best
-                    self.try_(self._merged(before.choice, kind, set(part)), before.seconds)
-                    if self.best is not before:
-                        improved = True
-                    elif len(part) > 1:
-                        parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+        """Merge neighbouring buckets of gathers: all pairs at once, then halves of them where that is a loss."""
+        improved = True
+        while improved and not self.done:
+            improved, parts = False, [self._pairs(self.best.choice.gathers)]
+            while parts and self.effort > 0:
+                part, before = parts.pop(0), self.best
+                self.try_(before.choice._replace(gathers=_merged(before.choice.gathers, set(part))), before.seconds)
+                if self.best is not before:
+                    improved = True
+                elif len(part) > 1:
+                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
 
-    def _pairs(self, buckets: tuple[Members, ...], kind: int) -> list[int]:
+    def _pairs(self, buckets: Sequence[Members]) -> list[int]:
         """The first members of buckets that can be merged with the next one."""
-        things, pairs, i = (self.problem.gathers, self.problem.reductions)[kind], [], 0
-        while i + 1 < len(buckets):
-            if things[buckets[i][0]].key == things[buckets[i + 1][0]].key:
-                pairs.append(buckets[i][0])
-                i += 1
-            i += 1
+        pairs: list[int] = []
+        previous = None  # the bucket before, if it is in no pair
+        for members in buckets:
+            if previous is not None and self._share_key(self.problem.gathers, previous, members):
+                pairs.append(previous[0])
+                previous = None
+            else:
+                previous = members
         return pairs
 
-    def _merged(self, choice: Choice, kind: int, swallow: set[int]) -> Choice:
-        buckets: list[Members] = []
-        for members in _buckets(choice, kind):
-            if buckets and buckets[-1][0] in swallow:
-                swallow.discard(buckets[-1][0])
-                buckets[-1] += members
-            else:
-                buckets.append(members)
-        return _with_buckets(choice, kind, buckets)
+    @staticmethod
+    def _share_key(messages: Sequence[Gather | Reduction], first: Members, second: Members) -> bool:
+        return messages[first[0]].key == messages[second[0]].key
 
     def climb(self) -> None:
-        """Change the best choice at random while effort is left; at first, accept slightly slower ones."""
-        current, total = self.best, max(self.effort, 1)
-        while not self.done:
-            worse = 1 + _WORSE * max(0.0, self.effort / total - 0.1)
-            placed = self.try_(self._neighbour(current.choice), current.seconds * worse)
-            if placed is not None and placed.seconds <= current.seconds * worse:
+        """Change the best choice at random while effort is left."""
+        current, total = self.best, self.effort
+        while self.moves.changes and not self.done:
+            limit = current.seconds * (1 + self.moves.slower * self.effort / total)
+            placed = self.try_(self._neighbour(current.choice), limit)
+            if placed is not None and placed.seconds <= limit:
                 current = placed
 
     def _neighbour(self, choice: Choice) -> Choice:
-        chance = self.chance
-        for _ in range(chance.choice((1, 1, 2, 3))):
-            choice = self._regrouped(choice)
-        draw = chance.random()
-        if draw < 0.1:
-            return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice(_RESERVES))
-        if draw < 0.25 and self.order:
-            return self._kept_otherwise(choice)
+        """A choice with one to three random changes."""
+        changes, weights = zip(*self.moves.changes)
+        for change in self.chance.choices(changes, weights, k=self.chance.choice((1, 1, 2, 3))):
+            choice = change(self, choice)
         return choice
 
-    def _regrouped(self, choice: Choice) -> Choice:
-        """Split a bucket, merge two, or move the border between them."""
-        chance, counts = self.chance, (len(choice.gathers), len(choice.reductions))
-        kind = int(chance.random() * sum(counts) >= counts[0])
-        things, buckets = (self.problem.gathers, self.problem.reductions)[kind], list(_buckets(choice, kind))
-        if not buckets:
-            return choice
-        i, draw = chance.randrange(len(buckets)), chance.random()
-        members = buckets[i]
-        if draw < 0.2:
-            if cuts := self._cuts(members, kind):
-                cut = chance.choice(cuts)
-                buckets[i : i + 1] = [members[:cut], members[cut:]]
-        elif i + 1 < len(buckets) and things[members[0]].key == things[buckets[i + 1][0]].key:
-            both, border = members + buckets[i + 1], len(members)
-            if draw < 0.5:
-                buckets[i : i + 2] = [both]
-            elif cuts := [cut for cut in self._cuts(both, kind) if cut != border]:
-                cut = chance.choice(sorted(cuts, key=lambda cut: abs(cut - border))[:4] if draw < 0.75 else cuts)
-                buckets[i : i + 2] = [both[:cut], both[cut:]]
-        return _with_buckets(choice, kind, buckets)
+    def pick(self, choice: Choice) -> tuple[bool, list[Members], int]:
+        """Pick a bucket at random: whether it is one of gathers, the buckets of its kind, and its number among them."""
+        number, count = self.chance.randrange(len(choice.gathers) + len(choice.reductions)), len(choice.gathers)
+        return (True, [*choice.gathers], number) if number < count else (False, [*choice.reductions], number - count)
 
-    def _cuts(self, members: Members, kind: int) -> list[int]:
+    def cuts(self, members: Members, gathers: bool) -> Iterator[int]:
         """Where a bucket may be cut: members of one operation stay together."""
-        at = self.at[kind]
-        return [k for k in range(1, len(members)) if at[members[k]] != at[members[k - 1]]]
+        problem = self.problem
+        at = lambda i: (problem.gathers[i].use, problem.gathers[i].release) if gathers else problem.reductions[i].born
+        return (k for k in range(1, len(members)) if at(members[k]) != at(members[k - 1]))
 
-    def _kept_otherwise(self, choice: Choice) -> Choice:
-        """Keep a few more values from forward to backward, or a few less."""
-        some = self.chance.choice((1, 1, 2, 4, 7))
-        if self.chance.random() < 0.5:
-            more = [i for i in self.order if i not in choice.dropped][:some]
-            dropped = kept(self.problem, choice.dropped.union(more))
-            left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
-            return choice._replace(gathers=tuple(members for members in left if members), dropped=dropped)
-        fewer = [i for i in self.order if i in choice.dropped][-some:]
-        dropped = kept(self.problem, choice.dropped.difference(fewer))
-        back = by_key(self.problem.gathers, sorted(choice.dropped - dropped))
-        return choice._replace(gathers=self._sorted([*choice.gathers, *map(tuple, back.values())]), dropped=dropped)
+    def can_join(self, buckets: Sequence[Members], k: int, gathers: bool) -> bool:
+        """Whether a bucket has the key of the next one."""
+        messages = self.problem.gathers if gathers else self.problem.reductions
+        return k + 1 < len(buckets) and self._share_key(messages, buckets[k], buckets[k + 1])
 
 
-def _buckets(choice: Choice, kind: int) -> tuple[Members, ...]:
-    """The buckets of gathers (kind 0) or of reductions (kind 1)."""
-    return choice.reductions if kind else choice.gathers
+Change = Callable[[Search, Choice], Choice]
 
 
-def _with_buckets(choice: Choice, kind: int, buckets: list[Members]) -> Choice:
-    """A choice with other buckets of gathers (kind 0) or of reductions (kind 1)."""
-    return choice._replace(reductions=tuple(buckets)) if kind else choice._replace(gathers=tuple(buckets))
+def split(search: Search, choice: Choice) -> Choice:
+    """Split a bucket."""
+    gathers, buckets, k = search.pick(choice)
+    if cuts := [*search.cuts(buckets[k], gathers)]:
+        cut = search.chance.choice(cuts)
+        buckets[k : k + 1] = [buckets[k][:cut], buckets[k][cut:]]
+    return _with_buckets(choice, gathers, buckets)
+
+
+def join(search: Search, choice: Choice) -> Choice:
+    """Merge a bucket with the next one."""
+    gathers, buckets, k = search.pick(choice)
+    if search.can_join(buckets, k, gathers):
+        buckets[k : k + 2] = [buckets[k] + buckets[k + 1]]
+    return _with_buckets(choice, gathers, buckets)
+
+
+def move_border(search: Search, choice: Choice) -> Choice:
+    """Move members between a bucket and the next one: often a few of them, sometimes any number."""
+    gathers, buckets, k = search.pick(choice)
+    if search.can_join(buckets, k, gathers):
+        both, border = buckets[k] + buckets[k + 1], len(buckets[k])
+        cuts = sorted((cut for cut in search.cuts(both, gathers) if cut != border), key=lambda cut: abs(cut - border))
+        if cuts:
+            cut = search.chance.choice(cuts[:4] if search.chance.random() < 0.5 else cuts)
+            buckets[k : k + 2] = [both[:cut], both[cut:]]
+    return _with_buckets(choice, gathers, buckets)
+
+
+def change_start(search: Search, choice: Choice) -> Choice:
+    """Change when gathers start."""
+    return choice._replace(lead=search.chance.choice(_LEADS), reserve=search.chance.choice((False, True)))
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a search tries. `benchmarks/ablations.py` leaves each of them out, to see what it gains."""
+
+    keep: bool = True  # begin also with as many values kept from forward to backward as fit
+    full: tuple[float, ...] = FULL  # latencies that the transfer of a bucket takes at the beginning
+    merge: bool = True  # merge buckets of gathers, many at once
+    changes: tuple[tuple[Change, int], ...] = (  # each with its weight
+        (split, 20),
+        (join, 30),
+        (move_border, 50),
+        (change_start, 6),
+    )
+    slower: float = 0.0003  # the share by which a change may be slower at first; it falls to 0
+    one_ahead: bool = True  # compare with the schedule that sends every message alone, one message ahead
+
+
+MOVES = Moves()
+
+
+def _merged(buckets: Sequence[Members], firsts: set[int]) -> tuple[Members, ...]:
+    """Buckets of which those with these first members are merged with the next one."""
+    merged: list[Members] = []
+    into_last = False
+    for members in buckets:
+        if into_last:
+            merged[-1] += members
+        else:
+            merged.append(members)
+        into_last = not into_last and members[0] in firsts
+    return tuple(merged)
+
+
+def _with_buckets(choice: Choice, gathers: bool, buckets: list[Members]) -> Choice:
+    """A choice with other buckets of gathers, or of reductions."""
+    return choice._replace(gathers=tuple(buckets)) if gathers else choice._replace(reductions=tuple(buckets))

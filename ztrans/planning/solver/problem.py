@@ -12,7 +12,7 @@ been waited for. Collectives that no schedule places, as the step's own, are iss
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -50,14 +50,18 @@ class Gather(NamedTuple):
 class Reduction(NamedTuple):
     key: Hashable
     wire: int
-    held: int  # bytes live from operation `born` on, until the wait
+    held: int  # bytes of the gradient, live from operation `born` on, until the wait
     born: int  # the operation that makes the gradient
-    flight: int = 0  # further bytes live from the start until the wait
+    received: int = 0  # bytes of the buffer in which it is received, live from the start until the wait
     need: int | None = None  # the place that needs the result at the latest (default: the end)
-    freed: int = 0  # the part of `held` that is not live after the start, because a copy in `flight` is sent
-    more: int = 0  # further bytes live at the place of the wait
-    result: int = 0  # bytes of the reduced value, live from the start until place `until`
-    until: int = 0
+    freed: int = 0  # the part of `held` that is not live after the start, because a copy is sent
+    sent: int = 0  # bytes of that copy, live from the start until its bucket's first wait
+    value: int = 0  # bytes that the wait makes for the reduced value; 0 if it lies in the buffer that was received
+    updated: int = 0  # bytes that the updates which follow it make, and that stay
+    updating: int = 0  # bytes of temporaries that one of them has at once
+    results: tuple[tuple[int, int], ...] = ()  # bytes that stay after the wait, each up to a slot (see `slots`)
+    waiting: int = 0  # bytes of results that wait for it, live from the place after its birth until its wait
+    second: int = 0  # bytes of a second reduction, live from its wait until that of the next bucket that has one
     small: bool = False
     name: str = ""
 
@@ -91,7 +95,6 @@ class Problem:
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # messages at places that no schedule changes
     names: tuple[str, ...] = ()  # of the operations, for errors
-    peak_of: Callable[[Schedule], int] | None = None  # the peak of the program that a schedule makes, if there is one
 
     def place(self, k: int) -> str:
         """The text of a place in errors."""

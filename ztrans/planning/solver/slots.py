@@ -42,26 +42,57 @@ def gathering(problem: Problem, members: Sequence[Gather], start: int, wait: int
 
 
 def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Span]:
-    """The bytes that a bucket of reductions has live: gradients, buffers, and reduced values."""
+    """The bytes that a bucket of reductions has live: gradients, buffers, reduced values, and updates."""
     for r in members:
         yield 2 * r.born + 1, 2 * start, r.held
-        if r.result:
-            yield 2 * start, 2 * r.until, r.result
-    more, moving = sum(r.more for r in members), under_way(members)
-    yield 2 * start, 2 * start + 1, max(sum(r.held + r.flight for r in members) + copied(members), moving + more)
-    yield 2 * start + 1, 2 * wait + 1, moving
-    if wait > start:
-        yield 2 * wait, 2 * wait + 1, more
+        yield 2 * r.born + 2, 2 * wait + 1, r.waiting
+        yield from ((2 * wait + 1, until, size) for size, until in r.results if until > 2 * wait + 1)
+    begins, ends = sending_bytes(members), waited(members)
+    if start == wait:
+        yield 2 * start, 2 * start + 1, max(begins, ends)
+    else:
+        yield 2 * start, 2 * start + 1, begins
+        yield 2 * start + 1, 2 * wait, under_way(members)
+        yield 2 * wait, 2 * wait + 1, ends
+
+
+def sending_bytes(members: Sequence[Reduction]) -> int:
+    """The bytes that a bucket of reductions has live where it starts."""
+    return sum(r.held + r.sent + r.received for r in members) + copied(members)
 
 
 def under_way(members: Iterable[Reduction]) -> int:
-    """The bytes that reductions have live from their start to their wait."""
-    return sum(r.held - r.freed + r.flight for r in members)
+    """The bytes that reductions have live between their start and their wait."""
+    return sum(r.held - r.freed + r.sent + r.received for r in members)
+
+
+def waited(members: Sequence[Reduction]) -> int:
+    """The most bytes that a bucket of reductions has live at its wait.
+
+    Its members are waited for one after the other. What was sent from a buffer is freed after the first wait, a
+    gradient that was sent from its own storage after its own. Then the updates run, one after the other.
+    """
+    packed, buffer = bool(shared(members)), sum(r.sent for r in members) + copied(members)
+    live = most = under_way(members)
+    for r in members:
+        most = max(most, live + r.value)
+        gradient = 0 if r.small and packed else r.held - r.freed
+        live += r.value - gradient - (r.received if r.value else 0) - buffer
+        buffer = 0
+    stay = live + sum(r.updated + r.second for r in members)
+    return max(most, stay + max(r.updating for r in members))
 
 
 def copied(members: Sequence[Reduction]) -> int:
     """The bytes of gradients that are copied because their bucket has several small ones."""
     return sum(r.held - r.freed for r in shared(members))
+
+
+def second_reductions(problem: Problem, buckets: Sequence[tuple[Sequence[Reduction], int]]) -> Iterator[Span]:
+    """The bytes of second reductions, given the members of each bucket and its wait."""
+    waits = sorted((wait, sum(r.second for r in members)) for members, wait in buckets if members[0].second)
+    for (wait, size), (end, _) in zip(waits, [*waits[1:], (len(problem.seconds), 0)]):
+        yield 2 * wait + 1, 2 * end + 1, size
 
 
 def fixed(problem: Problem) -> np.ndarray:

@@ -1,135 +1,95 @@
 """solve: choose a schedule of collectives for a problem.
 
-Memory is a hard limit. The search counts live bytes by slot (see `slots`), because it must weigh thousands of
-choices. For a problem of a program that count is an estimate: which updates run in place, and what they hold until
-they have run, depends on the whole order. `Problem.peak_of` therefore analyses the program that a schedule makes,
-and its peak decides. Where it is above the memory, the next search counts with as many bytes less.
+Memory is a hard limit. Live bytes are counted by slot (see `slots`), and the program in the order of a schedule never
+has more of them live than its schedule counts.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import replace
+from typing import NamedTuple
 
-from .evaluation import evaluate, issued, played
+from .evaluation import evaluate
 from .loads import Loads, kept
-from .local_search import Search
+from .local_search import MOVES, Moves, Search
 from .lower_bound import bound
 from .problem import Bucket, Problem, Schedule
 from .slots import by_operation
-from .validate import validate
+from .validate import ScheduleError, validate
 
 EFFORT = 15_000  # messages that the search places: about half a second
-SEARCHES = 3  # at most; each has a smaller share of the effort than the one before it
 ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, ends the search
-FEW = 25  # schedules: a search that cannot try more gains little after its seeds
 
 
 class Infeasible(Exception):
-    """No schedule fits the memory: every one has at least `needs` bytes live at operation `at`."""
+    """No schedule fits the memory: with every message alone, `needs` bytes are live at operation `at`."""
 
     def __init__(self, needs: int, at: int) -> None:
-        super().__init__(f"{needs} bytes are needed at operation {at}, whatever the schedule")
+        super().__init__(f"{needs} bytes are needed at operation {at}, even if every message is sent alone")
         self.needs, self.at = needs, at
 
 
-def solve(problem: Problem, effort: int = EFFORT) -> Schedule:
+class Needs(NamedTuple):
+    """The memory that a problem needs."""
+
+    bytes: int
+    at: int  # the operation at which that much is live
+
+
+def needs(problem: Problem) -> Needs:
+    """Count the bytes that a schedule needs in which every message is alone and each reduction is waited for at once.
+
+    No other schedule needs less, unless an update after a wait has temporaries and would fit better later.
+    """
+    least = by_operation(Loads(problem).alone(kept(problem, ())))
+    return Needs(int(least.max(initial=0)), int(least.argmax()) if len(least) else 0)
+
+
+def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
     """Find the fastest schedule whose peak fits the memory.
 
     The same problem has the same schedule on every rank, because effort is counted and not timed.
 
     Args:
-        problem: what is to be scheduled. With `peak_of`, its peaks decide, else those of the slots.
+        problem: the operations, the messages and the limits.
         effort: messages that the search may place.
-
-    Returns:
-        The schedule. If no schedule of a program was found that fits, the one with the lowest peak.
+        moves: the moves of the search.
 
     Raises:
-        Infeasible: no schedule fits the memory, in a problem without `peak_of`.
+        Infeasible: no schedule fits the memory.
     """
-    least = by_operation(Loads(problem).alone(kept(problem, ())))
-    needs = int(least.max(initial=0))
-    if problem.peak_of is None:
-        if needs > problem.memory:
-            raise Infeasible(needs, int(least.argmax()))
-        return _search(problem, effort, lambda schedule: True)
-
-    peak_of = problem.peak_of
-    fits = lambda schedule: peak_of(schedule) <= problem.memory
-    schedules: list[Schedule] = []
-    counted = max(problem.memory, needs)  # the bytes that the slots may have
-    for number in range(1, SEARCHES + 1):
-        schedules.append(_search(replace(problem, memory=counted, peak_of=None), effort // number, fits))
-        above = peak_of(schedules[-1]) - problem.memory
-        if above <= 0 or counted == needs:
-            break
-        counted = max(counted - above, needs)
-    return min(schedules, key=peak_of)
-
-
-def _search(problem: Problem, effort: int, promising: Callable[[Schedule], bool]) -> Schedule:
-    """The best schedule of one search that fits by slots.
-
-    An effort that is enough for few schedules is spent only if the best of the seeds is `promising`.
-    """
-    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort)
-    search.sow()
-    chosen = _chosen(search)
-    few = effort < FEW * (len(problem.gathers) + len(problem.reductions))
-    if search.done or (few and not promising(chosen)):
-        return chosen
-    search.merge()
+    least = needs(problem)
+    if least.bytes > problem.memory:
+        raise Infeasible(*least)
+    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort, moves)
+    search.begin()
+    if moves.merge:
+        search.merge()
     search.climb()
-    return _chosen(search)
+    simple = one_ahead(problem) if moves.one_ahead else None
+    if simple is not None and evaluate(problem, simple).seconds < search.best.seconds:
+        return simple
+    return search.best.schedule
 
 
-def _chosen(search: Search) -> Schedule:
-    """The fastest of the search's best schedule, the same with later starts, and one that needs no search."""
-    problem, best = search.problem, search.best.schedule
-    choices = [later(problem, best), best, one_ahead(problem, search.free)]
-    outcomes = [(evaluate(problem, schedule), schedule) for schedule in choices if schedule is not None]
-    fitting = [(outcome.seconds, schedule) for outcome, schedule in outcomes if outcome.peak <= problem.memory]
-    return min(fitting, key=lambda pair: pair[0])[1]
+def one_ahead(problem: Problem) -> Schedule | None:
+    """The schedule with every message alone, started or waited for one message ahead; None if it is not allowed.
 
-
-def one_ahead(problem: Problem, dropped: frozenset[int]) -> Schedule | None:
-    """Every message in a bucket of its own, started or waited for one message ahead; None if that does not fit."""
-    order = sorted((i for i in range(len(problem.gathers)) if i not in dropped), key=lambda i: problem.gathers[i].use)
+    In small problems, where to send a message takes much compute, it may be faster than what the search finds.
+    """
+    dropped, end = kept(problem, ()), len(problem.seconds)
+    order = sorted((g.use, i) for i, g in enumerate(problem.gathers) if i not in dropped)
     gathers = [
-        Bucket((i,), min(max(before, problem.gathers[i].release), problem.gathers[i].use), problem.gathers[i].use)
-        for before, i in zip([0, *(problem.gathers[i].use for i in order)], order)
+        Bucket((i,), min(max(before, problem.gathers[i].release), use), use)
+        for (before, _), (use, i) in zip([(0, 0), *order], order)
     ]
     starts = [r.born + 1 for r in problem.reductions]
-    ends = [len(problem.seconds) if r.need is None else r.need for r in problem.reductions]
     reductions = [
-        Bucket((i,), start, min(after, end))
-        for i, (start, after, end) in enumerate(zip(starts, [*starts[1:], len(problem.seconds)], ends))
+        Bucket((i,), start, min(after, end if r.need is None else r.need))
+        for i, (r, start, after) in enumerate(zip(problem.reductions, starts, [*starts[1:], end]))
     ]
-    schedule = Schedule(tuple(sorted(gathers, key=lambda b: b.start)), tuple(reductions), dropped)
+    schedule = Schedule(tuple(sorted(gathers, key=lambda bucket: bucket.start)), tuple(reductions), dropped)
     try:
         validate(problem, schedule)
-    except ValueError:
+    except ScheduleError:
         return None
     return schedule if evaluate(problem, schedule).peak <= problem.memory else None
-
-
-def later(problem: Problem, schedule: Schedule) -> Schedule:
-    """Start every gather at the last place before its transfer begins.
-
-    Fewer bytes are live then. Where sending costs no compute, nothing else changes.
-    """
-    times, _ = played(problem, schedule)
-    last: dict[str, int] = {}  # by lane, where the message after starts
-    ours = set(map(id, schedule.gathers))
-    gathers = []
-    for (bucket, message), begin in reversed(list(zip(issued(problem, schedule), times.begin))):
-        start = message.issue
-        if bucket is not None and id(bucket) in ours:
-            start = max(
-                start, min(bisect_right(times.arrive, begin) - 1, bucket.wait, last.get(message.lane, bucket.wait))
-            )
-            gathers.append(replace(bucket, start=start))
-        last[message.lane] = start - (bucket is None)  # at one place, what no schedule places is sent first
-    return replace(schedule, gathers=tuple(sorted(reversed(gathers), key=lambda bucket: bucket.start)))

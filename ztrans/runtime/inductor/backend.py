@@ -16,11 +16,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.collectives.user_collectives import by_group, is_users
+from ...ir.collectives.varying import varying
 from ...ir.donation import Donation, donation
 from ...ir.graph import Eqn, Graph, Var, producers, substitute
 from ...ir.layout import localize
 from ...ir.operations import compute
-from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, shown

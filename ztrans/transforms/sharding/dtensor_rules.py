@@ -23,9 +23,9 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
-from ..ir.layout import part
-from ..ir.operations import shows_argument
+from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
+from ...ir.layout import part
+from ...ir.operations import shows_argument
 
 aten = torch.ops.aten
 # Operations for which DTensor has no rule, each with an operation of the same layouts for which it has one.

@@ -1,24 +1,24 @@
 """Value layouts: the layout that each value of a plain program has in the program of one rank, and changes of layout.
 
-Every value has one layout on the mesh. If equations need it in another layout, collectives change the layout, once for
-all of them. Forward and backward need whole values; at stage 3, each of the two gathers them anew, and computes their
-views and casts anew. The update needs parts.
+Every value has one layout on the mesh, over one axis. If equations need it in another layout, collectives change the
+layout, once for all of them. Forward and backward need whole values; at stage 3, each of the two gathers them anew, and
+computes their views and casts anew. The update needs parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
-from ..ir.operations import is_view_or_cast
-from ..ir.reshard import Site, redistribute, reduced
+from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
+from ...ir.operations import is_view_or_cast
+from ...ir.reshard import Site, redistribute, reduced
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
-    from .shard_params import ShardParams
+    from ..shard_params import ShardParams
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -32,8 +32,7 @@ class Values:
     """
 
     def __init__(self, graph: Graph, options: ShardParams) -> None:
-        self.opt, self.axis = options, options.axis
-        self.axes = options.axes
+        self.opt = options
         self.eqns: list[Eqn] = []
         self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.producers = producers(graph.eqns)
@@ -61,10 +60,17 @@ class Values:
     def laid(self, v: Var, to: Split | Partial | None, eqn: Eqn) -> Var:
         """A value in the layout that an equation of the update needs. The layout changes once for all equations."""
         value = self.value(v, eqn)
+        held = next((p.axis for p in value.layout), None)
+        if to is not None and held not in (None, to.axis):  # shards over one axis become shards over another
+            value, held = self._relaid(value, None, held, eqn), None
+        axis = held or (to.axis if to is not None else None)
+        return value if axis is None else self._relaid(value, to, axis, eqn)
+
+    def _relaid(self, value: Var, to: Split | Partial | None, axis: str, eqn: Eqn) -> Var:
         if (value, to) not in self._laid:
             name = f"{value.name}.{'full' if to is None else 'shard'}"
-            site = self._site(eqn, "update", value.name)
-            more, self._laid[value, to] = redistribute(value, to, self.axis, site, name)
+            site = self._site(eqn, "update", value.name, axis)
+            more, self._laid[value, to] = redistribute(value, to, axis, site, name)
             self.eqns.extend(more)
         return self._laid[value, to]
 
@@ -88,8 +94,9 @@ class Values:
         if phase not in known and v in self._lazy:
             self._make(self._lazy[v], phase, eqn, first=not known)
         elif phase not in known:
-            site = self._site(eqn, "param", v.name, regather=self.opt.reshard if known else None)
-            more, known[phase] = redistribute(self.placed[v], None, self.axis, site, f"{v.name}.full")
+            axis = self.placed[v].layout[0].axis
+            site = self._site(eqn, "param", v.name, axis, regather=self.opt.reshard if known else None)
+            more, known[phase] = redistribute(self.placed[v], None, axis, site, f"{v.name}.full")
             self.eqns.extend(more)
         return known[phase]
 
@@ -102,23 +109,23 @@ class Values:
             self._whole.setdefault(old, {})[phase] = new
         self.eqns.append(copy.replace(region=eqn.region))
 
-    def reduce(self, eqn: Eqn, x: Var, out: Var, over: Set[str], to: Split | None, role, path: str, op: str) -> None:
-        """Reduce `x` over the axes `over` to `out`; with `to`, the reduction over the sharded axis scatters it."""
+    def reduce(self, eqn: Eqn, x: Var, out: Var, over: Sequence[str], to: Split | None, role, path, op: str) -> None:
+        """Reduce `x` over each of the axes `over` to `out`; with `to`, the reduction over its axis scatters it."""
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
         # If a gradient was cast to a wider dtype and would be sent in its former one, send the value before the cast.
         cast = self.producers.get(x)
         narrow = cast is not None and cast.op is _CAST and cast.args[0].dtype == dtype
-        value = self.local[cast.args[0] if cast is not None and narrow else x]
-        ordered = [a for a in self.axes if a in over]
-        for axis in ordered:
-            split = to if axis == self.axis else None
-            name = out.name if axis == ordered[-1] else f"{out.name}.{axis}"
+        sent = cast.args[0] if cast is not None and narrow else x
+        value = self.local[sent] if sent in self.local else self.laid(sent, None, eqn)
+        for axis in over:
+            split = to if to is not None and axis == to.axis else None
+            name = out.name if axis == over[-1] else f"{out.name}.{axis}"
             site = self._site(eqn, role, path, axis, keep=out.name)
             more, value = reduced(value, op, split, axis, site, name, dtype, x.dtype)
             self.eqns.extend(more)
         self.bind(out, value)
 
-    def _site(self, eqn: Eqn, role, path: str, axis: str | None = None, keep: str | None = None, regather=None) -> Site:
+    def _site(self, eqn: Eqn, role, path: str, axis: str, keep: str | None = None, regather=None) -> Site:
         fresh = lambda name: name if name == keep else self.names.fresh(name)
-        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis or self.axis, regather))
+        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis, regather))

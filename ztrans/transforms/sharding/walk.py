@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.collectives.user_collectives import is_users, on_parts
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
-from ..ir.layout import is_worth_cutting
-from ..ir.printer import op_name
-from ..ir.reshard import on_axis
-from ..ir.source import where
-from ..ir.varying import INVARIANT, varying
-from ..ops import EVERY_AXIS
+from ...ir.axes import members, members_of
+from ...ir.collectives import GRADIENT, PMEAN, PSUM
+from ...ir.collectives.user_collectives import is_users, on_parts
+from ...ir.collectives.varying import INVARIANT, differing, varying
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
+from ...ir.layout import is_worth_cutting
+from ...ir.printer import op_name
+from ...ir.reshard import on_axis
+from ...ir.source import where
+from ...ops import EVERY_AXIS
 from .dtensor_rules import NoRule, rule
+from .leaf_axes import LeafAxes, meta_leaf
 from .value_layouts import Values
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
-    from .shard_params import ShardParams
+    from ..shard_params import ShardParams
 
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
@@ -36,9 +38,11 @@ class Sharding:
     """One walk over the program. The equations of the update that are in `whole` run on whole values, on every rank."""
 
     def __init__(self, graph: Graph, options: ShardParams, whole: Set[Eqn] = frozenset()) -> None:
-        self.graph, self.opt, self.axis, self.on_every_rank = graph, options, options.axis, whole
+        self.graph, self.opt, self.on_every_rank = graph, options, whole
         self.values = Values(graph, options)
-        self.over = varying(graph, self.values.axes)
+        self.axes = LeafAxes.of_program(graph, options)
+        self.over = varying(graph, self.axes.all)
+        self.differ = differing(graph, self.axes.others, self.axes.all)
         self.means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
@@ -69,9 +73,10 @@ class Sharding:
         return self.values.placed[v].layout if v in self.values.placed else ()
 
     def layout(self, v: Var, i: int) -> Layout:
-        if i >= self.graph.num_state or self.graph.axes[self.axis] == 1:
-            return ()  # a single rank holds the whole value
-        return self.opt.layout(v.name, v.shape, torch.empty(v.shape, dtype=v.dtype, device="meta"))
+        if i >= self.graph.num_state:
+            return ()
+        layout = self.opt.layout(v.name, v.shape, meta_leaf(self.graph, i))
+        return tuple(p for p in layout if self.graph.axes[p.axis] > 1)  # a single rank holds the whole value
 
     def varies(self, eqn: Eqn) -> bool:
         return any(v in self.over for v in eqn.ins)
@@ -86,8 +91,8 @@ class Sharding:
 
         Raises: ValueError if they would, each its own numbers.
         """
-        many = any(self.graph.axes[a] > 1 for a in self.values.axes)
-        if many and (self.opt.replicate_axis or not self.has_parts(eqn)):
+        cut = {p.axis for v in eqn.ins if v in self.values.placed for p in self.values.placed[v].layout}
+        if any(self.graph.axes[a] > 1 and a not in members_of(cut) for a in self.axes.all):
             raise self.unreduced(
                 eqn, f"a random draw ({op_name(eqn.op)}) in the update, of a value that is not sharded,"
             )
@@ -101,7 +106,8 @@ class Sharding:
 
     def on_shards(self, eqn: Eqn) -> None:
         """Add an update equation: it runs on shards, by DTensor's rule."""
-        have = lambda v: self.values.value(v, eqn).layout
+        axis = self.axis_of(eqn)
+        have = lambda v: tuple(p for p in self.values.value(v, eqn).layout if p.axis == axis)
         wanted: list[Layout]
         given: list[Layout]
         try:
@@ -110,34 +116,47 @@ class Sharding:
             elif is_users(eqn):
                 wanted = given = on_parts(eqn, [have(v) for v in eqn.ins])
             else:
-                wanted, given = rule(eqn, have, self.axis, self.graph.axes[self.axis])
+                wanted, given = rule(eqn, have, axis, self.graph.axes[axis])
         except NoRule as error:
-            raise ValueError(
-                f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
-                f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
-                f"  at {where(eqn.source)}\n"
-                f"Use elementwise operations, reductions or matmuls in the update, or leave these leaves whole: "
-                f"shard_params(..., where=lambda path, leaf: ...)."
-            ) from None
+            raise self.no_rule(eqn, error) from None
         ready = iter(wanted)
-        read = lambda v: self.values.laid(v, on_axis(next(ready), self.axis), eqn)
+        read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
         args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
         self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs, outs=outs))
         for old, new in zip(eqn.results, self.values.eqns[-1].results):
             self.values.bind(old, new)
 
+    def axis_of(self, eqn: Eqn) -> str:
+        """The axis over which most arguments of an equation of the update are cut, or in terms."""
+        axes = [p.axis for v in eqn.ins for p in self.values.value(v, eqn).layout]
+        return max(dict.fromkeys(axes), key=axes.count, default=self.axes.main)
+
     def gradient(self, eqn: Eqn) -> None:
-        """Add the mark of a gradient: that of an invariant value is reduced here, that of a varying value is not."""
+        """Add the mark of a gradient: that of an invariant value is reduced here, that of a varying value is not.
+
+        A leaf that differs over an axis gets the terms of all ranks of that axis: collectives of backward bring them.
+        The loss is the mean over that axis too, so its gradient is their sum, divided by the number of these ranks.
+        """
         g, p = eqn.args
-        out = eqn.out
-        over = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
-        if not over:
+        out, differs = eqn.out, self.differ.get(p, INVARIANT)
+        varies = self.over.get(g, INVARIANT) - self.over.get(p, INVARIANT)
+        if not varies:
             self.values.bind(out, self.values.value(g, eqn))
             return
-        have = on_axis(self.values.placed[p].layout, self.axis) if p in self.values.placed else None
-        to = have if isinstance(have, Split) else None
-        self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
+        layout = self.values.placed[p].layout if p in self.values.placed else ()
+        to = next((part for part in layout if isinstance(part, Split)), None)
+        over = self.axes.cover(varies - differs, p)
+        ranks = math.prod(self.graph.axes[a] for a in differs & varies)
+        if ranks == 1:
+            return self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
+        mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum"))
+        self.values.reduce(eqn, g, mean, over, to, "grad", p.name, "mean")
+        value = self.values.value(mean, eqn)
+        scaled = dataclasses.replace(value, name=out.name)
+        args = (value, ranks)
+        self.values.eqns.append(eqn.replace(op=torch.ops.aten.div.Tensor, args=args, outs=(scaled,), region="update"))
+        self.values.bind(out, scaled)
 
     def explicit(self, eqn: Eqn) -> None:
         """Add a pmean or psum of the user.
@@ -145,7 +164,7 @@ class Sharding:
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
         """
         x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
-        over = self.over.get(x, INVARIANT) & set(axes)
+        over = self.varies_over(x) & set(axes)
         times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
         if times > 1:
             product = dataclasses.replace(x, name=self.values.names.fresh(x.name)) if over else out
@@ -154,9 +173,10 @@ class Sharding:
         if over:
             readers = self.readers.get(out)
             only_update = readers and all(e.region == "update" for e in readers)
-            cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[self.axis])
-            to = Split(self.axis) if self.axis in over and only_update and self.opt.stage > 0 and cut else None
-            self.values.reduce(eqn, x, out, over, to, "pmean", out.name, REDUCTIONS[eqn.op])
+            reduced, main = self.axes.cover(over), self.axes.main
+            cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[main])
+            to = Split(main) if main in reduced and only_update and self.opt.stage > 0 and cut else None
+            self.values.reduce(eqn, x, out, reduced, to, "pmean", out.name, REDUCTIONS[eqn.op])
         elif times == 1:
             self.values.bind(out, self.values.value(x, eqn))
 
@@ -166,13 +186,19 @@ class Sharding:
         Raises: ValueError for an axis that the step is not sharded over.
         """
         axis = eqn.args[1]
-        if axis != EVERY_AXIS and axis not in self.values.axes:
+        if axis == EVERY_AXIS:
+            return self.axes.all
+        if not {*members(axis)} <= {*self.axes.all}:
             raise ValueError(
-                f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.values.axes)}).\n"
+                f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.axes.all)}).\n"
                 f"  at {where(eqn.source)}\n"
                 f"Name the axis that the step is sharded over."
             )
-        return self.values.axes if axis == EVERY_AXIS else (axis,)
+        return members(axis)
+
+    def varies_over(self, v: Var) -> frozenset[str]:
+        """The axes over which a value differs from rank to rank, because of the batch or because the state does."""
+        return self.over.get(v, INVARIANT) | self.differ.get(v, INVARIANT)
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[Eqn]]:
@@ -182,21 +208,23 @@ class Sharding:
 
     def state(self, old: Var, new: Var, out: Var) -> Var:
         """A leaf of the new state, `out`, in the layout that the old leaf has in the new program, where it is `new`."""
-        to = on_axis(new.layout, self.axis)
-        if out not in self.over:
+        to = next((part for part in new.layout if isinstance(part, Split)), None)
+        others = self.axes.others.get(old, INVARIANT)
+        if not self.varies_over(out) - others:
             return self.values.laid(out, to, self.end(out))
         maker = self.values.producers.get(out)
         if maker is None or maker.region == "update":
-            raise self.unreduced(self.entry(maker), "a value that depends on the batch", old)
-        return self.averaged(out, to if isinstance(to, Split) else None, f"state {old.name}", "state")
+            subject = "a value that depends on the batch" if out in self.over else "a value of leaves that differ"
+            raise self.unreduced(self.entry(maker) if out in self.over else maker, subject, old)
+        return self.averaged(out, to, f"state {old.name}", "state", others)
 
     def output(self, out: Any) -> Any:
         if not isinstance(out, Var):
             return out
-        if out not in self.over:
+        if not self.varies_over(out):
             return self.values.laid(out, None, self.end(out))
         if self.opt.outputs == "local" or out.shape:  # the samples of a batch are not the same on two ranks
-            return self.values.local[out]
+            return self.values.local[out] if out in self.values.local else self.values.laid(out, None, self.end(out))
         return self.averaged(out, None, "output", "output")
 
     def end(self, out: Var) -> Eqn:
@@ -204,20 +232,30 @@ class Sharding:
         maker = self.values.producers.get(out)
         return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
 
-    def averaged(self, out: Var, to: Split | None, name: str, role: str) -> Var:
+    def averaged(self, out: Var, to: Split | None, name: str, role: str, not_over: Set[str] = INVARIANT) -> Var:
+        """The mean of a value over all axes over which it differs, except for those of `not_over`."""
         end, key = self.end(out), (out, to, role)
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
             raise ValueError(
                 f"shard_params: the {name} {out} is an integer that depends on the batch, so it differs from rank to "
                 f"rank and has no mean.\n  at {where(end.source, 'the step arguments')}\n"
-                f"Reduce it with zt.psum(x, {self.axis!r}), make it a float, or pass outputs='local'."
+                f"Reduce it with zt.psum(x, {self.axes.main!r}), make it a float, or pass outputs='local'."
             )
         if key not in self.means:
             self.means[key] = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
-            self.values.reduce(end, out, self.means[key], self.over[out], to, role, out.name, "mean")
+            over = self.axes.cover(self.varies_over(out) - not_over)
+            self.values.reduce(end, out, self.means[key], over, to, role, out.name, "mean")
         return self.values.value(self.means[key], end)
 
     # ---- errors
+
+    def no_rule(self, eqn: Eqn, error: NoRule) -> ValueError:
+        return ValueError(
+            f"shard_params: the update cannot run on shards: {op_name(eqn.op)} has no sharding rule for "
+            f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
+            f"  at {where(eqn.source)}\n"
+            f"{_advice(eqn.op)} Or leave these leaves whole: shard_params(..., where=lambda path, leaf: ...)."
+        )
 
     def entry(self, eqn: Eqn | None) -> Eqn | None:
         """The equation through which a varying value enters the update: `eqn` or one that it depends on."""
@@ -232,7 +270,17 @@ class Sharding:
         return ValueError(
             f"shard_params: {subject} {reaches} without having been reduced, so each rank would keep another state.\n"
             f"  at {where(eqn.source if eqn else None, 'the step arguments')}\n"
-            f"Reduce it over the axis: zt.pmean(x, {self.axis!r}) for a mean, zt.psum for a sum. "
+            f"Reduce it over the axis: zt.pmean(x, {self.axes.main!r}) for a mean, zt.psum for a sum. "
             f"Gradients from torch.autograd.grad, torch.func.grad and .backward() are reduced for you; "
             f"those made under vmap are not."
         )
+
+
+def _advice(op: Any) -> str:
+    """What to do about an operation of PyTorch, or one of the user's, which DTensor cannot run on shards."""
+    if getattr(op, "namespace", "aten") == "aten":
+        return "Use elementwise operations, reductions or matmuls in the update."
+    return (
+        f"Tell DTensor in which layouts it runs: "
+        f"@torch.distributed.tensor.experimental.register_sharding(torch.ops.{op})."
+    )

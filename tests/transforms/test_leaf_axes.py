@@ -1,0 +1,213 @@
+"""`shard_params` over several axes: joint axes, an axis for each leaf, and two transforms for different leaves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+import ztrans as zt
+from tests.support import context_parallel, dtensors, experts
+from tests.support.parallel import dual
+from tests.support.parallel import own as c10d
+from tests.support.programs import CASES
+from tests.support.worlds import ALL, default_dtype, distance, plain, sharded
+
+JOINT = zt.AbstractMesh(dp=2, cp=3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_step_over_two_axes_as_one_computes_the_same(stage, hosts):
+    """Odd dims are cut over six ranks; with two hosts the shards are replicated."""
+    hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
+    mesh = zt.AbstractMesh(host=hosts, dp=2, cp=2) if hosts > 1 else JOINT
+    with default_dtype(torch.float64):
+        for name in ("uneven", "clipped")[:hosts]:
+            case = CASES[name]
+            truth, outputs = plain(case, steps=3)
+            state, each, lowered = sharded(
+                case, 24 // 4 if hosts == 1 else 8, stage, 3, mesh=mesh, axis=("dp", "cp"), **hsdp
+            )
+            assert distance(state, truth) < 1e-10
+            assert distance(each[-1][0], outputs[-1]) < 1e-10
+            assert ("@dp*cp" in str(lowered)) == (stage > 0)
+            assert {e.kwargs["axis"] for e in lowered.graph.eqns if "axis" in e.kwargs} <= {"dp*cp", "host"}
+
+
+def exchange(x: torch.Tensor) -> torch.Tensor:
+    """Send row r to rank r of `ep`, and receive a row from each."""
+    return c10d.wait_tensor(c10d.all_to_all_single(x.contiguous(), [1, 1], [1, 1], "ep"))
+
+
+exchanged = dual(exchange, lambda g: exchanged(g))
+EXPERTS = zt.AbstractMesh(dp=2, ep=2)
+
+
+def axis(path: str, leaf: torch.Tensor) -> str | tuple[str, ...]:
+    return "dp" if experts.is_expert(path) else ("dp", "ep")
+
+
+def two(mesh: zt.AbstractMesh, **options) -> zt.Transform:
+    """One `shard_params` for experts, and one for all other leaves."""
+    dense = zt.shard_params(mesh, axis=("dp", "ep"), where=lambda path, leaf: not experts.is_expert(path), **options)
+    return zt.chain(dense, zt.shard_params(mesh, axis="dp", where=experts.is_expert, **options))
+
+
+def of_function(mesh: zt.AbstractMesh, **options) -> zt.Transform:
+    return zt.shard_params(mesh, axis=axis, dim=experts.inner, **options)
+
+
+@pytest.mark.parametrize("shard", [of_function, two])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_experts_and_dense_layers_are_reduced_in_one_step(shard, stage, hosts):
+    """Gradients of experts are summed over `ep` by the step's own messages, and reduced over `dp`; all others over both."""
+    mesh = zt.AbstractMesh(dp=2, ep=2) if hosts == 1 else zt.AbstractMesh(host=2, dp=2, ep=2)
+    hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
+    data, plain_step, truth = experts.batches(3), experts.make_step(), experts.state()
+    for x in data:
+        truth, value = plain_step(truth, x)
+    step = zt.chain(shard(mesh, stage=stage, **hsdp), *ALL)(experts.make_step(exchanged, ranks=2))
+    lowered = step.lower(experts.of_rank(experts.state(), 0, 2), data[0].chunk(4 * hosts)[0])
+    new, values = experts.trained(lowered.graph, experts.state(), data)
+    assert distance(new, truth) < 1e-12
+    assert distance(values[0], value) < 1e-12
+    over = {p: e.kwargs["axis"] for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad" for p in e.provenance.paths
+            if e.kwargs["axis"] != "host"}  # fmt: skip
+    assert over == {f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]}
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    """Gather over `cp` along dim 1."""
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.movedim(1, 0).contiguous(), 2, "cp"))
+    return whole.movedim(0, 1)
+
+
+def scatter_sum(g: torch.Tensor) -> torch.Tensor:
+    mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(g.movedim(1, 0).contiguous(), "sum", 2, "cp"))
+    return mine.movedim(0, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_attention_over_two_axes_computes_the_same(stage):
+    """The sequence is cut over `cp`, keys and values are gathered in the step, and gradients reduced over both axes."""
+    step = context_parallel.make_step(context_parallel.gathered(dual(gather, scatter_sum)))
+    data, truth, new = context_parallel.batches(3), context_parallel.state(), context_parallel.state()
+    shard = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2, cp=2), axis=("dp", "cp"), stage=stage), *ALL)
+    lowered = shard(step).lower(new, *context_parallel.part(data[0], 0, 0))
+    for batch in data:
+        truth, value = context_parallel.plain_step(truth, *batch)
+        new, values = lowered.lockstep(new, [context_parallel.part(batch, d, c) for d in range(2) for c in range(2)])
+    assert distance(new, truth) < 1e-14 and distance(values[0], value) < 1e-14
+
+
+def test_experts_cost_what_they_hold():
+    """On dp=64, stacked experts [8, 512, 512] that are cut along an inner dim: their own bytes, 63/64 of them."""
+    weight, bias = torch.empty(8, 512, 512, device="meta"), torch.empty(512, device="meta")
+
+    def step(state, x):
+        w, b = (p.detach().requires_grad_() for p in state.values())
+        value = (torch.einsum("nw,ewi->eni", x, w) + b).square().mean()
+        grads = torch.autograd.grad(value, [w, b])
+        return {k: p - 0.1 * g for (k, p), g in zip(state.items(), grads)}, value.detach()
+
+    by_leaf = {
+        "axis": lambda path, leaf: "dp" if leaf.ndim == 3 else ("dp", "ep"),
+        "dim": lambda path, leaf: int(leaf.ndim == 3),
+    }
+    lowered = zt.shard_params(zt.AbstractMesh(dp=64, ep=2), **by_leaf)(step).lower(
+        {"w": weight, "b": bias}, torch.empty(4, 512, device="meta")
+    )
+    cost = lowered.cost_analysis()
+    assert cost.over("dp", "param") == cost.over("dp", "grad") == weight.nbytes * 63 // 64
+    assert cost.over("dp*ep", "grad") == bias.nbytes * 127 // 128
+
+
+def test_a_leaf_in_the_where_of_two_transforms_is_refused():
+    both = [
+        zt.shard_params(EXPERTS, axis=a, where=lambda path, leaf: path.endswith("up")) for a in ("dp", ("dp", "ep"))
+    ]
+    with pytest.raises(ValueError, match=r"shard_params: params.up is in the `where` of two"):
+        zt.chain(*both)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
+
+
+def test_two_transforms_that_differ_in_more_than_their_leaves_are_refused():
+    first = zt.shard_params(EXPERTS, axis=("dp", "ep"), where=lambda path, leaf: True)
+    for options in ({"stage": 2, "where": experts.is_expert}, {"axis": "dp"}):
+        with pytest.raises(ValueError, match="shard_params: applied twice with different options"):
+            zt.chain(first, zt.shard_params(EXPERTS, **options))(experts.make_step())
+
+
+def test_two_transforms_are_one_step_whatever_is_repeated():
+    a, b = (zt.shard_params(EXPERTS, axis=x, where=experts.is_expert) for x in ("dp", ("dp", "ep")))
+    step = experts.make_step()
+    assert a(b(a(step))) == b(b(a(step))) == b(a(step))
+    assert repr(b(a(step))) == (
+        "Step(step, shard_params(axis='dp', stage=3, where=is_expert) + "
+        "shard_params(axis=('dp', 'ep'), stage=3, where=is_expert))"
+    )
+
+
+@pytest.mark.parametrize("options, text", [
+    ({"axis": ("dp", "tp")}, r"axis=\('dp', 'tp'\) is no axis of the mesh, which has 'dp', 'ep'"),
+    ({"axis": ("dp", "ep"), "replicate_axis": "ep"}, r"replicate_axis is the sharded axis, \('dp', 'ep'\)"),
+    ({"axis": lambda path, leaf: "pp"}, r"axis\('params.dense', leaf\)='pp' is no axis of the mesh"),
+])  # fmt: skip
+def test_wrong_axes_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        zt.shard_params(EXPERTS, **options)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
+
+
+def test_a_value_of_one_ranks_experts_does_not_reach_all_ranks():
+    """A norm of the experts of one rank would make the dense layers of two ranks differ."""
+
+    def step(state, x):
+        new, value = experts.make_step(exchanged, 2)(state, x)
+        new["params"]["bias"] = new["params"]["bias"] * new["params"]["up"].square().sum()
+        return new, value
+
+    with pytest.raises(ValueError, match="a value of leaves that differ reaches state params") as error:
+        of_function(EXPERTS)(step).lower(experts.of_rank(experts.state(), 0, 2), experts.batches(1)[0])
+    assert "test_leaf_axes.py" in str(error.value) and "zt.psum" in str(error.value)
+
+
+def test_groups_that_a_step_made_are_named_by_their_axes():
+    """A flattened mesh, and a group of ranks: their names differ from rank to rank, and the program does not."""
+
+    def lowered(mesh):
+        both, column = mesh["dp", "cp"]._flatten("batch"), None
+        for k in range(2):
+            ranks = mesh.mesh[k].flatten().tolist()
+            group = dist.new_group(ranks)
+            column = group if dist.get_rank() in ranks else column
+
+        def step(state, x):
+            w = state["w"].detach().requires_grad_()
+            seen = funcol.all_reduce(x.sum(), "sum", both) + funcol.all_reduce(x.sum(), "max", column)
+            (g,) = torch.autograd.grad((x @ w).square().mean(), [w])
+            return {"w": state["w"] - 0.1 * g}, seen
+
+        return str(zt.shard_params(mesh, axis=("dp", "cp"))(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8)))
+
+    first, *others = dtensors.on_ranks(range(8), lowered, tp=2, dp=2, cp=2)
+    assert "all_reduce(sum, sum, dp*cp)" in first and "max, dp*cp)" in first and "output.mean" not in first
+    assert all(text == first for text in others)
+
+
+def test_routing_without_a_capacity_is_refused_by_name():
+    def step(state, x):
+        counts = (x[:, 0] > 0).sum().reshape(1)
+        received = c10d.wait_tensor(c10d.all_to_all_single(counts, [1], [1], "ep"))
+        return state, c10d.all_to_all_single(x, received.tolist(), counts.tolist(), "ep").sum()
+
+    with pytest.raises(ValueError, match="trace: step routes without dropping: the splits of an all_to_all") as error:
+        zt.Step.of(step).trace({"w": torch.ones(2)}, torch.ones(4, 2))
+    lines, start = inspect.getsourcelines(step)
+    line = start + next(i for i, text in enumerate(lines) if "received.tolist" in text)
+    assert f"test_leaf_axes.py:{line} in " in str(error.value) and "capacity_factor * tokens / experts" in str(
+        error.value
+    )

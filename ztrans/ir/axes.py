@@ -1,0 +1,128 @@
+"""Joint axes: several axes of a mesh that act as one, whose ranks send one message together.
+
+A joint axis is named by its members in the order of the mesh. On a mesh of dp=2 and cp=4, `dp*cp` has 8 ranks, and the
+rank at dp=1, cp=2 has index 6 along it. On a DeviceMesh it is the flattened mesh of its members.
+
+Private torch APIs live here; checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_JOINT = "*"
+
+
+def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
+    """The name of some axes of a mesh as one; `order` has all axes of the mesh.
+
+    >>> joint_axis(("cp", "dp"), ("dp", "tp", "cp")), joint_axis(("dp",), ("dp",))
+    ('dp*cp', 'dp')
+    """
+    return _JOINT.join(axis for axis in order if axis in axes)
+
+
+def members(axis: str) -> tuple[str, ...]:
+    """The axes of the mesh that an axis consists of; a joint axis has several.
+
+    >>> members("dp*cp"), members("dp")
+    (('dp', 'cp'), ('dp',))
+    """
+    return tuple(axis.split(_JOINT))
+
+
+def members_of(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes of the mesh that some axes consist of."""
+    return tuple(dict.fromkeys(member for axis in axes for member in members(axis)))
+
+
+def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
+    """The sizes of the axes of a mesh and of some joint axes.
+
+    >>> with_joint_sizes({"dp": 2, "cp": 4}, ["dp*cp"])
+    {'dp': 2, 'cp': 4, 'dp*cp': 8}
+    """
+    return {**sizes, **{axis: math.prod(sizes[a] for a in members(axis)) for axis in joint}}
+
+
+def with_joint_indices(at: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
+    """The index of a rank along the axes of a mesh, and along some joint axes.
+
+    >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
+    {'dp': 1, 'cp': 2, 'dp*cp': 6}
+    """
+    indices = dict(at)
+    for axis in joint:
+        indices[axis] = 0
+        for member in members(axis):
+            indices[axis] = indices[axis] * sizes[member] + at[member]
+    return indices
+
+
+def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
+    """The part of a mesh along some axes, joint or not. All ranks of the mesh must call it together.
+
+    Raises: ValueError if another axis is between the members of a joint one, because DTensor fails on such meshes.
+    """
+    order = mesh.mesh_dim_names or ()
+    names = tuple(sorted(set(axes), key=lambda axis: order.index(members(axis)[0])))
+    if all(axis in order for axis in names):
+        return mesh if names == order else mesh[names]
+    # A mesh that was flattened before under the same name is returned again.
+    meshes = [mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names]
+    apart = next((axis for axis in names if _JOINT.join(order).find(axis) < 0), None)
+    if apart and len(names) > 1:
+        raise ValueError(
+            f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the axes "
+            f"{', '.join(order)}.\nPut {' and '.join(members(apart))} next to each other in the mesh."
+        )
+    return meshes[0] if len(names) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def axis_of_group(mesh: DeviceMesh, name: Any) -> str | None:
+    """The axis along which the ranks of the process group `name` lie; None if there is none."""
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError:  # no group of this process has that name
+        return None
+    return axis_of_ranks(mesh, dist.get_process_group_ranks(group))
+
+
+def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
+    """The axis, joint or not, along which the ranks of a group lie in this order; None if there is none.
+
+    >>> import torch
+    >>> mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("dp", "tp", "cp"), _init_backend=False,
+    ...                   _rank=0)
+    >>> axis_of_ranks(mesh, [2, 3]), axis_of_ranks(mesh, [0, 1, 4, 5]), axis_of_ranks(mesh, [1, 2])
+    ('cp', 'dp*cp', None)
+    """
+    places = [tuple((mesh.mesh == rank).nonzero().flatten().tolist()) for rank in ranks]
+    if not all(places) or len(ranks) < 2:
+        return None
+    order = mesh.mesh_dim_names or ()
+    along = [k for k in range(mesh.ndim) if len({place[k] for place in places}) > 1]
+    is_row = len(ranks) == math.prod(mesh.size(k) for k in along) and places == sorted(places)
+    return joint_axis([order[k] for k in along], order) if is_row else None
+
+
+def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
+    """The ranks of every group of a mesh whose members differ only along `axes`, joint or not.
+
+    Args:
+        ranks: the ranks of the mesh, i64 with a dim for each axis.
+        order: the names of its axes.
+
+    >>> import torch
+    >>> rows(torch.arange(8).view(2, 2, 2), ("dp", "tp", "cp"), ["dp*cp"])
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
+    others = [k for k in range(ranks.ndim) if k not in along]
+    return ranks.permute(*others, *along).reshape(-1, math.prod(ranks.shape[k] for k in along)).tolist()

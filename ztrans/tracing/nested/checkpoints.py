@@ -1,0 +1,90 @@
+"""Checkpoints: while a step is traced, a checkpoint runs its function once, and marks its operations.
+
+PyTorch's own checkpoints run their function again in backward. They do so by hooks on saved tensors, which `torch.func`
+does not support, or by a nested `.backward()`, which a trace cannot follow; and behind a `functional_call` they would
+read the module's own parameters. In a program, backward recomputes the results of the marked operations instead (see
+`ir.recompute`). So all forms of checkpoints are one: reentrant or not, selective, nested, and composable.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint as plain
+from torch.distributed._composable import checkpoint_activation as composable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...ir.ambient import having
+
+_MARK, _POLICY = "ztrans_checkpoint", "recompute"  # keys of FX's metadata; selective checkpoints write the second
+
+
+class Mark(NamedTuple):
+    """The checkpoint around an operation. One that is not selective drops every result."""
+
+    number: int
+    is_selective: bool
+
+
+def mark_of_operation() -> Mark | None:
+    """The mark of the checkpoint around the operation that runs."""
+    return fx_traceback.current_meta.get(_MARK)
+
+
+def take_policy() -> dict[str, Any]:
+    """The policy that a selective checkpoint has written for an operation, as metadata. It would leave it there."""
+    policy = fx_traceback.current_meta.pop(_POLICY, None)
+    return {} if policy is None else {_POLICY: policy}
+
+
+def policy_of(meta: Mapping[str, Any], mark: Mark) -> plain.CheckpointPolicy | None:
+    """What a checkpoint does with the results of an operation that was recorded with this metadata."""
+    return meta.get(_POLICY) if mark.is_selective else plain.CheckpointPolicy.MUST_RECOMPUTE
+
+
+@contextlib.contextmanager
+def mark_checkpoints() -> Iterator[None]:
+    """Let checkpoints run their function once, with marks, inside of the context."""
+    numbers = itertools.count()
+
+    def run(function: Any, preserve: Any, context_fn: Callable, check: Any, debug: Any, early: Any, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            yield
+            return
+        meta = fx_traceback.current_meta
+        outer: Mark | None = meta.get(_MARK)
+        forward, _ = context_fn()
+        is_selective = isinstance(forward, TorchDispatchMode)
+        # The results inside of a nested checkpoint belong to the outer one, which drops them too.
+        number = next(numbers) if outer is None else outer.number
+        meta[_MARK] = Mark(number, is_selective and (outer is None or outer.is_selective))
+        try:
+            with forward:
+                yield
+        finally:
+            meta[_MARK] = outer
+            if outer is None:
+                del meta[_MARK]
+
+    with (
+        having(plain, _checkpoint_without_reentrant_generator=run),
+        having(composable, _checkpoint_without_reentrant_generator=run),
+        having(plain.CheckpointFunction, apply=_as_if_not_reentrant),
+    ):
+        yield
+
+
+def _as_if_not_reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+    """Run a reentrant checkpoint. It computes no gradients at all if none of its arguments requires one."""
+    plain.check_backward_validity(args)  # warns if it computes none
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        return plain.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    with torch.no_grad():
+        return function(*args)

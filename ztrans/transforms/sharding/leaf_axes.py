@@ -1,0 +1,72 @@
+"""Leaf axes: over which mesh axes each leaf of a state is sharded or replicated, and its gradient reduced.
+
+Most leaves have the same axes. The experts of an expert-parallel model do not: each rank of `ep` holds other experts.
+So their gradients are reduced over `dp` alone, and those of all other leaves over the joint axis `dp*ep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...ir.axes import members, members_of
+from ...ir.graph import Graph, Var
+
+if TYPE_CHECKING:
+    from ..shard_params import ShardParams
+
+
+@dataclass(frozen=True)
+class LeafAxes:
+    """The axes of the leaves of a program.
+
+    Attributes:
+        all: the axes of the mesh over which the batch differs.
+        main: the axis over which most leaves are sharded.
+        by_leaf: the axes of each leaf, joint ones included; the first is that over which the leaf is sharded.
+        others: the axes of `all` that a leaf does not have. Each rank of these holds another leaf.
+    """
+
+    all: tuple[str, ...]
+    main: str
+    by_leaf: Mapping[Var, tuple[str, ...]]
+    others: Mapping[Var, frozenset[str]]
+
+    @staticmethod
+    def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
+        """The axes of the leaves of a plain program, as the options of `shard_params` say."""
+        leaves = graph.inputs[: graph.num_state]
+        by_leaf = {v: options.leaf_axes(v.name, meta_leaf(graph, i)) for i, v in enumerate(leaves)}
+        every = members_of([*options.axes, *(axis for axes in by_leaf.values() for axis in axes)])
+        first = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
+        others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
+        return LeafAxes(every, max(dict.fromkeys(first), key=first.count), by_leaf, others)
+
+    @property
+    def joint(self) -> tuple[str, ...]:
+        """The joint axes among those of the leaves."""
+        return tuple(dict.fromkeys(a for axes in self.by_leaf.values() for a in axes if len(members(a)) > 1))
+
+    def cover(self, over: Set[str], leaf: Var | None = None) -> list[str]:
+        """The axes, joint ones where possible, over which to reduce a value that differs over `over`.
+
+        That of the gradient of a `leaf` is a mean over the axes of the leaf. If the gradient is the same along one of
+        the members of a joint axis, the mean is the same too.
+        """
+        axes = [] if leaf is None else [a for a in self.by_leaf.get(leaf, ()) if not over.isdisjoint(members(a))]
+        rest = over - {*members_of(axes)}
+        for axis in (*self.joint, *self.all):
+            if rest >= {*members(axis)}:
+                axes.append(axis)
+                rest = rest - {*members(axis)}
+        return axes
+
+
+def meta_leaf(graph: Graph, index: int) -> torch.Tensor:
+    """A meta tensor of the shape and dtype of a state leaf, before the step itself divides it."""
+    leaf = graph.inputs[index]
+    shape = graph.leaf_shapes[index] if graph.leaf_shapes else leaf.shape
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
