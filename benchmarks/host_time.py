@@ -25,18 +25,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
 from ztrans.ir.operations import shows_argument
 
-from .host_models import MODELS, Model
+from .host_models import GPT, MODELS, Model, ids
 from .inductor import RESULTS, processor
 
 Step = Callable[[], Tensor]
 PLAIN, COMPILED, FSDP, FSDP_COMPILED = "PyTorch", "torch.compile", "FSDP2", "FSDP2, torch.compile"
 EAGER, INDUCTOR = "ztrans", 'ztrans, backend="inductor"'
 AGAINST = {1: {EAGER: PLAIN, INDUCTOR: COMPILED}, 2: {EAGER: FSDP, INDUCTOR: FSDP_COMPILED}}  # who replaces whom
+DEPTHS = (1, 5, 9, 18)  # layers of the GPTs whose empty calls are timed
 WARM_UP = 5  # calls of each subject before its steps are timed
 
 
@@ -184,6 +186,23 @@ def shares(model: Model) -> dict[str, float]:
     return {name: 1e3 * value for name, value in parts.items()}
 
 
+def empty_call(layers: int) -> tuple[int, float]:
+    """The leaves of a GPT's state, and the milliseconds of a call of its step whose program does nothing."""
+    model = Model("", lambda: GPT(layers, 48, 4, 64, 16), ids(64, 16), ())
+    batch, (lifted, state) = model.batch(), zt.lift(*_lifted(built(model), False))
+    step = zt.Step.of(lifted)
+    state, _ = step(step.shard(state), *batch)
+    program = step.compiled(state, *batch)._bound[0].run.program
+    outputs, forward = list[Any](), program.forward
+    program.forward = lambda *inputs: [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]
+    seconds = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        state, _ = step(state, *batch)
+        seconds.append(time.perf_counter() - start)
+    return len(pytree.tree_leaves(state)), 1e3 * statistics.median(seconds)
+
+
 def rank(name: str, rounds: int) -> None:
     """What each of two processes does: the steps of one model, whose figures rank 0 prints."""
     torch.set_num_threads(1)
@@ -236,6 +255,10 @@ def report(results: dict[str, Any]) -> str:
             f"| {name} | {' | '.join(f'{by_part[part]:.3f}' for part in parts)} |"
             for name, by_part in results["shares"].items()
         ]
+    if "empty calls" in results:
+        lines += ["", "## A call of a GPT's step whose program does nothing, on one rank", ""]
+        lines += ["| leaves of the state | ms |", "|---:|---:|"]
+        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"]]
     return "\n".join([*lines, ""])
 
 
@@ -243,6 +266,8 @@ def main(names: list[str], ranks: list[int], rounds: int) -> None:
     file = RESULTS / "host_time.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     results |= {"where": f"{processor()}, torch {torch.__version__}", "date": str(date.today())}
+    if 1 in ranks:
+        results["empty calls"] = [empty_call(layers) for layers in DEPTHS]
     for model in (model for model in MODELS if model.name in names):
         few = rounds // 5 if "GPT-2" in model.name else rounds
         if 1 in ranks:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from .graph import Eqn, Var, substitute
+from .nested.call import call_operator
 
 aten = torch.ops.aten
 _LAZY = (aten._conj.default, aten._neg_view.default)
@@ -50,7 +51,7 @@ def is_view_or_cast(eqn: Eqn) -> bool:
 
 def is_matmul(eqn: Eqn) -> bool:
     """Whether an equation is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts."""
-    return getattr(eqn.op, "overloadpacket", None) in flop_registry
+    return getattr(eqn.op, "overloadpacket", eqn.op) in flop_registry
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,9 +91,17 @@ def called(op: Any) -> Callable:
     return _CALLED.get(op, op)
 
 
+def bound(eqn: Eqn) -> tuple[bool, ...]:
+    """Whether the equation binds each of its results."""
+    return tuple(out is not None for out in eqn.outs)
+
+
 def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
     """Compute an equation of PyTorch's operations from `values`; return one result for each of its `outs`."""
     read = values.__getitem__
-    returned = called(eqn.op)(*substitute(eqn.args, read), **substitute(eqn.kwargs, read))
+    args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
+    if isinstance(eqn.op, torch._ops.HigherOrderOperator):
+        return call_operator(eqn.op, bound(eqn), *args, **kwargs)
+    returned = called(eqn.op)(*args, **kwargs)
     outs = returned if isinstance(returned, (tuple, list)) else (returned,)
     return [x for out in outs for x in (out if isinstance(out, list) else (out,))]

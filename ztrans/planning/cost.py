@@ -21,6 +21,7 @@ from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import is_cut, parts
+from ..ir.nested.work import inner_work
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 from .launches import launches
@@ -98,18 +99,17 @@ def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
     if graph.micro > 1:
         return _total([cost(part) for part in parts(graph).in_order])
-    size = local_bytes(graph)
-    operations, traffic = 0, 0
+    operations, moved = 0, 0
     wire: Counter[tuple[str, str]] = Counter()
     for e in graph.eqns:
         if e.provenance is not None:
             wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
         elif not isinstance(e.op, Primitive) and not is_view(e):
-            traffic += sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
+            moved += traffic(e, graph)
             operations += flops(e, graph)
     by_equation = launches(graph).values()
     calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
-    return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
+    return Cost(operations, moved, tuple(sorted(wire.items())), calls, kernels)
 
 
 def _total(costs: Sequence[Cost]) -> Cost:
@@ -121,10 +121,19 @@ def _total(costs: Sequence[Cost]) -> Cost:
     return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
+def traffic(e: Eqn, graph: Graph) -> int:
+    """Count the bytes that an equation, or the functions that it calls, reads and writes on the first rank."""
+    inner = inner_work(e, lambda g: sum(traffic(each, g) for each in g.eqns if not is_view(each)))
+    return inner or sum(map(local_bytes(graph), (*e.ins, *e.results)))
+
+
 def flops(e: Eqn, graph: Graph) -> int:
     """Count the floating-point operations of one equation on the first rank."""
+    inner = inner_work(e, lambda g: sum(flops(each, g) for each in g.eqns if not is_view(each)))
+    if inner is not None:
+        return inner
     at = dict.fromkeys(graph.axes, 0)
-    formula = flop_registry.get(getattr(e.op, "overloadpacket", None))
+    formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
     if formula is None:
         results = e.outs if isinstance(e.op, torch._ops.OpOverload) else ()
         return sum(math.prod(local_shape(o, graph.axes, at)) for o in results if o is not None)

@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Graph, Var, is_random, variables
-from ..ir.printer import equation, header, op_name
+from ..ir.nested.functions import Function
+from ..ir.printer import equation, header, one_line, op_name
 
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 
@@ -67,6 +68,8 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
     """A value as its number, a tensor as its shape, a literal as text."""
     if isinstance(x, torch.Tensor):
         return tuple(x.shape)
+    if isinstance(x, Function):
+        return one_line(x)
     return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
 
 

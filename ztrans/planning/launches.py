@@ -15,6 +15,7 @@ from ..ir.collectives import pair, rules
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.layout import local_shape, localize
+from ..ir.nested.work import inner_work
 from ..ir.operations import shows_argument
 from ..ir.update_groups import group_updates
 from ..ir.views import simpler_calls
@@ -47,6 +48,9 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
             return Launches(1, unpacks) if not member else Launches(0, 0)
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares(e)), 0)
+        inner = inner_work(e, lambda g: sum(not shows_argument(each.op) for each in g.eqns))
+        if inner is not None:
+            return Launches(inner, inner)
         parts = simpler.get(local[e], (local[e],))
         return Launches(len(parts), sum(not shows_argument(part.op) for part in parts))
 

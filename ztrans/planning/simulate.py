@@ -19,7 +19,7 @@ from ..ir.micro_batches import parts
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster, Device
-from .cost import flops, local_bytes, memory
+from .cost import flops, local_bytes, memory, traffic
 from .event_simulator import Message, play
 from .launches import launches
 from .timeline import COMPUTE, Event, Timeline, one_by_one
@@ -67,9 +67,7 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 
 def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
     """The seconds that a kernel runs: as long as its operations take, or its bytes."""
-    size = local_bytes(graph)
-    moved = sum(size(v) for v in e.ins) + sum(size(o) for o in e.results)
-    return max(flops(e, graph) / device.rate(_rated(e)), moved / device.bandwidth)
+    return max(flops(e, graph) / device.rate(_rated(e)), traffic(e, graph) / device.bandwidth)
 
 
 def _rated(e: Eqn) -> str:

@@ -18,6 +18,9 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDU
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Primitive, Var, substitute
 from ..ir.layout import local_shape, part
+from ..ir.nested.call import call_operator
+from ..ir.nested.functions import Function
+from ..ir.operations import bound
 from ..ir.update_groups import list_call
 from .call_forms import call_form
 from .collectives import channel, wait
@@ -47,6 +50,23 @@ class Emission:
         name = f"constant_{len(list(self.module.buffers()))}"
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
+
+    def function(self, function: Function) -> fx.Node:
+        """A function that an operation calls, as a submodule with code of its own."""
+        name = f"{function.graph.name}_{len(list(self.module.children()))}"
+        self.module.add_module(name, nested(function))
+        return self.out.get_attr(name)
+
+
+def nested(function: Function) -> fx.GraphModule:
+    """The code of a function that an operation calls."""
+    graph, out = function.graph, fx.Graph()
+    nodes: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
+    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, None)
+    for e in graph.eqns:
+        nodes.update((v, node) for v, node in zip(e.outs, operation(emission, e)) if v is not None)
+    out.output(function.returned(substitute(graph.outputs, nodes.__getitem__)))
+    return fx.GraphModule(emission.module, out, graph.name)
 
 
 # A function of the program, an equation and its index; it emits calls and returns the nodes of the results.
@@ -105,16 +125,22 @@ def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
     def read(x: Any) -> Any:
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
             return emission.constant(x)
+        if isinstance(x, Function):
+            return emission.function(x)
         if isinstance(x, (list, tuple)):
-            return [read(item) for item in x]
+            return type(x)([read(item) for item in x])
         return substitute(x, env.__getitem__)
 
     args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        call: Any = (op, bound(eqn), *args)
+        leaves = out.call_function(call_operator, call, kwargs)
+        return [None if v is None else out.call_function(operator.getitem, (leaves, k)) for k, v in enumerate(eqn.outs)]
     is_operation = isinstance(op, torch._ops.OpOverload)
-    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
+    called = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
     if is_operation and not op._schema.returns:  # an update over lists
         return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
-    return _results(out, eqn, call)
+    return _results(out, eqn, called)
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:

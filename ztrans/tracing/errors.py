@@ -116,7 +116,7 @@ _WITH_NUMPY = (
 )
 _BY_AUTOGRAD = (
     "Take the gradients by torch.autograd.grad(loss, params) or loss.backward(), of params that require them: they "
-    "support such functions, and operators of torch.library with register_autograd. torch.func.grad does not."
+    "support such functions and operators. torch.func.grad does not."
 )
 _ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY}
 
@@ -151,21 +151,40 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueE
     )
 
 
+def no_transform(op: Any, transform: str, source: Source | None, step: str) -> TypeError:
+    """A higher-order operator under a transform of torch.func for which PyTorch has no rule."""
+    return TypeError(
+        f"trace: {step} calls {op.name()} under torch.func.{transform}, for which PyTorch has no rule.\n"
+        f"  at {where(source)}\n{_BY_AUTOGRAD}"
+    )
+
+
+def no_nested(name: str, why: str, source: Source | None) -> ValueError:
+    """A function that a higher-order operator calls does what no sub-program can."""
+    return ValueError(
+        f"trace: a function ({name}) of cond, scan, while_loop or flex_attention {why}.\n"
+        f"  at {where(source)}\n"
+        f"Do that before the call and pass the result in as an argument, or return the values and do it afterwards."
+    )
+
+
+def differentiates_loop(source: Source | None, step: str) -> ValueError:
+    """A while_loop that autograd records: its backward would have a value for each of its turns."""
+    return ValueError(
+        f"trace: {step} differentiates a while_loop, whose number of turns depends on values, so the values that "
+        f"backward needs have no known size.\n"
+        f"  at {where(source)}\n"
+        f"Use scan over a fixed number of turns, and torch.where to keep the values of those that have ended; or call "
+        f"while_loop on tensors that need no gradient: under torch.no_grad(), or detached."
+    )
+
+
 def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> ValueError:
     """An operation that has no fake implementation."""
     return ValueError(
         f"trace: {step} uses {op}, which does not run on tensors without values: {str(error).splitlines()[0]}\n"
         f"  at {where(source)}\n"
         f"Do it outside of the step, or give the operation a fake implementation: torch.library.register_fake."
-    )
-
-
-def runs_functions(op: Any, source: Source | None, step: str) -> ValueError:
-    """An operation whose arguments are functions, such as `torch.cond`."""
-    return ValueError(
-        f"trace: {step} uses {op}, which runs functions of its own, and a program is straight-line.\n"
-        f"  at {where(source)}\n"
-        f"Write it in operations: torch.where for torch.cond, F.scaled_dot_product_attention for flex_attention."
     )
 
 

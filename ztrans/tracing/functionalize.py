@@ -85,7 +85,8 @@ class Builder:
     facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
-    fact: Fact = field(init=False)
+    fact: Fact = field(default_factory=functools.partial(Fact, backward=False, recorded=False))
+    seen: Any = None  # the properties of its results
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""

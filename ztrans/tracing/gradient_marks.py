@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import TransformType
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
 from ..ir.relations import reachable
 from ..ir.source import user_source
-from .errors import failed, no_gradient, refuse_closure
+from .errors import failed, no_gradient, no_transform, refuse_closure
 from .lifting.scalars import tensors_in, with_tensor_scalar
+from .nested.closures import call_closed
 from .parallel.dtensors import marked
 
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -62,6 +65,14 @@ class Marks(TorchFunctionMode):
         if not any(x.requires_grad for x in _listed(losses)):
             raise no_gradient(user_source(), self.step)
 
+    def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
+        try:
+            return call_closed(func, args, kwargs)
+        except KeyError as error:  # PyTorch has no rule of the operator for a transform of torch.func
+            if not isinstance(error.args[0], TransformType):
+                raise
+            raise no_transform(func, error.args[0].name.lower(), user_source(2), self.step) from None
+
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.autograd.grad:
             grads = func(*args, **kwargs)
@@ -76,6 +87,8 @@ class Marks(TorchFunctionMode):
             return _one_hot(*args, **kwargs)
         if func in _SPARSE:
             args, kwargs = _with_dense_gradient(func, args, kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
         result = with_tensor_scalar(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 

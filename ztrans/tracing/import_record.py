@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
@@ -23,12 +25,13 @@ from ..ir.source import where
 from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
+from .nested.import_graph import import_graph
+from .operation import Operation, Place
 from .overloads import functional, is_written, member, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
-from .watch import Operation, Place
 
-aten = torch.ops.aten
+aten, hops = torch.ops.aten, torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
 # PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
 # so a program computes them where the step takes the view.
@@ -46,7 +49,11 @@ def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn],
     values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
     for o in recorded.operations:
         builder.source, builder.fact = o.origin.source, _fact(o)
-        result = _operation(builder, o.op, tuple(_traced(o.args, values)), _traced(o.kwargs, values), o.seen)
+        args, kwargs = tuple(_traced(o.args, values)), _traced(o.kwargs, values)
+        if isinstance(o.op, fx.GraphModule):
+            result = import_graph(builder, o.op, args, _operation)
+        else:
+            result = _operation(builder, o.op, args, kwargs, o.seen)
         _set(values, o.result, result)
     return builder.eqns, builder.read(_traced(recorded.outputs, values)), builder.facts
 
@@ -168,6 +175,8 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         return (values[1],)
     if name in ("aten::zero_", "aten::fill_"):
         return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
+    if _is_of_library(op):
+        return _of_new_tensors(builder, op, args, kwargs, targets)
     form = functional(op)
     if form is None or not all(isinstance(x, Alias) for x in targets):
         raise ValueError(
@@ -178,6 +187,20 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
     results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
     return results if isinstance(results, tuple) else (results,)
+
+
+def _is_of_library(op: Any) -> bool:
+    """Whether an operator comes from torch.library.custom_op, whose in-place operators have no functional forms."""
+    return op.namespace not in ("aten", "prims") and torch.Tag.pt2_compliant_tag in op.tags and functional(op) is None
+
+
+def _of_new_tensors(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+    """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
+    given = {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
+    new = [builder.meta(builder.read(x)) for x in targets]
+    own = pytree.tree_leaves(builder.seen)
+    results = builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), [*own, *new])
+    return tuple(results)
 
 
 def _as_type(builder: Builder, new: Any, old: Var) -> Var:

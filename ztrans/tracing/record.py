@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -22,7 +26,10 @@ from ..ir.source import Source
 from .errors import seeds
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
-from .watch import DEVICE, Operation, Watch, device_of
+from .nested.closures import any_operands
+from .nested.recorded_calls import attention_on_every_device, forget_fakes
+from .operation import Operation
+from .watch import DEVICE, Watch, device_of
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
 
@@ -73,21 +80,27 @@ def record(
 def run_traced(
     call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
 ) -> Recorded:
-    with _Fakes(allow_non_fake_inputs=True) as mode, _quiet():
+    # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():
         inputs = make_inputs()
     watch, generator = Watch(step, mode), torch.random.get_rng_state()
     for tensor, wants in zip(inputs, wants_grad):
         tensor.requires_grad_(wants)
     watch.know(inputs)
     ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
+    nested = attention_on_every_device(), any_operands()
     with contextlib.ExitStack() as stack:
-        for context in (mode, *ways, watch, Marks(step, dict(zip(names, inputs)))):
+        for context in (mode, *ways, *nested, watch, Marks(step, dict(zip(names, inputs)))):
             stack.enter_context(context)
         outputs, tree = pytree.tree_flatten(call(inputs))
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, step)
+    for o in watch.operations:
+        if isinstance(o.op, fx.GraphModule):
+            forget_fakes(o.op)
     return Recorded(inputs, watch.operations, outputs, tree, watch.references())
 
 
@@ -122,6 +135,8 @@ class _Fakes(FakeTensorMode):
     PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as that of `Watch`
@@ -129,7 +144,10 @@ class _Fakes(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE:
             return device_of(*args)
-        if not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            # The operator looks for the class of its mode, and does not know a subclass.
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
             return None
         return self.dispatch(func, types, args, kwargs or {})
 
@@ -141,5 +159,7 @@ def _quiet() -> Iterator[None]:
     There an optimizer keeps its step count as a tensor, which the trace can follow.
     """
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
-    with fx_traceback.preserve_node_meta(), torch.autograd.set_multithreading_enabled(False), compiling:
+    eager = torch.compiler.set_stance("force_eager")  # a region inside of torch.compile is traced as any other code
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
         yield

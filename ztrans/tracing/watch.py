@@ -15,22 +15,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch._decomp
+from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from ..ir.source import Source, user_source, where
 from . import errors
 from .lifting.scalars import tensors_in
-from .nested.checkpoints import Mark, mark_of_operation, take_policy
+from .nested.checkpoints import mark_of_operation, take_policy
+from .nested.recorded_calls import record_call
+from .operation import Operation, Origin, Seen
 from .overloads import is_written
 from .parallel import c10d
 from .regions import Fact
@@ -40,64 +44,15 @@ DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`, which
 _PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The properties of a result at the time of the operation. Later operations may change those of the tensor."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(result: Any) -> Any:
-        """The properties of the tensors in a result."""
-        if isinstance(result, (list, tuple)):
-            return [Seen.of(x) for x in result]
-        if not isinstance(result, torch.Tensor):
-            return result
-        if result.layout is not torch.strided:
-            return Seen(result.dtype, result.shape, (), 0)
-        return Seen(result.dtype, result.shape, result.stride(), int(result.storage_offset()))
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def storage_offset(self) -> int:
-        return self.offset
-
-
-class Origin(NamedTuple):
-    """Where an operation comes from: the user's line, the facts for its region, and the checkpoint around it."""
-
-    source: Source | None
-    fact: Fact
-    mark: Mark | None = None
-    policy: Mapping[str, Any] = MappingProxyType({})  # what a selective checkpoint has written before the operation
-
-
-class Place:
-    """A tensor in operations that are kept from trace to trace (see `lifting.repeated_updates`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """An operation that a step has run. Its tensors are fake, or places, and known by their identity."""
-
-    op: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    result: Any
-    seen: Any  # the properties of the result
-    origin: Origin
-    meta: dict[str, Any]  # in which a selective checkpoint writes its policy, after the operation or before
-
-
 class Watch(TorchDispatchMode):
     """Record the operations of a step.
 
     `known` has all tensors of the trace by their ids, with the lines that created them.
     """
+
+    supports_higher_order_operators = True
+
+    supports_higher_order_operators = True
 
     def __init__(self, step: str, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -113,8 +68,6 @@ class Watch(TorchDispatchMode):
         # The origin of the operation that is being expanded into others; None outside of such an operation.
         self.inside: Origin | None = None
 
-    supports_higher_order_operators = True  # to refuse them
-
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -129,10 +82,13 @@ class Watch(TorchDispatchMode):
             return device_of(*args)
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented if self.inside else self._expanded(self._origin(), func, args, kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
         tensors = tensors_in((args, kwargs))
         origin = self.inside or self._origin()
         line = origin.source or user_source(2)
-        self._check(func, args, kwargs, tensors, line, origin.fact.backward)
+        self._check_tensors(func, tensors, line)
+        self._check(func, args, kwargs, line, origin.fact.backward)
         if not all(type(x) in _PLAIN or id(x) in self.known for x in tensors):
             return NotImplemented  # lets a subclass of tensors run it
         expansion = _expansion(func, tensors)
@@ -145,6 +101,20 @@ class Watch(TorchDispatchMode):
         self.operations.append(Operation(fresh, args, kwargs, result, Seen.of(result), origin, {**origin.policy}))
         self.know(result, line)
         return result
+
+    def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
+        """Record the call of a higher-order operator, and its functions, as a graph."""
+        origin = self.inside or self._origin()
+        line = origin.source or user_source(3)
+        self._check_tensors(func, tensors_in((args, kwargs)), line)
+        if func is torch.ops.higher_order.while_loop_stack_output:
+            raise errors.differentiates_loop(line, self.step)
+        with _errors_of(func, line, self.step):
+            call = record_call(func, args, kwargs, origin.source, Seen.of)
+        results = pytree.tree_leaves(call.result)
+        self.operations.append(Operation(call.module, call.tensors, {}, results, None, origin, {}))
+        self.know(results, line)
+        return call.result
 
     def _origin(self) -> Origin:
         """Where the operation comes from that is being called."""
@@ -177,22 +147,25 @@ class Watch(TorchDispatchMode):
 
     def set_arguments(self, name: str, arguments: dict[str, Any]) -> None:
         """Change the record of the last operation whose name contains `name`: it was called with these arguments."""
-        k, last = next((k, o) for k, o in reversed([*enumerate(self.operations)]) if name in o.op._schema.name)
+        k, last = next(
+            (k, o) for k, o in reversed([*enumerate(self.operations)]) if name in str(getattr(o.op, "_schema", ""))
+        )
         self.operations[k] = replace(last, kwargs={**last.kwargs, **arguments})
 
     def references(self) -> list[tuple[weakref.ref, Source | None]]:
         """Weak references to all tensors of the trace, with their lines, to recognise those that outlive it."""
         return [(weakref.ref(x), line) for x, line in self.known.values()]
 
-    def _check(
-        self, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Any], line: Source | None, backward: bool
-    ) -> None:
-        """Raises: ValueError for an operation that a program cannot hold."""
+    def _check_tensors(self, func: Any, tensors: Sequence[Any], line: Source | None) -> None:
+        """Raises: ValueError for a tensor that is none of the trace."""
         for x in tensors:
             if not isinstance(x, FakeTensor):
                 errors.refuse_closure(func, x, line, self.step)
             elif x.fake_mode is not self.mode:
                 raise errors.reads_earlier_trace(x, line, self.step)
+
+    def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
+        """Raises: ValueError for an operation that a program cannot hold."""
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
                 raise errors.seeds(f"a torch.Generator ({func})", line, self.step)

@@ -5,7 +5,7 @@ differently only where a pass changed the program.
 """
 
 from .differences import Traffic, diff, traffic
-from .equations import WIDTH, equation, fold, op_name, wrap
+from .equations import WIDTH, equation, fold, one_line, op_name, wrap
 from .notebook import html
 from .programs import header, program
 from .stages import Printed

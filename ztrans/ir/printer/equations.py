@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..graph import DTYPES, Eqn, Var
+from ..nested.functions import Function, functions
 from ..source import Source
 from .units import format_bytes
 
@@ -26,6 +27,8 @@ _DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"} 
 
 def op_name(op: Any) -> str:
     """The short name of an operation: `addmm`, `cast`, `all_gather`."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return op.name()
     if isinstance(op, torch._ops.OpOverload):
         short = op._schema.name.split("::")[-1]
         return _NAMES.get(short, short)
@@ -35,13 +38,36 @@ def op_name(op: Any) -> str:
 def equation(eqn: Eqn) -> str:
     """The whole equation on a single line, without the user's line.
 
-    This text is canonical: it never folds, so fingerprints and differences use it.
+    This text is canonical: it never folds, so fingerprints and differences use it. The functions that the operation
+    calls are a part of it.
 
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
     'y: f32[4] = relu(x)'
     """
-    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}"
+    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}{''.join(map(one_line, functions(eqn)))}"
+
+
+def one_line(function: Function) -> str:
+    """The whole text of a function on a single line."""
+    body = "; ".join(map(equation, function.graph.eqns))
+    return f" {{{_signature(function)} {body}; return {', '.join(map(value, function.graph.outputs))}}}"
+
+
+def nested_lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
+    """The functions that an equation calls, in lines that print beneath it."""
+    text: list[str] = []
+    for function in functions(eqn):
+        text += wrap(f"    {_signature(function)}")
+        for e in function.graph.eqns:
+            inner = [*lines(e, full, column - 4, WIDTH - 4), *nested_lines(e, full, column - 4)]
+            text += [f"    {line}" for line in inner]
+        text += wrap(f"      return {', '.join(map(value, function.graph.outputs))}")
+    return text
+
+
+def _signature(function: Function) -> str:
+    return f"def {function.graph.name}({', '.join(map(repr, function.graph.inputs))}):"
 
 
 def margin(eqns: Iterable[Eqn]) -> int:
@@ -49,19 +75,19 @@ def margin(eqns: Iterable[Eqn]) -> int:
     return min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in eqns)])
 
 
-def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
-    """The equation in lines of at most `WIDTH` columns. The first ends with the user's line, at `column` or behind it.
+def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDTH) -> list[str]:
+    """The equation in lines of at most `width` columns. The first ends with the user's line, at `column` or behind it.
 
     An equation that fits is printed on one line or on two. In a longer one every list folds, as
     `[w, ... 26 more: 3 MiB]`. With `full` each result and each member of a list has a line of its own instead.
     """
     comment = _comment(eqn.source)
-    room = WIDTH - (len(comment) + 2 if comment else 0)
+    room = width - (len(comment) + 2 if comment else 0)
     for layout in _layouts(eqn, full):
-        if len(layout[0]) <= room and max(map(len, layout)) <= WIDTH:
+        if len(layout[0]) <= room and max(map(len, layout)) <= width:
             break
-    first, *rest = [*wrap(layout[0], room), *(part for line in layout[1:] for part in wrap(line))]
-    column = max(len(first) + 2, min(column, WIDTH - len(comment)))
+    first, *rest = [*wrap(layout[0], room), *(part for line in layout[1:] for part in wrap(line, width))]
+    column = max(len(first) + 2, min(column, width - len(comment)))
     return [f"{first:<{column}}{comment}" if comment else first, *rest]
 
 
@@ -69,6 +95,8 @@ def value(x: Any) -> str:
     """An argument as text."""
     if isinstance(x, Var):
         return x.name
+    if isinstance(x, Function):
+        return x.graph.name
     if isinstance(x, torch.dtype):
         return DTYPES.get(x, str(x))
     if isinstance(x, torch.Tensor):
@@ -136,6 +164,8 @@ def _folded(x: Any, wire: torch.dtype | None) -> str:
     if _is_bucket(x):
         size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
         return "[" + fold([v.name for v in x], f": {format_bytes(size)}") + "]"
+    if isinstance(x, Mapping):
+        return f"{{... {len(x)} options}}"
     if isinstance(x, (list, tuple)) and len(x) > _MANY:
         return "[" + fold([value(item) for item in x]) + "]"
     return value(x)

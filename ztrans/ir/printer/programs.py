@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..graph import Eqn, Graph, Region
-from .equations import WIDTH, equation, fold, lines, margin, op_name, value, wrap
+from .equations import WIDTH, equation, fold, lines, margin, nested_lines, op_name, value, wrap
 
 
 class Entry(NamedTuple):
@@ -62,7 +62,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)
         text = f"{equation(eqn)}  # {eqn.source}"
-        yield Entry(text, tuple(lines(eqn, full, column)), region, eqn)
+        yield Entry(text, (*lines(eqn, full, column), *nested_lines(eqn, full, column)), region, eqn)
     yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
 
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 
 from ...ir.source import user_source
-from ..watch import Operation, Place
+from ..operation import Operation, Place
 from .optimizer_state import is_torchs
 from .scalars import tensors_in
 

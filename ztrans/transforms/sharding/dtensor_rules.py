@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
 from ...ir.layout import part
+from ...ir.nested.functions import functions
 from ...ir.operations import shows_argument
 
 aten = torch.ops.aten
@@ -106,6 +107,10 @@ def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | 
         return have, [()] * len(eqn.outs)
     if op is aten.add.Tensor and eqn.args[1] == 0 and not isinstance(eqn.args[1], Var):
         return have, have  # `sum()` starts from 0, and adding 0 leaves terms as they are
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        if not functions(eqn):
+            raise NoRule("DTensor has rules for operators of torch.library only")
+        return _whole(eqn)  # it calls functions, which may read any elements of their arguments
     if op._schema.name.startswith("aten::_fused_"):
         return _fused(eqn, have)
     if any(v.numel == 0 for v in eqn.ins) and torch.Tag.pointwise not in op.tags:

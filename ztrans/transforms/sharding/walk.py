@@ -280,6 +280,11 @@ def _advice(op: Any) -> str:
     """What to do about an operation of PyTorch, or one of the user's, which DTensor cannot run on shards."""
     if getattr(op, "namespace", "aten") == "aten":
         return "Use elementwise operations, reductions or matmuls in the update."
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return (
+            "Call it inside of an operator that returns new tensors (torch.library.custom_op, triton_op), and tell "
+            "DTensor in which layouts that runs: torch.distributed.tensor.experimental.register_sharding."
+        )
     return (
         f"Tell DTensor in which layouts it runs: "
         f"@torch.distributed.tensor.experimental.register_sharding(torch.ops.{op})."

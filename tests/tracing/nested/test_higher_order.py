@@ -1,0 +1,260 @@
+"""Higher-order operators are one equation each, with the functions that they call as sub-programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.func import grad
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import ztrans as zt
+from tests.support.worlds import ALL, clone, distance, slices
+from ztrans.ir.nested.functions import functions
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # to differentiate scan imports Inductor
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks at every tensor that it is given
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),  # of the eager form
+]
+torch.manual_seed(0)
+FILE, hops = Path(__file__).name, torch.ops.higher_order
+STATE, X = {"w": torch.randn(8, 4), "u": torch.randn(4, 4)}, torch.randn(6, 5, 8)
+SETTLED = {"w": torch.zeros(8, 4), "u": torch.eye(4)}
+
+
+def by_autograd(loss):
+    def step(state, *batch):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        value = loss(params, *batch)
+        grads = torch.autograd.grad(value, [*params.values()])
+        return {k: p.detach() - 0.1 * g for (k, p), g in zip(params.items(), grads)}, value.detach()
+
+    return step
+
+
+def evaluation(loss):
+    def step(state, *batch):
+        with torch.no_grad():
+            return state, loss(state, *batch)
+
+    return step
+
+
+def branches(params, x):
+    """One branch reads a parameter that is not among its operands; operands and results are containers."""
+    h = x.mean(1) @ params["w"]
+    yes = lambda h: {"y": h["h"].sin() @ params["u"], "z": h["h"].clone()}
+    no = lambda h: {"y": h["h"].cos(), "z": 2 * h["h"]}
+    out = torch.cond(h.sum() > 0, yes, no, ({"h": h},))
+    return (out["y"] * out["z"]).square().mean() + params["u"].square().mean()
+
+
+def recurrent(params, x):
+    def turn(carry, row):
+        h = torch.tanh(carry @ params["u"] + row)
+        return h, 2 * h
+
+    _, rows = scan(turn, x.new_zeros(x.shape[0], 4), (x @ params["w"]).transpose(0, 1))
+    return rows.square().mean()
+
+
+def nested(params, x):
+    """A branch inside of a loop. Both read tensors of the step."""
+
+    def turn(carry, row):
+        h = torch.tanh(carry @ params["u"] + row)
+        return torch.cond(h.sum() > 0, lambda h: h @ params["u"], lambda h: h.sin(), (h,)), h.clone()
+
+    last, rows = scan(turn, x.new_zeros(x.shape[0], 4), (x @ params["w"]).transpose(0, 1))
+    return rows.square().mean() + last.mean()
+
+
+def loop(params, x):
+    h = x.mean(1) @ params["w"]
+    _, h = while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(h @ params["u"])), (torch.tensor(0), h))
+    return h.square().mean()
+
+
+def on_ranks(step, stage, state, batch):
+    """The new state and the outputs of two ranks."""
+    halves = slices(batch, 2)
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(state, *halves[0])
+    return lowered.lockstep(clone(state), halves)
+
+
+@pytest.mark.parametrize("loss", [branches, recurrent, nested])
+def test_training(loss):
+    step = by_autograd(loss)
+    lowered = zt.Step.of(step).lower(STATE, X)
+    zt.check(lowered.graph)
+    want = step(clone(STATE), X)
+    assert distance(lowered.compile()(clone(STATE), X), want) < 1e-6
+    assert distance(lowered.lockstep(clone(STATE), [(X,)])[0], want[0]) < 1e-6
+    kinds = {e.region for e in lowered.graph.eqns if isinstance(e.op, torch._ops.HigherOrderOperator)}
+    assert kinds == {"forward", "backward"}
+    for stage in (0, 3):
+        assert distance(on_ranks(step, stage, STATE, (torch.cat([X, X]),))[0], want[0]) < 1e-6
+
+
+@pytest.mark.parametrize("loss", [branches, recurrent, nested, loop])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation(loss, stage):
+    step = evaluation(loss)
+    _, value = step(STATE, X)
+    assert torch.equal(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X)[1], value)
+    _, (first, second) = on_ranks(step, stage, STATE, (torch.cat([X, X]),))
+    assert torch.equal(first, second) and distance(first, value) < 1e-6
+
+
+def test_a_loop_in_the_update_runs_on_whole_values():
+    def step(state, x):
+        g = grad(lambda state: (x.mean(1) @ state["w"] @ state["u"]).tanh().mean())(state)
+        descend = lambda i, w: (i + 1, w - 0.1 * g["w"] * (w.norm() > 0))
+        _, w = while_loop(lambda i, w: (i < 9) & (w.norm() > 1), descend, (torch.tensor(0), state["w"]))
+        u = torch.cond(g["u"].norm() > 1, lambda u: u - g["u"], lambda u: u - 2 * g["u"], (state["u"],))
+        return {"w": w, "u": u}, x.mean()
+
+    want, _ = step(clone(STATE), X)
+    assert distance(on_ranks(step, 3, STATE, (torch.cat([X, X]),))[0], want) < 1e-6
+
+
+def test_functions_print_beneath_their_equation():
+    text = str(zt.Step.of(by_autograd(recurrent)).trace(STATE, X))
+    lines = [line.split("#")[0].rstrip() for line in text.split("\n")]
+    start = next(i for i, line in enumerate(lines) if "= scan(" in line)
+    assert lines[start : start + 4] == [
+        "    = scan(scan_combine_0, [new_zeros], [transpose], [u])",
+        "    def scan_combine_0(a: f32[6,4], b: f32[6,4], c: f32[4,4]):",
+        "      mm: f32[6,4] = mm(a, c)",
+        "      add: f32[6,4] = add(mm, b)",
+    ]
+    assert f"{FILE}:" in text and max(map(len, text.split("\n"))) <= 120
+
+
+def test_costs_are_those_of_the_functions():
+    """A scan is counted for each row, a cond as the longer of its branches, a loop as one turn."""
+    rows = lambda n: zt.Step.of(evaluation(recurrent)).lower(STATE, X[:, :n]).cost_analysis()
+    scanned = [rows(n) for n in (1, 2, 5)]
+    outside = 2 * 6 * 8 * 4 + 2 * 6 * 4  # for each row: the product that the scan reads, its view, and the square
+    turn = 2 * 6 * 4 * 4 + 3 * 6 * 4
+    assert scanned[1].flops - scanned[0].flops == turn + outside
+    assert scanned[2].flops - scanned[1].flops == 3 * (turn + outside)
+    assert scanned[2].launches - scanned[1].launches == 3 * 4
+    costs = [zt.Step.of(evaluation(loss)).lower(STATE, X).cost_analysis() for loss in (branches, loop)]
+    assert all(cost.flops > 2 * 6 * 4 * 4 for cost in costs)
+
+
+def test_the_code_of_a_function_is_a_function():
+    lowered = zt.Step.of(by_autograd(nested)).lower(STATE, X)
+    module = zt.to_fx(lowered.graph)
+    inner = [name for name, _ in module.named_modules()]
+    assert any(name.startswith("scan_combine_0") and ".true_0" in name for name in inner)
+
+
+def test_one_that_returns_its_argument_copies_it():
+    def step(state, x):
+        w = torch.cond(x.sum() > 1e9, lambda w: w + 1, lambda w: w, (state["w"],))
+        return {"w": zt.pmean(w), "u": state["u"] + 1}, w.sum()
+
+    lowered = zt.Step.of(step).lower(STATE, X)
+    (eqn,) = (e for e in lowered.graph.eqns if e.op is hops.cond)
+    assert [e.op for e in functions(eqn)[1].graph.eqns] == [torch.ops.aten.clone.default]
+    state, _ = lowered.compile()(clone(STATE), X)
+    assert torch.equal(state["w"], STATE["w"])
+
+
+REFUSED = {
+    "draws": (lambda h: h + torch.rand_like(h), r"draws random numbers \(rand_like\)"),
+    "writes": (lambda h: h.add_(1), r"changes its argument in place"),
+    "pmean": (lambda h: zt.pmean(h), r"communicates \(pmean\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_function_can_do(name):
+    function, message = REFUSED[name]
+    step = evaluation(lambda state, x: torch.cond(x.sum() > 0, function, lambda h: h.sin(), (x,)).mean())
+    with pytest.raises(ValueError, match=rf"(?s)true_graph_0.*{message}.*{FILE}:\d+.*Do that before the call"):
+        zt.Step.of(step).trace(STATE, X)
+
+
+def test_reading_a_value_in_a_function():
+    step = evaluation(lambda state, x: torch.cond(x.sum() > 0, lambda h: h * h.sum().item(), lambda h: h, (x,)).mean())
+    with pytest.raises(ValueError, match=rf"(?s)reads a tensor's value while it is traced.*{FILE}:\d+"):
+        zt.Step.of(step).trace(STATE, X)
+
+
+def test_a_loop_is_not_differentiated():
+    with pytest.raises(ValueError, match=rf"(?s)differentiates a while_loop.*{FILE}:\d+ in loop.*Use scan over a fixed number"):
+        zt.Step.of(by_autograd(loop)).trace(STATE, X)
+
+
+def test_torch_func_has_no_rules_for_them():
+    def step(state, x):
+        return {k: p - g for (k, p), g in zip(state.items(), grad(branches)(state, x).values())}, x.mean()
+
+    with pytest.raises(TypeError, match=rf"(?s)calls cond under torch.func.grad.*{FILE}:\d+ in branches.*torch.autograd.grad"):
+        zt.Step.of(step).trace(STATE, X)
+
+
+HEADS, LENGTH, DIM = 2, 64, 16
+ATTENTION = {"w": torch.randn(HEADS * DIM, HEADS * DIM) / 6, "slope": torch.tensor([0.1, 0.2])}
+TOKENS = torch.randn(4, LENGTH, HEADS * DIM)
+DOCUMENTS = (torch.arange(LENGTH) // 24).repeat(4, 1)
+
+
+def flexible(documents):
+    """Attention by flex_attention, with a slope that is learned, and a causal mask or one of documents."""
+
+    def loss(params, x, of):
+        q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
+        causal = lambda b, h, i, j: i >= j
+        same = lambda b, h, i, j: (i >= j) & (of[b, i] == of[b, j])
+        mask = create_block_mask(same if documents else causal, x.shape[0], None, LENGTH, LENGTH, device=x.device)
+        sloped = lambda score, b, h, i, j: score + params["slope"][h] * (j - i)
+        return flex_attention(q, q.tanh(), q.sin(), score_mod=sloped, block_mask=mask).square().mean()
+
+    return loss
+
+
+def dense(documents):
+    """The same in PyTorch's ordinary operations."""
+
+    def loss(params, x, of):
+        q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
+        i = torch.arange(LENGTH)
+        score = q @ q.tanh().transpose(-1, -2) / DIM**0.5 + params["slope"][:, None, None] * (i - i[:, None])
+        seen = (i[:, None] >= i) & ((of[:, :, None] == of[:, None]) | (not documents))
+        return (score.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ q.sin()).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_with_a_mask_and_a_learned_score(documents):
+    """PyTorch has no derivative of it on CPUs; a program computes it by its dense meaning."""
+    batch = (TOKENS, DOCUMENTS)
+    eager = evaluation(flexible(documents))(ATTENTION, *batch)[1]
+    want, value = by_autograd(dense(documents))(ATTENTION, *batch)
+    assert distance(eager, value) < 1e-5
+    for stage in (0, 3):
+        _, outputs = on_ranks(evaluation(flexible(documents)), stage, ATTENTION, batch)
+        assert distance(outputs[0], eager) < 1e-5
+        assert distance(on_ranks(by_autograd(flexible(documents)), stage, ATTENTION, batch)[0], want) < 1e-5
+
+
+def test_attention_is_planned_from_meta_tensors():
+    meta = lambda tree: {k: v.to("meta") for k, v in tree.items()}
+    shard = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)
+    lowered = shard(by_autograd(flexible(True))).lower(meta(ATTENTION), TOKENS.to("meta"), DOCUMENTS.to("meta"))
+    of = {e.op: e for e in lowered.graph.eqns}
+    forward, backward = of[hops.flex_attention], of[hops.flex_attention_backward]
+    assert (forward.region, backward.region) == ("forward", "backward")
+    assert [len(functions(e)) for e in (forward, backward)] == [2, 3]
+    product = 2 * 4 * HEADS * LENGTH * LENGTH * DIM
+    assert lowered.cost_analysis().flops > 7 * product, "two products in forward, and five in backward"
+    assert lowered.timeline(zt.cluster("h100", dp="infiniband")).seconds > 0

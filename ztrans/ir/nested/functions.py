@@ -1,0 +1,54 @@
+"""Functions: the sub-programs of an equation, which a higher-order operator calls.
+
+    y = cond(p, true_fn, false_fn, [x, w])
+      def true_fn(x: f32[4], w: f32[4]):
+        mul: f32[4] = mul(x, w)
+        return mul
+
+A function reads only its arguments. Its program has no collectives, no random draws and no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..graph import Eqn, Graph, substitute
+from ..operations import compute
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A sub-program among the arguments of an equation. It is called with one tensor for each input.
+
+    Attributes:
+        graph: the program.
+        returns: the type of what it returns: a tensor, or the tuple or list of its outputs.
+    """
+
+    graph: Graph
+    returns: type
+
+    def __call__(self, *values: Any) -> Any:
+        env = dict(zip(self.graph.inputs, values, strict=True))
+        for e in self.graph.eqns:
+            env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
+        return self.returned([substitute(out, env.__getitem__) for out in self.graph.outputs])
+
+    def returned(self, outputs: Sequence[Any]) -> Any:
+        """What the function returns, from its outputs."""
+        return self.returns(outputs) if issubclass(self.returns, (tuple, list)) else outputs[0]
+
+
+def functions(eqn: Eqn) -> list[Function]:
+    """The functions that an equation calls, in the order in which they stand among its arguments."""
+    return list(_functions((eqn.args, eqn.kwargs)))
+
+
+def _functions(tree: Any) -> Iterator[Function]:
+    if isinstance(tree, Function):
+        yield tree
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _functions(item)

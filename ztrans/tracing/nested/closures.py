@@ -1,0 +1,189 @@
+"""Closures: the functions of a higher-order operator get every tensor that they read as an argument.
+
+    cond(p, lambda x: x @ w, g, [x])    -->    cond(p, lambda x, w: x @ w, lambda x, w: g(x), [x, w])
+
+`torch.cond`, `scan`, `while_loop` and `flex_attention` call functions of the step, which may read tensors of the step
+besides their arguments. PyTorch finds these by compiling the function with Dynamo. A trace runs the function once
+without recording it, and takes the tensors that it meets.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...ir.ambient import having
+from ...ir.source import user_source
+
+hops = torch.ops.higher_order
+_COND = sys.modules[type(hops.cond).__module__]  # `torch._higher_order_ops.cond` is the function, and not its module
+
+
+def any_operands() -> contextlib.AbstractContextManager[None]:
+    """Let the operands of `torch.cond` be any containers of tensors. It checks them before it can be intercepted."""
+    return having(_COND, validate_subgraph_args_types=lambda operands: None)
+
+
+def call_closed(op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Call a higher-order operator with functions that read only their arguments.
+
+    Args:
+        op, args, kwargs: the operator and its arguments, as the step passes them.
+        visit: is called with the arguments that the operator gets in the end, and returns them, or others.
+    """
+    call = _CALLS.get(op)
+    if call is None:
+        return op(*visit(args), **visit(kwargs))
+    return call(op, visit, *args, **kwargs)
+
+
+def _call_cond(op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()) -> Any:
+    given, tree = pytree.tree_flatten(tuple(operands))
+    branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
+    free = _free(branches, given)
+    closed = [_closed(branch, free) for branch in branches]
+    results = op(*visit((pred, *closed, (*given, *free))))
+    return pytree.tree_unflatten(results, branches[0].tree)
+
+
+def _call_while(
+    op: Any, visit: Callable, test: Callable, body: Callable, carried: Sequence, more: Sequence = ()
+) -> Any:
+    free = _free((test, body), (*carried, *more))
+    return op(*visit((_closed(test, free), _closed(body, free), tuple(carried), (*more, *free))))
+
+
+def _call_scan(
+    op: Any, visit: Callable, combine: Callable, init: Sequence, xs: Sequence, more: Sequence = (), **_: Any
+) -> Any:
+    free = _free([combine], (*init, *(x[0] for x in xs), *more))
+    return op(*visit((_closed(combine, free), init, xs, (*more, *free))))
+
+
+def _call_attention(
+    op: Any, visit: Callable, q: Any, k: Any, v: Any, score_mod: Callable, block_mask: tuple, *rest: Any, **_: Any
+) -> Any:
+    scale, options, *_others = rest
+    score, index = q.new_empty(()), q.new_empty((), dtype=torch.int)
+    with TransformGetItemToIndex():
+        of_scores = _free([score_mod], (score, *[index] * 4))
+        of_mask = _free([block_mask[-1]], [index] * 4)
+    mask = (*block_mask[:-1], _closed(block_mask[-1], of_mask))
+    score_mod = _closed(score_mod, of_scores)
+    return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
+
+
+_CALLS: Mapping[HigherOrderOperator, Callable] = {
+    hops.cond: _call_cond,
+    hops.while_loop: _call_while,
+    hops.scan: _call_scan,
+    hops.flex_attention: _call_attention,
+}
+
+
+class _Flat:
+    """A branch that takes the leaves of its operands, and returns those of its results, whose structure is `tree`."""
+
+    def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
+        self.function, self.operands = function, operands
+
+    def __call__(self, *leaves: Any) -> tuple:
+        results, self.tree = pytree.tree_flatten(self.function(*pytree.tree_unflatten(leaves, self.operands)))
+        return tuple(results)
+
+
+def _closed(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
+    """`function` with the tensors `free`, which it reads besides its arguments, as its last arguments."""
+
+    def closed(*args: Any) -> Any:
+        own, values = args[: len(args) - len(free)], args[len(args) - len(free) :]
+        with _Substituted(dict(zip(map(id, free), values))):
+            return function(*own)
+
+    return closed
+
+
+class _Substituted(TorchFunctionMode):
+    """Let a function read other tensors than those that it refers to; `values` are the others, by the id of the first.
+
+    The operations are recorded with their own lines.
+    """
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        with _at_the_users_line():
+            if isinstance(func, HigherOrderOperator):
+                return call_closed(func, args, kwargs or {}, self._read)
+            return func(*self._read(args), **self._read(kwargs or {}))
+
+    def _read(self, tree: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda x: self.values.get(id(x), x), tree)
+
+
+@contextlib.contextmanager
+def _at_the_users_line() -> Iterator[None]:
+    meta = fx_traceback.current_meta
+    outer = meta.get("custom", {})
+    meta["custom"] = outer | {"source": user_source(4)}
+    try:
+        yield
+    finally:
+        meta["custom"] = outer
+
+
+def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that `functions` read besides their arguments and what they compute from them."""
+    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Read() as read:
+        for function in functions:
+            with contextlib.suppress(Exception):  # it fails again in the trace, which says where
+                function(*args)
+    known = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
+    return [x for x in {id(x): x for x in read.tensors}.values() if id(x) not in known]
+
+
+class _Created(TorchDispatchMode):
+    """Keep the results of all operations."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.tensors += [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        return results
+
+
+class _Read(TorchFunctionMode):
+    """Keep the tensors that functions of PyTorch are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, HigherOrderOperator):
+            return call_closed(func, args, kwargs or {}, self._visit)
+        return func(*self._visit(args), **self._visit(kwargs or {}))
+
+    def _visit(self, tree: Any) -> Any:
+        self.tensors += [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+        return tree
