@@ -6,6 +6,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -161,5 +162,7 @@ def _quiet() -> Iterator[None]:
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
     eager = torch.compiler.set_stance("force_eager")  # a region inside of torch.compile is traced as any other code
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
+    # Where shapes do not fit, this logger would write a traceback besides that of the error.
+    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    with silent, fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
         yield
