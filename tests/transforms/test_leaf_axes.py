@@ -62,6 +62,7 @@ def of_function(mesh: zt.AbstractMesh, **options) -> zt.Transform:
     return zt.shard_params(mesh, axis=axis, dim=experts.inner, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [of_function, two])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("hosts", [1, 2])

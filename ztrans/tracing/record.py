@@ -1,0 +1,168 @@
+"""record: run a function once on fake tensors, and record its operations.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+from ..ir.ambient import having
+from ..ir.source import Source
+from .errors import seeds
+from .gradient_marks import Marks
+from .nested.checkpoints import mark_checkpoints
+from .nested.closures import any_operands
+from .nested.recorded_calls import attention_on_every_device, forget_fakes
+from .operation import Operation
+from .watch import DEVICE, Watch, device_of
+
+OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Check the release of torch, whose private APIs change. An installer does so only when it installs ztrans.
+
+    Raises: RuntimeError for a torch outside of the range.
+
+    >>> check_torch("2.13.0+cpu")
+    """
+    if not OLDEST <= TorchVersion(version) < BEFORE:
+        wanted = f"torch>={OLDEST},<{BEFORE}"
+        raise RuntimeError(
+            f"ztrans: this is torch {version}, and ztrans uses private APIs of {wanted}.\n"
+            f"Install such a torch, pip install '{wanted}', or a release of ztrans for torch {version}."
+        )
+
+
+class Recorded(NamedTuple):
+    """The recorded run of a function."""
+
+    inputs: Sequence[torch.Tensor]
+    operations: Sequence[Operation]
+    outputs: Sequence[Any]  # the leaves of the result
+    out_tree: pytree.TreeSpec  # the tree of the result
+    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
+
+
+def record(
+    call: Callable[[Sequence[torch.Tensor]], Any],
+    make_inputs: Callable[[], list[torch.Tensor]],
+    wants_grad: Sequence[bool],
+    names: Sequence[str],
+    step: str,
+) -> Recorded:
+    """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
+
+    Errors call the inputs by their `names`.
+
+    Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
+        (see `watch`).
+    """
+    with _outside_inference_mode():
+        return run_traced(call, make_inputs, wants_grad, names, step)
+
+
+def run_traced(
+    call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
+) -> Recorded:
+    # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():
+        inputs = make_inputs()
+    watch, generator = Watch(step, mode), torch.random.get_rng_state()
+    for tensor, wants in zip(inputs, wants_grad):
+        tensor.requires_grad_(wants)
+    watch.know(inputs)
+    ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
+    nested = attention_on_every_device(), any_operands()
+    with contextlib.ExitStack() as stack:
+        for context in (mode, *ways, *nested, watch, Marks(step, dict(zip(names, inputs)))):
+            stack.enter_context(context)
+        outputs, tree = pytree.tree_flatten(call(inputs))
+    torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
+    if not torch.equal(generator, torch.random.get_rng_state()):
+        torch.random.set_rng_state(generator)
+        raise seeds("torch.manual_seed", None, step)
+    for o in watch.operations:
+        if isinstance(o.op, fx.GraphModule):
+            forget_fakes(o.op)
+    return Recorded(inputs, watch.operations, outputs, tree, watch.references())
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Trace without oneDNN.
+
+    Its recurrent layers save values for backward only under autograd, and a program runs without autograd. When the
+    program runs, PyTorch may still choose oneDNN.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Trace a step that is called under inference mode as one that is called without gradients."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+class _Fakes(FakeTensorMode):
+    """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
+
+    PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as that of `Watch`
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE:
+            return device_of(*args)
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            # The operator looks for the class of its mode, and does not know a subclass.
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
+            return None
+        return self.dispatch(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Run autograd in one thread, so that its order is deterministic, and optimizers as under `torch.compile`.
+
+    There an optimizer keeps its step count as a tensor, which the trace can follow.
+    """
+    compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
+    eager = torch.compiler.set_stance("force_eager")  # a region inside of torch.compile is traced as any other code
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    # Where shapes do not fit, this logger would write a traceback besides that of the error.
+    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    with silent, fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
+        yield
