@@ -122,11 +122,11 @@ def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def network() -> str:
+def network(hosts: int) -> str:
     """The hosts and the rate of their links, as `netlab` has set it."""
     shown = subprocess.run("tc qdisc show dev eth0", shell=True, capture_output=True, text=True).stdout
     rate = re.search(r"rate (\S+)", shown)
-    return f"{dist.get_world_size()} hosts, {rate[1]}/s" if rate else f"{dist.get_world_size()} ranks of one host"
+    return f"{hosts} hosts, {rate[1]}/s" if rate else f"{dist.get_world_size()} ranks of one host"
 
 
 def main(rounds: int) -> None:
@@ -153,7 +153,7 @@ def main(rounds: int) -> None:
         median = {name: statistics.median(s[3:]) for name, s in seconds.items()}
         rows = [f"| {n} | {s:.3f} | {s / median[BASE]:.3f} | {last[n]:.7f} |" for n, s in median.items()]
         text = "\n".join([
-            f"# Tensor parallelism in the step: {network()}", "",
+            f"# Tensor parallelism in the step: {network(dist.get_world_size())}", "",
             f"{date.today()}, torch {torch.__version__}, gloo, one core a rank. {BLOCKS} blocks of {WIDTH} x {INNER}, "
             f"{ROWS} rows; {rounds} steps each, in turns.", "",
             "| | seconds a step, median | of ztrans | last loss |", "|---|---:|---:|---:|", *rows, "",
