@@ -35,6 +35,7 @@ from .errors import seeds
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
+from .nested.triton_kernels import record_launches
 from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -108,6 +109,7 @@ def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names
         mark_checkpoints(),
         _attention_on_every_device(),
         any_operands(),
+        record_launches(),
     ):
         options = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
         module = make_fx(flat, _declared(), "fake", **options)(*inputs)

@@ -28,6 +28,7 @@ from .errors import no_nested, warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.functions import letters, no_function
+from .nested.triton_kernels import import_launch
 from .overloads import functional, is_written, member, outs, with_defaults
 from .regions import Fact
 
@@ -79,6 +80,8 @@ def _imported(graph: fx.Graph, inputs: Sequence[Alias], line: Source | None = No
 
 def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
     """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
+    if node.target is hops.triton_kernel_wrapper_mutation:
+        return import_launch(builder, kwargs)
     seen, tree = pytree.tree_flatten(_seen(node))
     read = lambda x: builder.read(x) if isinstance(x, Alias) else x
     args, kwargs = pytree.tree_map(read, (args, kwargs))
