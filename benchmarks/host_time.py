@@ -186,24 +186,21 @@ def shares(model: Model) -> dict[str, float]:
     return {name: 1e3 * value for name, value in parts.items()}
 
 
-def empty_calls() -> dict[str, float]:
-    """By the number of leaves of a GPT's state: milliseconds of a call whose program does nothing."""
-    milliseconds = {}
-    for layers in DEPTHS:
-        model = Model("", lambda: GPT(layers, 48, 4, 64, 16), ids(64, 16), ())
-        batch, (lifted, state) = model.batch(), zt.lift(*_lifted(built(model), False))
-        step = zt.Step.of(lifted)
-        state, _ = step(step.shard(state), *batch)
-        program, outputs = step.compiled(state, *batch)._bound[0].run.program, list[Any]()
-        forward = program.forward
-        program.forward = lambda *inputs: [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]
-        seconds = []
-        for _ in range(1000):
-            start = time.perf_counter()
-            state, _ = step(state, *batch)
-            seconds.append(time.perf_counter() - start)
-        milliseconds[str(len(pytree.tree_leaves(state)))] = 1e3 * statistics.median(seconds)
-    return milliseconds
+def empty_call(layers: int) -> tuple[int, float]:
+    """The leaves of a GPT's state, and the milliseconds of a call of its step whose program does nothing."""
+    model = Model("", lambda: GPT(layers, 48, 4, 64, 16), ids(64, 16), ())
+    batch, (lifted, state) = model.batch(), zt.lift(*_lifted(built(model), False))
+    step = zt.Step.of(lifted)
+    state, _ = step(step.shard(state), *batch)
+    program = step.compiled(state, *batch)._bound[0].run.program
+    outputs, forward = list[Any](), program.forward
+    program.forward = lambda *inputs: [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]
+    seconds = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        state, _ = step(state, *batch)
+        seconds.append(time.perf_counter() - start)
+    return len(pytree.tree_leaves(state)), 1e3 * statistics.median(seconds)
 
 
 def rank(name: str, rounds: int) -> None:
@@ -261,7 +258,7 @@ def report(results: dict[str, Any]) -> str:
     if "empty calls" in results:
         lines += ["", "## A call of a GPT's step whose program does nothing, on one rank", ""]
         lines += ["| leaves of the state | ms |", "|---:|---:|"]
-        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"].items()]
+        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"]]
     return "\n".join([*lines, ""])
 
 
@@ -270,7 +267,7 @@ def main(names: list[str], ranks: list[int], rounds: int) -> None:
     results = json.loads(file.read_text()) if file.exists() else {}
     results |= {"where": f"{processor()}, torch {torch.__version__}", "date": str(date.today())}
     if 1 in ranks:
-        results["empty calls"] = empty_calls()
+        results["empty calls"] = [empty_call(layers) for layers in DEPTHS]
     for model in (model for model in MODELS if model.name in names):
         few = rounds // 5 if "GPT-2" in model.name else rounds
         if 1 in ranks:

@@ -30,6 +30,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 NOT_RUN = {"torchrun", "gpu", "peer"}
 
+SLOW = {"performance.md", "write-a-transform.md"}  # pages whose code takes some seconds
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -80,7 +81,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@by_name
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ()) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_code_runs_and_prints_what_the_page_shows(page, scratch):
     namespace: dict = {"__name__": "__main__"}
     every = blocks(page)

@@ -102,6 +102,7 @@ def test_every_line_of_a_program_fits(full):
     assert ("return (" in text) == full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "sam"])
 def test_real_programs_fit(name):
     lowered = on_ranks(CASES[name], 4, zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)

@@ -41,6 +41,7 @@ def test_a_fused_optimizer_is_one_call_and_its_counters_another():
     assert calls(lambda params: optim.SGD(params, lr=0.1, fused=True)) == ["_fused_sgd_"]
 
 
+@pytest.mark.slow
 def test_other_optimizers_are_calls_over_lists():
     names = calls(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
     assert "_foreach_mul_" in names and len(names) <= 8, "not one call for each of six parameters"

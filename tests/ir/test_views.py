@@ -69,6 +69,7 @@ def test_calls(name):
         assert torch.equal(computed, meant) and computed.shape == meant.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_the_equations(name):
     """Forward, backward and update of whole steps, on one rank."""

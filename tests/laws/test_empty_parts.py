@@ -56,6 +56,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("update", EMPTY.values(), ids=EMPTY)
 def test_a_leaf_without_elements_is_updated_without_messages(update, shape):
@@ -85,6 +86,7 @@ FAIL_ON_NOTHING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, ranks", [(1, 2), (2, 3), (3, 5), (4, 3)])
 @pytest.mark.parametrize("update", FAIL_ON_NOTHING.values(), ids=FAIL_ON_NOTHING)
 def test_operations_that_fail_on_an_empty_shard_run_on_whole_values(update, rows, ranks):

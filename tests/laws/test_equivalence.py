@@ -14,7 +14,7 @@ WORLDS = (1, 2, 3, 4, 8)
 
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-QUICK = {"mlp_momentum", "uneven", "lora", "adamw_fused", "batch_norm_mean"}  # these run in `make quick`, in f64
+QUICK = {"uneven", "adamw_fused"}  # these run in `make quick`, in f64
 PROGRAMS = [
     pytest.param(case, dtype, marks=() if case.name in QUICK and dtype is torch.float64 else pytest.mark.slow)
     for case in EXACT

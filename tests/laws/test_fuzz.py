@@ -14,7 +14,8 @@ RUNS = 200  # python -m tests.fuzz --runs 5000 is the rest
 EACH = 10
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(EACH, RUNS, EACH))])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, RUNS, EACH))
 def test_random_programs(first):
     """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
     failures = [text for seed in range(first, first + EACH) if (text := failure(seed))]

@@ -66,6 +66,7 @@ def test_micro_batches_equal_the_loop(name, ranks, stage, keep):
         assert distance(outputs[0], sum(out for _, out in steps) / 2) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulate_stands_anywhere_in_a_chain(stage):
     case, micro = CASES["autocast"], zt.accumulate(2)

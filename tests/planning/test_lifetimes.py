@@ -128,6 +128,7 @@ ONE = {"bucket": 0, "max_in_flight": 0}
 STEPS = {plain: ROWS, accumulated: 2 * ROWS, twice: ROWS, frozen: ROWS, then_no_reductions: ROWS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

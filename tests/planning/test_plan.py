@@ -21,6 +21,7 @@ def lower(case=CASE, ranks=4, stage=3, transforms=ALL, **how):
     return on_ranks(case, ranks, zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *transforms, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
     lowered = lower(stage=stage)
@@ -113,6 +114,7 @@ def test_replan_notes_the_seconds_that_it_expects():
     zt.check(replanned.graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "accumulation", "lora", "sam"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_stays_within_the_budget(name, stage):

@@ -14,6 +14,7 @@ from ztrans.runtime.call_forms import _dispatched, call_form
 aten = torch.ops.aten
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_form_dispatches_what_the_operation_does(name):
     for e in on_ranks(CASES[name], 1).graph.eqns:

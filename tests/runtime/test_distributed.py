@@ -56,6 +56,7 @@ def test_a_mixture_of_experts_over_ep_and_dp(four):
     assert len(figures) == 3 * 4
     for f in figures:
         assert f["state"] <= 1e-14 and f["loss"] <= 1e-14, f
+    assert [f["distance"] for f in of(four, "mixture saved")] == [0], "and saved for ranks without ep"
 
 
 @pytest.mark.distributed

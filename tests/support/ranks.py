@@ -337,6 +337,13 @@ def mixture_of_experts(mesh) -> None:
         full = step.unshard(state)
         wanted = truth if as_dtensors else experts.of_rank(truth, mesh.get_local_rank("ep"), 2)
         report("mixture", RANK, stage=stage, state=distance(full, wanted), loss=distance(loss, value))
+        if stage and as_dtensors:
+            folder = [tempfile.mkdtemp() if RANK == 0 else None]
+            dist.broadcast_object_list(folder)
+            zt.save(f"{folder[0]}/saved", state).result()
+            anew = zt.shard_params(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))(experts.make_step())
+            loaded = anew.unshard(zt.load(f"{folder[0]}/saved", anew, anew.shard(experts.state())))
+            report("mixture saved", distance=distance(loaded, full))
 
 
 class Ring(torch.autograd.Function):

@@ -160,6 +160,7 @@ def restored():
 X = torch.linspace(-1, 1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_traced_anew(restored, change):
     """The step agrees with the plain function before and after the change. Without a change nothing is traced."""

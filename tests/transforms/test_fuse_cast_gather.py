@@ -33,6 +33,7 @@ def test_parameters_that_are_used_in_bf16_cost_half_of_the_bytes(stage):
     assert plain.over("dp", "grad") == fused.over("dp", "grad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_under_autocast_matrices_are_gathered_in_bf16_and_norms_in_fp32(stage):
     lowered = on_ranks(CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)

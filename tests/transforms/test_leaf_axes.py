@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch.distributed.tensor import Shard
 
 import ztrans as zt
 from tests.support import context_parallel, dtensors, experts
@@ -61,6 +62,7 @@ def of_function(mesh: zt.AbstractMesh, **options) -> zt.Transform:
     return zt.shard_params(mesh, axis=axis, dim=experts.inner, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [of_function, two])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -79,6 +81,38 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(shard, stage, hosts):
     over = {p: e.kwargs["axis"] for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad" for p in e.provenance.paths
             if e.kwargs["axis"] != "host"}  # fmt: skip
     assert over == {f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]}
+
+
+@pytest.mark.parametrize("keep", ["whole", "shard"])
+def test_experts_in_micro_batches(keep):
+    data, plain_step, truth = experts.batches(2), experts.make_step(), experts.state()
+    for x in data:
+        truth, _ = plain_step(truth, x)
+    step = zt.chain(of_function(EXPERTS), *ALL, zt.accumulate(2, keep=keep))(experts.make_step(exchanged, ranks=2))
+    lowered = step.lower(experts.of_rank(experts.state(), 0, 2), data[0].chunk(4)[0])
+    new, _ = experts.trained(lowered.graph, experts.state(), data)
+    assert distance(new, truth) < 1e-12
+
+
+def test_functions_of_leaves_get_the_shapes_before_the_step_divides_them():
+    """Experts are DTensors on `ep`, so a program has half of each."""
+    seen: dict[str, set] = {"axis": set(), "where": set(), "dim": set()}
+
+    def lowered(mesh):
+        note = lambda name, path, leaf, result: (seen[name].add((path, tuple(leaf.shape))), result)[1]
+        shard = zt.shard_params(mesh, axis=lambda path, leaf: note("axis", path, leaf, axis(path, leaf)),
+                                where=lambda path, leaf: note("where", path, leaf, True),
+                                dim=lambda path, leaf: note("dim", path, leaf, experts.inner(path, leaf)))  # fmt: skip
+        exchange = lambda x: funcol.all_to_all_single_autograd(x.contiguous(), [1, 1], [1, 1], mesh["ep"])
+        step = shard(experts.with_dtensors(experts.make_step(exchange, 2)))
+        state = experts.divided(experts.state(), mesh["ep"])
+        return str(step.lower(state, experts.batches(1)[0])), step.shard(state)["params"]["up"].placements
+
+    ((text, placements),) = dtensors.on_ranks([0], lowered, dp=2, ep=2)
+    assert "params.up: f64[2,6@dp,10]" in text and "params.dense: f64[6@dp*ep,6]" in text
+    assert placements == (Shard(1), Shard(0))
+    shapes = {(f"{tree}.{k}", tuple(p.shape)) for tree, leaves in experts.state().items() for k, p in leaves.items()}
+    assert seen == dict.fromkeys(seen, shapes)
 
 
 def gather(x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +225,8 @@ def test_groups_that_a_step_made_are_named_by_their_axes():
             (g,) = torch.autograd.grad((x @ w).square().mean(), [w])
             return {"w": state["w"] - 0.1 * g}, seen
 
-        return str(zt.shard_params(mesh, axis=("dp", "cp"))(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8)))
+        assert zt.shard_params(mesh, axis="batch") == zt.shard_params(mesh, axis=("cp", "dp"))
+        return str(zt.shard_params(mesh, axis="batch")(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8)))
 
     first, *others = dtensors.on_ranks(range(8), lowered, tp=2, dp=2, cp=2)
     assert "all_reduce(sum, sum, dp*cp)" in first and "max, dp*cp)" in first and "output.mean" not in first

@@ -123,6 +123,7 @@ def once(p, g):
     return p - 0.1 * g @ (g.mT @ g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (6, 5, 4)], ids=[*SHAPES, "batched"])
 @pytest.mark.parametrize("update, chained", [(preconditioned, True), (low_rank, False), (once, False)])

@@ -26,6 +26,7 @@ def test_the_difference_prints(golden):
     assert zt.diff(lower(), lower(zt.overlap_grads())) == golden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "cast_inside", "cast_outside", "autocast"])
 def test_every_reduction_starts_where_its_last_member_is_born(name):
     _, _, lowered = sharded(CASES[name], 4, steps=1, transforms=(zt.overlap_grads(),))

@@ -119,6 +119,7 @@ def reductions(lowered, axis="dp"):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total_of", MERGED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stage, each", [(0, 1), (1, 1), (2, MICRO), (3, MICRO)])
 def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stage, each):
@@ -141,6 +142,7 @@ def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
     assert reductions(lowered) == {"params.up": most, "params.down": most}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):

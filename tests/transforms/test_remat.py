@@ -47,6 +47,7 @@ def test_small_values_are_not_recomputed():
     assert not recomputed(lower(zt.remat()).graph), "all of them are smaller than 64 KiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_no_bit_changes_and_the_peak_does_not_rise(name):
     """No matmul, attention, convolution, lookup or random draw is repeated."""

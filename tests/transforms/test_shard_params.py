@@ -70,6 +70,7 @@ def test_clipping_by_the_global_norm_costs_one_scalar():
     assert lowered.cost_analysis().over("dp", "update") == 4 * 4 * 2 * 3 // 4
 
 
+@pytest.mark.slow
 def test_every_gradient_is_reduced_whatever_the_optimizer():
     """PyTorch's own passes recognise gradients by patterns, and find none if the optimizer is in the graph."""
     for name in ("gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "accumulation", "sam", "weight_penalty"):

@@ -85,6 +85,13 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     return meshes[0] if len(names) == 1 else DeviceMesh._concatenate(meshes)
 
 
+def unflattened(mesh: Any, name: str) -> tuple[str, ...]:
+    """The axes that a flattened mesh of `mesh._flatten(name)` consists of; `name` itself if there is none."""
+    flat = getattr(mesh, "_flatten_mapping", {}).get(name)
+    axis = axis_of_ranks(mesh, flat.mesh.flatten().tolist()) if flat is not None else None
+    return members(axis) if axis is not None else (name,)
+
+
 def axis_of_group(mesh: DeviceMesh, name: Any) -> str | None:
     """The axis along which the ranks of the process group `name` lie; None if there is none."""
     try:

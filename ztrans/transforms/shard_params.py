@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import joint_axis, members, members_of
+from ..ir.axes import joint_axis, members, members_of, unflattened
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .base import Transform, constructor
@@ -56,9 +56,9 @@ def shard_params(
     Args:
         mesh: a DeviceMesh with named axes, or an AbstractMesh.
         axis: the mesh axis to shard over. Each of its ranks gets its own slice of the batch. Several axes, such as
-            ("dp", "cp"), act as one. `axis(path, leaf)` returns the axis of each state leaf: "dp" for experts, and
-            ("dp", "ep") for all others. The batch differs over the axes of all leaves. Over those that a leaf does not
-            have, each rank holds another leaf, such as its own experts.
+            ("dp", "cp"), act as one; the name of a flattened mesh stands for its axes. `axis(path, leaf)` returns the
+            axis of each state leaf: "dp" for experts, and ("dp", "ep") for all others. The batch differs over the axes
+            of all leaves. Over those that a leaf does not have, each rank holds another leaf, such as its own experts.
         stage: 3 gathers a parameter for forward and again for backward. 2 keeps it from forward to backward. 1 also
             accumulates the gradients of micro-batches unsharded, and reduces them once. 0 replicates everything and
             all-reduces gradients (DDP).
@@ -105,7 +105,7 @@ def _checked(mesh: DeviceMesh | AbstractMesh, name: str, value: Axis, replicate_
     Raises: ValueError if the mesh does not have one of them.
     """
     order = [axis for axis, _ in mesh_axes(mesh)]
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = unflattened(mesh, value) if isinstance(value, str) else tuple(value)
     if not names or not set(names) <= set(order):
         raise ValueError(
             f"shard_params: {name}={value!r} is no axis of the mesh, which has {', '.join(map(repr, order))}."

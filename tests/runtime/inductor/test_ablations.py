@@ -41,6 +41,7 @@ def test_a_simulated_part_runs_once_and_lists_the_steps_in_which_a_choice_matter
     assert "| b | +0.00% | +0.00% |  |" in text and "Simulated seconds of 2 steps" in text
 
 
+@pytest.mark.slow
 def test_every_move_can_be_left_out_of_a_search():
     problem = seven()[-1].problem
     assert planned_step(problem, frozenset())() == evaluate(problem, solve(problem)).seconds

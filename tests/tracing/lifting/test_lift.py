@@ -324,6 +324,7 @@ def test_lifting_a_fresh_optimizer_takes_no_step():
     assert all(not v.any() for s in optimizer.state.values() for v in s.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_sharded_step_agrees_with_the_loop_for_each_optimizer(name):
     transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)

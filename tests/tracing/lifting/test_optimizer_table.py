@@ -25,6 +25,7 @@ def optimizer_of(name, model):
     return of(kind, **({} if kind == "LBFGS" else {"lr": 0.01}), **OPTIONS.get(kind, {}))(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_an_optimizer_does_what_the_table_says(name):
     make = make_matrices if name.endswith("Muon") else make_model

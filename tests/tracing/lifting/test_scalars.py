@@ -62,6 +62,7 @@ def compare(make, make_optimizer, dtype, steps=8):
     return distance(mine, theirs), differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 def test_the_lifted_step_has_the_bits_of_the_loop(name, dtype):
@@ -72,6 +73,7 @@ def test_the_lifted_step_has_the_bits_of_the_loop(name, dtype):
     assert not differ or name in REORDERED, differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "adagrad_initial", "adamax"])
 def test_an_optimizer_that_has_taken_steps_has_the_bits_of_the_loop(name):
     """The step count is an input, so a program does not depend on where it starts."""
@@ -86,6 +88,7 @@ def test_bfloat16_parameters_have_the_bits_of_the_loop():
         assert compare(lambda: copy.deepcopy(model), OPTIMIZERS[name], torch.bfloat16)[1] == [], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["adamw", "nadam", "counting"])
 def test_scalars_stay_fp64_on_several_ranks(name, stage):

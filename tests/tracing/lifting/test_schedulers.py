@@ -69,6 +69,7 @@ PAIRS = [(s, o) for s in SCHEDULERS for o in ("sgd_fused", "adamw_fused")] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler, optimizer", PAIRS)
 def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
     """The bits of the untouched loop, with one program. To restore the module changes no rate."""
@@ -96,6 +97,7 @@ def lifted_with(scheduler, optimizer, *transforms):
     return lifted, zt.chain(*transforms)(step) if transforms else zt.Step(step), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("optimizer", ["tensor_lr", "adamw_fused"])
 def test_every_rank_reads_its_scheduler(optimizer, stage):

@@ -86,6 +86,7 @@ def on_ranks(step, stage, state, batch):
     return lowered.lockstep(clone(state), halves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [branches, recurrent, nested])
 def test_training(loss):
     step = by_autograd(loss)
@@ -100,6 +101,7 @@ def test_training(loss):
         assert distance(on_ranks(step, stage, STATE, (torch.cat([X, X]),))[0], want[0]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [branches, recurrent, nested, loop])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluation(loss, stage):
@@ -234,6 +236,7 @@ def dense(documents):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_with_a_mask_and_a_learned_score(documents):
     """PyTorch has no derivative of it on CPUs; a program computes it by its dense meaning."""

@@ -16,7 +16,7 @@ from .problem import Bucket, Problem, Schedule
 from .slots import by_operation
 from .validate import ScheduleError, validate
 
-EFFORT = 15_000  # messages that the search places: about half a second
+EFFORT = 15_000  # messages that the search places: about a second
 ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, ends the search
 
 

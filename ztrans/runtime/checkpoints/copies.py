@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ...ir.axes import members_of
 from ...ir.layout import mesh_axes
 from ..replicas import digest
 
@@ -30,7 +31,7 @@ def check_copies(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, group: d
             if known != theirs[name]:
                 raise ValueError(
                     f"{name} has other values on rank {rank} than on rank {first}, although the layout says that they "
-                    f"have copies. With tensor parallelism, cut the leaf over its axis as a DTensor"
+                    f"have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor"
                 )
 
 
@@ -39,7 +40,7 @@ def _split_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[int]:
     if not isinstance(x, DTensor):
         return []
     cut = [axis for (axis, _), p in zip(mesh_axes(x.device_mesh), x.placements) if not isinstance(p, Replicate)]
-    return [k for k, (axis, _) in enumerate(mesh_axes(mesh)) if axis in cut]
+    return [k for k, (axis, _) in enumerate(mesh_axes(mesh)) if axis in members_of(cut)]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

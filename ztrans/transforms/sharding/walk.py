@@ -92,7 +92,8 @@ class Sharding:
         Raises: ValueError if they would, each its own numbers.
         """
         cut = {p.axis for v in eqn.ins if v in self.values.placed for p in self.values.placed[v].layout}
-        if any(self.graph.axes[a] > 1 and a not in members_of(cut) for a in self.axes.all):
+        apart = {*members_of(cut), *(axis for v in eqn.ins for axis in self.differ.get(v, ()))}
+        if any(self.graph.axes[a] > 1 and a not in apart for a in self.axes.all):
             raise self.unreduced(
                 eqn, f"a random draw ({op_name(eqn.op)}) in the update, of a value that is not sharded,"
             )
