@@ -36,7 +36,8 @@ def changed_arguments(function: Callable) -> set[str]:
     definition = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     arguments = {a.arg for a in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs)}
     computed_from: Callable[[str], set[str]] = lambda name: from_names.get(name, set())
-    return arguments.intersection(reachable(written, computed_from))
+    pointers = set(reachable(written, computed_from))
+    return arguments & pointers
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
