@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 import ztrans as zt
 from tests.support.programs import CASES, sgd
 from tests.support.worlds import batches, slices
-from ztrans.tracing.fx_trace import check_torch
+from ztrans.tracing.record import check_torch
 
 HERE = Path(__file__).name
 

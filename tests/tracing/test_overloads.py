@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ztrans as zt
-from tests.tracing.test_import_fx import T, agrees
+from tests.tracing.test_import_record import T, agrees
 from ztrans.tracing.overloads import functional, member
 
 LIST = [T(3, 2), T(4), T(())]

@@ -31,6 +31,8 @@ _LIBRARIES = tuple(
     )
 )
 
+TRACED = "run_traced"  # the function of ztrans.tracing.record that calls a step to trace it
+
 # File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
 _TYPED = re.compile(r"<(stdin|console|input|python-input|ipython-input|pyshell|doctest)\b")
 _TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-")  # in a terminal, IPython names a cell by its number
@@ -86,8 +88,8 @@ def is_plumbing(frame: FrameType) -> bool:
     The code of other installed packages, such as a library of models, is none.
     """
     file = frame.f_code.co_filename
-    if file.startswith("<"):  # torch.fx calls the functions that it traces through a lambda
-        return not is_users(frame) or (file == "<string>" and frame.f_code.co_name == "<lambda>")
+    if file.startswith("<"):
+        return not is_users(frame)
     file = os.path.realpath(file)
     installed = "site-packages" in file or "dist-packages" in file
     return file.startswith((_LIBRARIES[0], *_LIBRARIES[2:]) if installed else _LIBRARIES)
@@ -105,11 +107,16 @@ def is_users(frame: FrameType) -> bool:
 
 
 def user_source(depth: int = 1) -> Source | None:
-    """The innermost line of the user's code, at least `depth` frames up the stack, or None."""
+    """The innermost line of the user's code, at least `depth` frames up the stack, or None.
+
+    While a step is traced, that is a line of the step: the line that had it traced is not asked for.
+    """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
+        code = frame.f_code
+        if code.co_name == TRACED and is_library(code.co_filename):
+            return None
         if is_users(frame):
-            code = frame.f_code
             return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
         frame = frame.f_back
     return None

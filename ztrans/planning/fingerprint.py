@@ -7,6 +7,7 @@ numbers of dims of values that depend on the batch, and for all other values als
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..ir.printer import equation, header, one_line, op_name
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 
 
+@functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
 def fingerprint(graph: Graph) -> str:
     """A hash of 16 hexadecimal digits. It does not depend on the user's line numbers, which any comment changes."""
     digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)

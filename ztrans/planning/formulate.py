@@ -60,6 +60,7 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
     return _framed(s, update)[0]
 
 
+@functools.lru_cache(maxsize=2)  # as `skeleton`
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
     gathers = _gathers(s)

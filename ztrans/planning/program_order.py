@@ -174,6 +174,7 @@ def place_name(s: Skeleton, place: int) -> str:
     return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
+@functools.lru_cache(maxsize=2)  # as `fingerprint`
 def skeleton(graph: Graph) -> Skeleton:
     """Take the planned collectives out of a program."""
     graph = hoist(graph)

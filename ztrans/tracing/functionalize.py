@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
 from ..ir.source import Source, where
+from .regions import Fact
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
@@ -81,16 +81,12 @@ class Builder:
 
     names: Names
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
-    line: Source | None = None  # the user's line of operations for which none was recorded
     eqns: list[Eqn] = field(default_factory=list)
-    nodes: dict[Eqn, fx.Node] = field(default_factory=dict)  # the recorded operation that an equation is part of
+    facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
-    node: fx.Node = field(init=False)  # the recorded operation that is being imported
-
-    @property
-    def source(self) -> Source | None:
-        """The user's line that is being imported."""
-        return self.node.meta.get("custom", {}).get("source") or self.line
+    source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
+    fact: Fact = field(default_factory=functools.partial(Fact, backward=False, recorded=False))
+    seen: Any = None  # the properties of its results
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""
@@ -100,10 +96,11 @@ class Builder:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
-        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once.
+        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once, and so are the
+        literal scalars.
         """
         kwargs = kwargs or {}
-        key = (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
+        key = _scalar_key(op, args, kwargs)
         if key in self.scalars:
             return self.scalars[key]
         if like is None:
@@ -119,7 +116,7 @@ class Builder:
                 self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
-        self.nodes[eqn] = self.node
+        self.facts[eqn] = self.fact
         if key is not None:
             self.scalars[key] = outs[0]
         return tuple(outs) if many else outs[0]
@@ -188,6 +185,13 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:
+    """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
+    if op is aten.full.default and args[0] == []:
+        return op, repr(args), repr(kwargs)
+    return (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch._C._functorch import TransformType
 from torch._ops import HigherOrderOperator
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
@@ -102,15 +102,14 @@ def _storage(x: torch.Tensor) -> int | None:
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
     """Record `x.data = value`, which no dispatch mode sees: from here on the trace treats `x` as `value`."""
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()  # a `Watch`
     if mode is None:  # no trace is under way
         return set_data(x, value)
-    tracer = mode.tracer
     for tensor in (x, value):
-        if get_proxy_slot(tensor, tracer, None) is None:
+        if id(tensor) not in mode.known:
             refuse_closure(set_data, tensor, user_source(3), "the step")
     set_data(x, value)
-    set_proxy_slot(x, tracer, get_proxy_slot(value, tracer))
+    mode.rename(x, value)
 
 
 def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False) -> None:

@@ -20,19 +20,20 @@ import operator
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ..ir.graph import Graph
 from ..ir.source import Source, user_source, where
 from .captured import constants
 from .errors import changes_python, draws_in_python, leaks_tensor, warn_of_trace
-from .fx_trace import Recorded
 from .generators import Generators
 from .reached import ABSENT, Reach, is_internal
 
@@ -85,7 +86,15 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def settled(record: Callable[[], Recorded], reach: Reach, step: str) -> Recorded:
+class Imported(NamedTuple):
+    """A run of a step as a program."""
+
+    graph: Graph
+    out_tree: pytree.TreeSpec  # the tree of the result
+    tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
+
+
+def settled(record: Callable[[], Imported], reach: Reach, step: str) -> Imported:
     """The program that `record()` traces, if the trace changes no Python value that a program would have to change.
 
     Warns of lines that print, and of tensors of the trace that an object outside of the step still holds.
@@ -121,7 +130,7 @@ def _raise_draw(record: Callable, generators: Generators, before: Snapshot, step
 
 
 def _leaks(
-    record: Callable[[], Recorded], first: Recorded, changes: list[Change], between: Snapshot, step: str
+    record: Callable[[], Imported], first: Imported, changes: list[Change], between: Snapshot, step: str
 ) -> list[tuple[str, Source | None]]:
     """The names that hold tensors of the first trace, with their lines.
 
@@ -173,7 +182,7 @@ def _heard(step: str) -> Iterator[None]:
         )
 
 
-def _alive(recorded: Recorded) -> list[tuple[torch.Tensor, Source | None]]:
+def _alive(recorded: Imported) -> list[tuple[torch.Tensor, Source | None]]:
     """A tensor of the trace that is still alive, with its line, if there is one."""
     if any(ref() is not None for ref, _ in recorded.tensors):
         gc.collect()  # some are only alive because of reference cycles

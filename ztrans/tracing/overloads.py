@@ -6,6 +6,7 @@ functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def _overloads(packet: Any) -> Iterator[Any]:
         yield getattr(packet, name)
 
 
+@functools.cache
 def functional(op: Any) -> Any:
     """The functional form: `add_.Tensor` and `add.out` -> `add.Tensor`; None if there is none."""
     namespace, name = op._schema.name.split("::")

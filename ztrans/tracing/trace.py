@@ -1,7 +1,7 @@
 """trace(fn, state, *batch): record a train step as a `Graph` of its forward, backward and update.
 
-The step runs once on fake tensors (see `fx_trace`). Each operation keeps the user's line and its region (see
-`watch`). The recorded operations are imported as functional equations (see `import_fx`). If the step changes Python
+The step runs once on fake tensors (see `record`). Each operation keeps the user's line and its region (see
+`watch`). The recorded operations are imported as functional equations (see `import_record`). If the step changes Python
 values while it runs, the changes are undone, or are an error (see `leaks`).
 """
 
@@ -25,10 +25,10 @@ from ..ir.relations import key_parts
 from .captured import Captured, Key
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
-from .fx_trace import Recorded, check_torch, record
-from .import_fx import import_fx
-from .leaks import settled
+from .import_record import import_record
+from .leaks import Imported, settled
 from .parallel.dtensors import around, local_results, spec_of
+from .record import check_torch, record
 from .regions import Fact, label_regions
 
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
@@ -184,18 +184,18 @@ def trace(
         new, output = local_results(new, specs, paths, opened(result[1]))
         return pytree.tree_unflatten(new, tree), opened(output)
 
-    def record_program() -> Recorded:
+    def record_program() -> Imported:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
         recorded = record(
             call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
         )
         with without_autocast():
-            eqns, outputs, facts = import_fx(recorded.graph, inputs)
+            eqns, outputs, facts = import_record(recorded, inputs)
         shapes = tuple(map(_shape, leaves[:num_state]))
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
-        return recorded._replace(graph=_annotated(graph, facts))
+        return Imported(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _ANY_VALUE = 0.5
 _AS_TENSORS = ("lr", "grad_scale", "found_inf")
@@ -22,11 +22,9 @@ _AS_TENSORS = ("lr", "grad_scale", "found_inf")
 def by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
     tensors = {k: x for k, x in kwargs.items() if isinstance(x, torch.Tensor) and k not in _AS_TENSORS}
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()  # a `Watch`
     if mode is None or not tensors:
         return func(*args, **kwargs)
     result = func(*args, **{**kwargs, **dict.fromkeys(tensors, _ANY_VALUE)})
-    recorded = next(node for node in reversed(mode.tracer.graph.nodes) if "_fused_" in str(node.target))
-    for key, x in tensors.items():
-        recorded.update_kwarg(key, get_proxy_slot(x, mode.tracer).proxy.node)
+    mode.set_arguments("_fused_", tensors)
     return result

@@ -9,7 +9,9 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -27,6 +29,7 @@ from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchang
 from .kept_gradients import KeptGradients, kept
 from .lifted_state import State, check_apart, check_known, several, state_of
 from .optimizer_state import make
+from .repeated_updates import RepeatedUpdates
 from .scalars import Numbers
 from .stand_ins import StandIns
 from .swapped import swapped, widened
@@ -89,18 +92,19 @@ def lift(
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
     counted = [is_number(x) for x in pytree.tree_leaves(today["optimizer"])]
-    hyperparameters = Hyperparameters(optimizers)
+    hyperparameters, updates = Hyperparameters(optimizers), RepeatedUpdates()
     had = {name for name, p in own.items() if p.grad is not None}
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
         written, leaves = versions(groups), pytree.tree_leaves(state["optimizer"])
         numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
+        begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as (params, buffers):
             before = constants_in(optimizers, groups)
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
-            stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic)
+            stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
             with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
                 output = loop_step(*batch, **named)
@@ -204,7 +208,11 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
 
 @contextlib.contextmanager
 def _stepped(
-    optimizers: Sequence[Optimizer], stand_ins: Mapping[int, str], gradients: KeptGradients, numbers: Numbers
+    optimizers: Sequence[Optimizer],
+    stand_ins: Mapping[int, str],
+    gradients: KeptGradients,
+    numbers: Numbers,
+    begin_update: Callable,
 ) -> Iterator[None]:
     """Raise an error if the loop steps another optimizer, or does not step all of these.
 
@@ -214,7 +222,7 @@ def _stepped(
     stepped: list[Optimizer] = []
     flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
 
-    def begin(o: Optimizer, *_: Any) -> None:
+    def begin(o: Optimizer, args: tuple, kwargs: dict) -> None:
         if o not in optimizers:
             raise ValueError(
                 f"lift: the loop step calls step() of another optimizer, {type(o).__name__}, which would train "
@@ -222,8 +230,9 @@ def _stepped(
             )
         stepped.append(o)
         gradients.before_step([stand_ins[id(p)] for group in o.param_groups for p in group["params"]])
+        inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
-        numbers.reading = not any(group.get("capturable") for group in o.param_groups)
+        numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
         torch.compiler._is_compiling_flag = flag and not numbers.reading
 
     def end(*_: Any) -> None:

@@ -8,6 +8,7 @@ verified: a step from that state must do what the first step does.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import UserDict, defaultdict
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -43,14 +45,19 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     new = [p for p in params if not optimizer.state.get(p)]
     if new:
-        fresh = _by_name(optimizer, params, new) if _is_torchs(optimizer) else None
+        fresh = _by_name(optimizer, params, new) if _has_known_names(optimizer) else None
         optimizer.state.update(_tried(optimizer, params, new, names) if fresh is None else fresh)
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch.optim."""
+    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+
+
+def _has_known_names(optimizer: Optimizer) -> bool:
     """Whether the first values follow from the names in the optimizer's state. Dampened momentum is an exception."""
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None) and not dampened
+    return is_torchs(optimizer) and not dampened
 
 
 def _by_name(
@@ -58,17 +65,30 @@ def _by_name(
 ) -> dict[torch.Tensor, State] | None:
     """The state of parameters before the first step, or None if not all names of its entries are known."""
     try:
-        states = _trial(optimizer, params, None, None).states
+        states = _states_after_zeros(optimizer, params)
     except Exception as error:
         raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
     created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, states)}
     if any(key not in _FRESH for p in new for key in created[p]):
         return None
-    return {p: {key: _filled(value, _FRESH[key]) for key, value in created[p].items()} for p in new}
+    return {p: {key: _filled(value, _FRESH[key], p) for key, value in created[p].items()} for p in new}
 
 
-def _filled(value: Any, number: float) -> Any:
-    return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
+def _states_after_zeros(optimizer: Optimizer, params: list[torch.Tensor]) -> list[State]:
+    """The states of parameters after a step with gradients of zeros.
+
+    The names of their entries need no values. So the step is tried on the meta device first, where it takes no memory.
+    """
+    if not optimizer.state and not any(isinstance(p, DTensor) for p in params):
+        with contextlib.suppress(Exception):  # an optimizer that reads values, or a fused one
+            return _trial(optimizer, params, None, None, "meta").states
+    return _trial(optimizer, params, None, None).states
+
+
+def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value)(number)
+    return torch.full_like(value, number, device=p.device if value.is_meta else value.device)
 
 
 def _copied(value: Any) -> Any:
@@ -106,12 +126,19 @@ class _Trial(NamedTuple):
     states: list[Any]  # the state after the step; a `_First` where gradients were drawn
 
 
-def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] | None, seed: int | None) -> _Trial:
+def _trial(
+    optimizer: Optimizer,
+    params: list[torch.Tensor],
+    begin: list[State] | None,
+    seed: int | None,
+    device: str | None = None,
+) -> _Trial:
     """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`, else zeros.
 
-    Parameters without a state start with that of `begin`, or without one if `begin` is None.
+    The copies are on `device`, by default where the parameters are. Parameters without a state start with that of
+    `begin`, or without one if `begin` is None.
     """
-    copies = [p.detach().clone().requires_grad_() for p in params]
+    copies = [p.detach().to(device or p.device, copy=True).requires_grad_() for p in params]
     trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
     held = trial.state
     trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
@@ -123,7 +150,7 @@ def _trial(optimizer: Optimizer, params: list[torch.Tensor], begin: list[State] 
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
         torch.manual_seed(seed or 0)
         for c in copies:
-            c.grad = torch.zeros_like(c) if seed is None else _drawn(c)
+            c.grad = _drawn(c, seed)
         trial.step()
     return _Trial([c.detach() for c in copies], [trial.state[c] for c in copies])
 
@@ -137,8 +164,10 @@ def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimi
     return trial
 
 
-def _drawn(like: torch.Tensor) -> torch.Tensor:
-    """Random numbers, the same on every device."""
+def _drawn(like: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """Random numbers, the same on every device; zeros without a seed."""
+    if seed is None:
+        return torch.zeros_like(like)
     drawn = torch.randn(like.shape, dtype=like.dtype if like.is_complex() else torch.float32)
     return drawn.to(like.device, like.dtype)
 

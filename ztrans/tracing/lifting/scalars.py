@@ -153,6 +153,10 @@ class Numbers(TorchFunctionMode):
             args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
         return func(*args, **kwargs)
 
+    def begin_step(self, reading: bool) -> None:
+        """Begin a step of an optimizer, which shares no literal numbers with the steps before."""
+        self.reading, self._constants = reading, {}
+
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The value of a tensor of one element, as a number."""
         if id(x) in self._numbers:

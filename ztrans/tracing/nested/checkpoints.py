@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as plain
-from torch import fx
 from torch.distributed._composable import checkpoint_activation as composable
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,16 +38,15 @@ def mark_of_operation() -> Mark | None:
     return fx_traceback.current_meta.get(_MARK)
 
 
-def forget_policy() -> None:
-    """Remove the policy that a selective checkpoint has written for an operation, which it leaves there."""
-    fx_traceback.current_meta.pop(_POLICY, None)
+def take_policy() -> dict[str, Any]:
+    """The policy that a selective checkpoint has written for an operation, as metadata. It would leave it there."""
+    policy = fx_traceback.current_meta.pop(_POLICY, None)
+    return {} if policy is None else {_POLICY: policy}
 
 
-def policy_of(node: fx.Node, mark: Mark | None) -> plain.CheckpointPolicy | None:
-    """What a checkpoint does with the results of a recorded operation; None outside of checkpoints."""
-    if mark is None:
-        return None
-    return node.meta.get(_POLICY) if mark.is_selective else plain.CheckpointPolicy.MUST_RECOMPUTE
+def policy_of(meta: Mapping[str, Any], mark: Mark) -> plain.CheckpointPolicy | None:
+    """What a checkpoint does with the results of an operation that was recorded with this metadata."""
+    return meta.get(_POLICY) if mark.is_selective else plain.CheckpointPolicy.MUST_RECOMPUTE
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...ir.ambient import having
 from ...ir.nested.launch import Launch
@@ -42,8 +41,6 @@ def record_launches() -> Iterator[None]:
 def _recorded_launch(kernel: Any, grid: Any) -> Callable:
     def launch(*args: Any, **options: Any) -> None:
         given = dict(zip(kernel.arg_names, args)) | options
-        if get_proxy_mode() is None:  # PyTorch asks an operator for the types of its results
-            return
         is_tuned = hasattr(kernel, "configs")  # then the grid depends on the configuration that is chosen
         size = grid(given) if callable(grid) and not is_tuned else grid
         numbers = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}

@@ -13,6 +13,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +68,14 @@ def is_in_place(op: Any) -> bool:
     return op.namespace == "c10d"
 
 
+@functools.cache
 def is_point_to_point(op: Any) -> bool:
     """Whether an operation sends to, or receives from, a single rank."""
     name = op._schema.name.removeprefix("c10d::").removeprefix("_c10d_functional::")
     return name in ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
 
 
-def functionalized(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `op(*args, **kwargs)` by functional operations, which the trace records, and return its result.
 
     Raises: NoForm for a collective that has no functional form.

@@ -1,4 +1,4 @@
-"""fx_trace: run a function once on fake tensors, and record its operations as an FX graph.
+"""record: run a function once on fake tensors, and record its operations.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -6,26 +6,19 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._decomp
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.attention import flex_attention
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -35,8 +28,10 @@ from .errors import seeds
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
+from .nested.recorded_calls import attention_on_every_device, forget_fakes
 from .nested.triton_kernels import record_launches
-from .watch import Watch
+from .operation import Operation
+from .watch import DEVICE, Watch, device_of
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
 
@@ -59,7 +54,9 @@ def check_torch(version: str = torch.__version__) -> None:
 class Recorded(NamedTuple):
     """The recorded run of a function."""
 
-    graph: Any  # the operations of the run, as FX records them, or imported as a `Graph`
+    inputs: Sequence[torch.Tensor]
+    operations: Sequence[Operation]
+    outputs: Sequence[Any]  # the leaves of the result
     out_tree: pytree.TreeSpec  # the tree of the result
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
@@ -79,61 +76,34 @@ def record(
         (see `watch`).
     """
     with _outside_inference_mode():
-        return _recorded(call, make_inputs, wants_grad, names, step)
+        return run_traced(call, make_inputs, wants_grad, names, step)
 
 
-def _recorded(call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str) -> Recorded:
+def run_traced(
+    call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
+) -> Recorded:
     # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():
         inputs = make_inputs()
-    watch = Watch(step, mode)
-    trees: list[pytree.TreeSpec] = []
-
-    def flat(*tensors: torch.Tensor) -> list[Any]:
-        for tensor, wants in zip(tensors, wants_grad):
-            tensor.requires_grad_(wants)
-        watch.remember(tensors, None)
-        with watch, Marks(step, dict(zip(names, tensors))):
-            result = call(tensors)
-        leaves, tree = pytree.tree_flatten(result)
-        trees.append(tree)
-        return leaves
-
-    generator = torch.random.get_rng_state()
-    with (
-        mode,
-        _quiet(),
-        _sparingly(),
-        _without_onednn(),
-        mark_checkpoints(),
-        _attention_on_every_device(),
-        any_operands(),
-        record_launches(),
-    ):
-        options = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
-        module = make_fx(flat, _declared(), "fake", **options)(*inputs)
+    watch, generator = Watch(step, mode), torch.random.get_rng_state()
+    for tensor, wants in zip(inputs, wants_grad):
+        tensor.requires_grad_(wants)
+    watch.know(inputs)
+    ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
+    nested = attention_on_every_device(), any_operands(), record_launches()
+    with contextlib.ExitStack() as stack:
+        for context in (mode, *ways, *nested, watch, Marks(step, dict(zip(names, inputs)))):
+            stack.enter_context(context)
+        outputs, tree = pytree.tree_flatten(call(inputs))
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
         raise seeds("torch.manual_seed", None, step)
-    _forget_fakes(module)
-    return Recorded(module.graph, trees[0], watch.tensors)
-
-
-def _forget_fakes(module: fx.GraphModule) -> None:
-    """Remove the fake tensors that PyTorch has kept in the graphs of functions (see `_sparingly`)."""
-    for inner in module.modules():
-        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
-            node.meta.pop("val", None)
-
-
-@contextlib.contextmanager
-def _attention_on_every_device() -> Iterator[None]:
-    """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
-    with having(flex_attention, _validate_device=lambda query, key, value: None), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        yield
+    for o in watch.operations:
+        if isinstance(o.op, fx.GraphModule):
+            forget_fakes(o.op)
+    return Recorded(inputs, watch.operations, outputs, tree, watch.references())
 
 
 @contextlib.contextmanager
@@ -161,61 +131,6 @@ def _outside_inference_mode() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The properties of a result at the time of the operation. Later operations may change those of the tensor."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(result: Any) -> Any:
-        """The properties of the tensors in a result."""
-        if isinstance(result, (list, tuple)):
-            return [Seen.of(x) for x in result]
-        if not isinstance(result, torch.Tensor):
-            return result
-        if result.layout is not torch.strided:
-            return Seen(result.dtype, result.shape, (), 0)
-        return Seen(result.dtype, result.shape, result.stride(), int(result.storage_offset()))
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def storage_offset(self) -> int:
-        return self.offset
-
-
-@contextlib.contextmanager
-def _sparingly() -> Iterator[None]:
-    """Let make_fx record of each result what the import reads, and generate no code for the graph.
-
-    By itself it would keep a copy of each fake tensor, which takes a tenth of the time of a trace. In the graphs of
-    functions that higher-order operators call, these copies stay: PyTorch reads them to differentiate the functions.
-    """
-    plain, step = proxy_tensor.set_meta, list[fx.Tracer]()
-
-    def set_meta(proxy: Any, result: Any) -> Any:
-        step[:] = step or [proxy.tracer]
-        proxy.node.meta["seen"] = Seen.of(result)
-        return proxy if proxy.tracer is step[0] else plain(proxy, result)
-
-    with having(proxy_tensor, set_meta=set_meta), _use_lazy_graph_module(True):
-        yield
-
-
-@functools.cache
-def _declared() -> dict:
-    """Decompositions of cuDNN's batch norm.
-
-    Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
-    """
-    aten = torch.ops.aten
-    return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
-
-
 class _Fakes(FakeTensorMode):
     """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
 
@@ -224,14 +139,19 @@ class _Fakes(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as that of `Watch`
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE:
+            return device_of(*args)
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             # The operator looks for the class of its mode, and does not know a subclass.
-            return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
-        if func.name().startswith("aten::_fused_") and not func._schema.returns:
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
             return None
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -241,9 +161,9 @@ def _quiet() -> Iterator[None]:
     There an optimizer keeps its step count as a tensor, which the trace can follow.
     """
     compiling = having(torch.compiler, _is_compiling_flag=True)  # its context manager is younger than torch 2.11
-    # Where shapes do not fit, this logger would write a traceback besides that of the error.
-    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
     eager = torch.compiler.set_stance("force_eager")  # a region inside of torch.compile is traced as any other code
     one_thread = torch.autograd.set_multithreading_enabled(False)
+    # Where shapes do not fit, this logger would write a traceback besides that of the error.
+    silent = having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
     with silent, fx_traceback.preserve_node_meta(), one_thread, compiling, eager:
         yield

@@ -1,4 +1,4 @@
-"""import_fx(graph, inputs): turn a recorded FX graph into functional equations.
+"""import_record(recorded, inputs): turn the recorded operations of a step into functional equations.
 
 An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
 changes (see `functionalize`). An operation over lists (`_foreach_add_`, `_fused_adamw_`) becomes one equation for each
@@ -9,27 +9,26 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Graph, Names, Var, dce
-from ..ir.nested.functions import Function
+from ..ir.graph import Eqn, Names, Var
 from ..ir.operations import shows_argument
-from ..ir.source import Source, where
-from .errors import no_nested, warn_of_trace
+from ..ir.source import where
+from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
-from .nested.functions import letters, no_function
-from .nested.triton_kernels import import_launch
+from .nested.import_graph import import_graph
+from .operation import Operation, Place
 from .overloads import functional, is_written, member, outs, with_defaults
+from .record import Recorded
 from .regions import Fact
 
 aten, hops = torch.ops.aten, torch.ops.higher_order
@@ -44,103 +43,54 @@ _COPIES = {"aten::_foreach_copy_": aten.copy_.default, "aten::_foreach_zero_": a
 _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
-def import_fx(graph: fx.Graph, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded graph, its outputs, and what the tracer recorded about each equation."""
-    builder, outputs = _imported(graph, [Alias(Storage(v)) for v in inputs])
-    return builder.eqns, builder.read(outputs), {eqn: _fact(node) for eqn, node in builder.nodes.items()}
-
-
-def _imported(graph: fx.Graph, inputs: Sequence[Alias], line: Source | None = None) -> tuple[Builder, Any]:
-    """The equations of a recorded graph, and its outputs as traced tensors. `line` is that of nodes without one."""
-    values = [x.storage.value for x in inputs]
-    fakes = (n.meta["seen"] for n in graph.nodes if n.op == "placeholder")
-    builder = Builder(Names(v.name for v in values), {v: fake.stride() for v, fake in zip(values, fakes)}, line)
-    env: dict[fx.Node, Any] = {}
-    unread = iter(inputs)
-    outputs: Any = []
-    for node in graph.nodes:
-        builder.node = node
-        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), env.__getitem__)
-        if node.op == "placeholder":
-            env[node] = next(unread)
-        elif node.op == "get_attr":
-            constant = getattr(graph.owning_module, node.target)
-            is_function = isinstance(constant, fx.GraphModule)
-            env[node] = _function(node.target, constant, builder.source) if is_function else constant
-        elif node.op == "output":
-            outputs = args[0]
-        elif node.target.__name__ == "getitem":
-            env[node] = args[0][args[1]]
-        elif isinstance(node.target, HigherOrderOperator):
-            env[node] = _higher_order(builder, node, args, kwargs)
+def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
+    """The equations of a recorded run, its outputs, and what the tracer recorded about each equation."""
+    builder = Builder(Names(v.name for v in inputs), {v: x.stride() for v, x in zip(inputs, recorded.inputs)})
+    values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
+    for o in recorded.operations:
+        builder.source, builder.fact = o.origin.source, _fact(o)
+        args, kwargs = tuple(_traced(o.args, values)), _traced(o.kwargs, values)
+        if isinstance(o.op, fx.GraphModule):
+            result = import_graph(builder, o.op, args, _operation)
         else:
-            env[node] = _operation(builder, node.target, args, kwargs, node.meta.get("seen"))
-    return builder, outputs
+            result = _operation(builder, o.op, args, kwargs, o.seen)
+        _set(values, o.result, result)
+    return builder.eqns, builder.read(_traced(recorded.outputs, values)), builder.facts
 
 
-def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
-    """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
-    if node.target is hops.triton_kernel_wrapper_mutation:
-        return import_launch(builder, kwargs)
-    seen, tree = pytree.tree_flatten(_seen(node))
-    read = lambda x: builder.read(x) if isinstance(x, Alias) else x
-    args, kwargs = pytree.tree_map(read, (args, kwargs))
-    results = builder.emit(node.target, args, kwargs, seen)
-    return pytree.tree_unflatten([v and Alias(Storage(v), value=v) for v in results], tree)
-
-
-def _seen(node: fx.Node) -> Any:
-    """The properties of the results of a higher-order operator, each of which is recorded as an item."""
-    if "seen" in node.meta:
-        return node.meta["seen"]
-    items: dict[Any, Any] = {user.args[1]: _seen(user) for user in node.users if user.target is operator.getitem}
-    if any(isinstance(key, str) for key in items):
-        return items
-    return tuple(items.get(k) for k in range(1 + max(items, default=-1)))
-
-
-def _in_memory_of_their_own(builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]) -> list[Any]:
-    """The values of outputs. One that shares memory with an argument or an output before it is copied."""
-    owned = {id(x.storage) for x in arguments}
-    results: list[Any] = []
-    for x in outputs:
-        value = builder.read(x)
-        if isinstance(x, Alias) and id(x.storage) in owned:
-            value = builder.emit(aten.clone.default, (value,))
-        owned |= {id(x.storage)} if isinstance(x, Alias) else set()
-        results.append(value)
-    return results
-
-
-def _function(name: str, module: fx.GraphModule, line: Source | None) -> Function:
-    """A function that a higher-order operator calls, which make_fx has recorded as a graph of its own."""
-    seen = [n.meta["seen"] for n in module.graph.nodes if n.op == "placeholder"]
-    arguments = [Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(seen)]
-    builder, outputs = _imported(module.graph, arguments, line)
-    listed = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
-    results = _in_memory_of_their_own(builder, listed, arguments)
-    inputs = tuple(x.storage.value for x in arguments)
-    graph = dce(Graph(name.replace("_graph", ""), inputs, tuple(builder.eqns), tuple(results), 0))
-    changed = any(x.storage.version for x in arguments)
-    problem = "changes its argument in place" if changed else no_function(graph)
-    if problem is not None:
-        raise no_nested(name, problem, line)
-    returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
-    return Function(graph, returns)
-
-
-def _fact(node: fx.Node) -> Fact:
-    custom = node.meta.get("custom", {})
-    mark = custom.get("checkpoint")
-    policy = policy_of(node, mark)
+def _fact(operation: Operation) -> Fact:
+    """The facts of an operation, with the policy of the checkpoint that it is in."""
+    fact, mark = operation.origin.fact, operation.origin.mark
+    if mark is None:
+        return fact
+    policy = policy_of(operation.meta, mark)
     if policy is not None and policy.name.endswith("OFFLOAD"):
+        source = operation.origin.source
         warn_of_trace(
-            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
-            f"  at {where(custom.get('source'))}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
-            custom.get("source"),
+            f"trace: a checkpoint moves {operation.op} to the CPU, and a program keeps it where it is.\n"
+            f"  at {where(source)}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
+            source,
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return Fact(custom.get("backward", False), custom.get("recorded", False), mark and mark.number, dropped)
+    return replace(fact, checkpoint=mark.number, dropped=dropped)
+
+
+def _traced(x: Any, values: Mapping[int, Any]) -> Any:
+    """`x` with the traced values of its tensors in their places. A literal tensor stays."""
+    if isinstance(x, (torch.Tensor, Place)):
+        return values.get(id(x), x)
+    if isinstance(x, (list, tuple)):
+        return [_traced(item, values) for item in x]
+    return {k: _traced(v, values) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _set(values: dict[int, Any], tensors: Any, traced: Any) -> None:
+    """Record the traced values of the tensors in a result."""
+    if isinstance(tensors, (torch.Tensor, Place)):
+        values[id(tensors)] = traced
+    elif isinstance(tensors, (list, tuple)) and traced is not None:
+        for each, value in zip(tensors, traced):
+            _set(values, each, value)
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
@@ -248,7 +198,7 @@ def _of_new_tensors(builder: Builder, op: Any, args: Sequence, kwargs: dict, tar
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
     given = {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
     new = [builder.meta(builder.read(x)) for x in targets]
-    own = pytree.tree_leaves(builder.node.meta.get("seen"))
+    own = pytree.tree_leaves(builder.seen)
     results = builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), [*own, *new])
     return tuple(results)
 
