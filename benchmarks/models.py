@@ -80,8 +80,8 @@ def loop(build: Build) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., 
 
 def batches(build: Build) -> list[tuple[Tensor, ...]]:
     draw = torch.Generator().manual_seed(1)
-    made = [build.batch(draw) for _ in range(STEPS)]
-    return [tuple(x.to(build.dtype) if x.is_floating_point() else x for x in batch) for batch in made]
+    batches = [build.batch(draw) for _ in range(STEPS)]
+    return [tuple(x.to(build.dtype) if x.is_floating_point() else x for x in batch) for batch in batches]
 
 
 def untouched(build: Build, world: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -268,16 +268,16 @@ class Checkpointed(nn.Module):
 
 def test_a_reentrant_checkpoint_computes_what_the_untouched_loop_does():
     torch.manual_seed(0)
-    model, other = Checkpointed(True), Checkpointed(True)
-    other.load_state_dict(model.state_dict())
-    untouched, _ = lifted(other)
+    model, twin = Checkpointed(True), Checkpointed(True)
+    twin.load_state_dict(model.state_dict())
+    untouched, _ = lifted(twin)
     _, (step, state) = lifted(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gradients that the first checkpoint does not compute
         for x in (torch.randn(4, 8), torch.randn(4, 8)):
             state, loss = zt.Step.of(step)(state, x)
             assert torch.equal(loss, untouched(x))
-    assert all(torch.equal(state["params"][name], p) for name, p in other.named_parameters())
+    assert all(torch.equal(state["params"][name], p) for name, p in twin.named_parameters())
 
 
 def test_sparse_lookups_are_dense_and_their_optimizer_is_refused():
@@ -285,13 +285,13 @@ def test_sparse_lookups_are_dense_and_their_optimizer_is_refused():
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4))
 
-    model, other = build(), build()
-    sgd, same = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    model, twin = build(), build()
+    sgd, same = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     step, state = zt.lift(loop_of(model, sgd), model, sgd)
     ids = torch.tensor([1, 5, 5, 2])
     state, _ = zt.Step.of(step)(state, ids)
-    loop_of(other, same)(ids)
-    torch.testing.assert_close(state["params"]["0.weight"], other[0].weight.detach())
+    loop_of(twin, same)(ids)
+    torch.testing.assert_close(state["params"]["0.weight"], twin[0].weight.detach())
     sparse = torch.optim.SparseAdam([model[0].weight])
     with pytest.raises(ValueError, match=r"SparseAdam takes sparse gradients.*dense.\nUse torch.optim.Adam"):
         zt.lift(loop_of(model, sparse), model, sparse)
@@ -300,15 +300,15 @@ def test_sparse_lookups_are_dense_and_their_optimizer_is_refused():
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_the_lifted_step_of_adamw_runs_without_a_transform(options):
     torch.manual_seed(0)
-    model, other = nn.Linear(8, 4), nn.Linear(8, 4)
-    other.load_state_dict(model.state_dict())
+    model, twin = nn.Linear(8, 4), nn.Linear(8, 4)
+    twin.load_state_dict(model.state_dict())
     _, (step, state) = lifted(model, torch.optim.AdamW, **options)
-    untouched, _ = lifted(other, torch.optim.AdamW, **options)
+    untouched, _ = lifted(twin, torch.optim.AdamW, **options)
     for _ in range(3):
         x = torch.randn(4, 8)
         state, loss = step(state, x)
         assert torch.equal(loss, untouched(x))
-    assert all(torch.equal(state["params"][name], p) for name, p in other.named_parameters())
+    assert all(torch.equal(state["params"][name], p) for name, p in twin.named_parameters())
 
 
 # ---- states

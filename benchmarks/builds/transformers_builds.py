@@ -157,17 +157,17 @@ def _transcribed(model: Any, features: Tensor, labels: Tensor) -> Tensor:
 
 def builds() -> list[Build]:
     """All builds of this library."""
-    made = lambda name, of: partial(_made, name, *of)
+    built = lambda name, of: partial(_made, name, *of)
     dtype = lambda name: torch.float32 if name.startswith(MIXTURES) else torch.float64
     return [
         *(
-            Build("transformers", n, made(n, of), tokens(), language_loss, dtype=dtype(n))
+            Build("transformers", n, built(n, of), tokens(), language_loss, dtype=dtype(n))
             for n, of in LANGUAGE.items()
         ),
-        *(Build("transformers", n, made(n, of), images(), _classified, n in APART) for n, of in IMAGES.items()),
+        *(Build("transformers", n, built(n, of), images(), _classified, n in APART) for n, of in IMAGES.items()),
         *(Build("transformers", f"{n}Model", partial(_clip, n), _pairs, _contrasted, True) for n in ("CLIP", "Siglip")),
         *(
-            Build("transformers", f"{n}ForCTC", made(f"{n}ForCTC", (f"{n}Config", SOUND)), _sounds, _heard)
+            Build("transformers", f"{n}ForCTC", built(f"{n}ForCTC", (f"{n}Config", SOUND)), _sounds, _heard)
             for n in ("Wav2Vec2", "Hubert")
         ),
         Build("transformers", "WhisperForConditionalGeneration", _whisper,

@@ -68,8 +68,8 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
     free, least = kept(problem, ()), needs(problem).bytes
     repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in free]
 
-    def buckets(things, among):
-        for members in by_key(things, among).values():
+    def buckets(messages, among):
+        for members in by_key(messages, among).values():
             share, bucket = chance.choice([0.0, 0.3, 0.7, 0.95]), [members[0]]
             for i in members[1:]:
                 if chance.random() < share:

@@ -29,7 +29,7 @@ def shown(monkeypatch):
     """Run something as in a new process, with stderr on a terminal or not; returns what stderr has got."""
     handlers, level, propagate = list(progress.log.handlers), progress.log.level, progress.log.propagate
 
-    def run(what, terminal=False, **environment):
+    def run(action, terminal=False, **environment):
         stream = Stream(terminal)
         monkeypatch.setattr("sys.stderr", stream)
         monkeypatch.delenv("ZTRANS_LOG", raising=False)
@@ -38,7 +38,7 @@ def shown(monkeypatch):
         progress._prepare.cache_clear()
         progress.log.handlers, progress.log.propagate = [], False  # pytest handles the records of the root logger
         progress.log.setLevel(logging.NOTSET)
-        what()
+        action()
         return SECONDS.sub("0.0 s", stream.getvalue())
 
     yield run

@@ -209,6 +209,15 @@ def test_a_value_of_one_ranks_experts_does_not_reach_all_ranks():
     assert "test_leaf_axes.py" in str(error.value) and "zt.psum" in str(error.value)
 
 
+def test_a_joint_axis_around_another_axis_of_the_leaf_is_refused():
+    def shard(mesh):
+        step = zt.shard_params(mesh, axis=("dp", "cp"), replicate_axis="host")(CASES["mixture"].step)
+        with pytest.raises(ValueError, match=r"over 'dp\*cp' and 'host' .*\nPut dp and cp next to each other in the mesh"):
+            step.shard(CASES["mixture"].state())
+
+    dtensors.on_ranks([0], shard, dp=2, host=2, cp=2)
+
+
 def test_groups_that_a_step_made_are_named_by_their_axes():
     """A flattened mesh, and a group of ranks: their names differ from rank to rank, and the program does not."""
 

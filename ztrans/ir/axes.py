@@ -76,7 +76,7 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
         return mesh if names == order else mesh[names]
     # A mesh that was flattened before under the same name is returned again.
     meshes = [mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names]
-    apart = next((axis for axis in names if _JOINT.join(order).find(axis) < 0), None)
+    apart = next((axis for axis in names if f"*{axis}*" not in f"*{_JOINT.join(order)}*"), None)
     if apart and len(names) > 1:
         raise ValueError(
             f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the axes "

@@ -87,7 +87,7 @@ class Transform:
         return self.axes
 
     def joined(self, other: Transform) -> Transform | None:
-        """One transform that does what this and another of its kind do, each to other leaves; None if there is none."""
+        """This transform and another of its kind for other leaves, as one; None if they cannot be combined."""
         return None
 
     @property

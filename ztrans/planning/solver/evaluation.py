@@ -53,8 +53,8 @@ def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
 def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Message]]:
     """Every message in the order of issue, with its bucket; those that no schedule places have none."""
     sent: list[tuple[Bucket | None, Message]] = [(None, other) for other in problem.others]
-    for buckets, things in ((schedule.gathers, problem.gathers), (schedule.reductions, problem.reductions)):
-        sent += [(bucket, message(problem, bucket, tuple(things[i] for i in bucket.members))) for bucket in buckets]
+    for buckets, messages in ((schedule.gathers, problem.gathers), (schedule.reductions, problem.reductions)):
+        sent += [(bucket, message(problem, bucket, tuple(messages[i] for i in bucket.members))) for bucket in buckets]
     return sorted(sent, key=lambda each: each[1].issue)
 
 

@@ -32,9 +32,9 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     _check_between(problem, schedule)
 
 
-def _names(things: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
+def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
     """The members of a bucket by name, or else by number."""
-    return f"[{', '.join(things[i].name or str(i) for i in members)}]"
+    return f"[{', '.join(messages[i].name or str(i) for i in members)}]"
 
 
 def _check_dropped(problem: Problem, schedule: Schedule) -> None:
@@ -50,24 +50,24 @@ def _check_buckets(
     problem: Problem,
     kind: str,
     buckets: Sequence[Bucket],
-    things: Sequence[Gather] | Sequence[Reduction],
+    messages: Sequence[Gather] | Sequence[Reduction],
     absent: frozenset[int],
 ) -> None:
     """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
     members = [i for bucket in buckets for i in bucket.members]
-    if sorted(members) != [i for i in range(len(things)) if i not in absent]:
-        odd = [i for i in range(len(things)) if members.count(i) != (i not in absent)]
-        raise ScheduleError(f"not every {kind} is in one bucket: {_names(things, odd)}")
+    if sorted(members) != [i for i in range(len(messages)) if i not in absent]:
+        odd = [i for i in range(len(messages)) if members.count(i) != (i not in absent)]
+        raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, odd)}")
     for bucket in buckets:
-        names = _names(things, bucket.members)
-        if len({things[i].key for i in bucket.members}) != 1:
+        names = _names(messages, bucket.members)
+        if len({messages[i].key for i in bucket.members}) != 1:
             raise ScheduleError(f"{kind}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
             start, wait = map(problem.place, (bucket.start, bucket.wait))
             raise ScheduleError(f"the {kind} {names} starts {start}, and is waited for {wait}: out of order")
     for a, b in pairwise(buckets):
         if a.start > b.start:
-            first, second = _names(things, a.members), _names(things, b.members)
+            first, second = _names(messages, a.members), _names(messages, b.members)
             raise ScheduleError(f"the {kind} {second} stands after {first} and starts before it")
 
 
@@ -98,7 +98,7 @@ def _check_in_flight(
     problem: Problem,
     kind: str,
     buckets: Sequence[Bucket],
-    things: Sequence[Gather] | Sequence[Reduction],
+    messages: Sequence[Gather] | Sequence[Reduction],
     limit: float | None,
 ) -> None:
     """Bytes started and not yet waited for."""
@@ -106,7 +106,7 @@ def _check_in_flight(
         return
     change = np.zeros(len(problem.seconds) + 1, dtype=np.int64)
     for bucket in buckets:
-        held = sum(things[i].held for i in bucket.members)
+        held = sum(messages[i].held for i in bucket.members)
         change[bucket.start] += held
         change[bucket.wait] -= held
     flight = change.cumsum()
