@@ -21,7 +21,7 @@ _LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "le
 def changed_arguments(function: Callable) -> set[str]:
     """The names of the arguments into which the source of a kernel may write.
 
-    >>> def kernel(x, out, tl):
+    >>> def kernel(x, out):
     ...     pointer = out + tl.arange(0, 16)
     ...     tl.store(pointer, tl.load(x + tl.arange(0, 16)))
     >>> changed_arguments(kernel)
