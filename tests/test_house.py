@@ -54,7 +54,8 @@ ROOMS = {
     *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
     *("tracing.lifting.repeated_updates", "tracing.nested.recorded_calls"),
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
-    *("tracing.nested.checkpoints", "tracing.nested.closures", "tracing.parallel.dtensors", "runtime.leaves"),
+    *("tracing.nested.checkpoints", "tracing.nested.closures", "tracing.nested.triton_kernels"),
+    *("tracing.parallel.dtensors", "runtime.leaves"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
@@ -65,7 +66,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "t
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 15_690  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 16_000  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -135,7 +135,7 @@ def flops(e: Eqn, graph: Graph) -> int:
     at = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
     if formula is None:
-        results = e.outs if isinstance(e.op, torch._ops.OpOverload) else ()
+        results = () if isinstance(e.op, Primitive) else e.outs
         return sum(math.prod(local_shape(o, graph.axes, at)) for o in results if o is not None)
 
     def meta(v: Var) -> torch.Tensor:

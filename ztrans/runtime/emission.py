@@ -20,6 +20,7 @@ from ..ir.graph import Eqn, Primitive, Var, substitute
 from ..ir.layout import local_shape, part
 from ..ir.nested.call import call_operator
 from ..ir.nested.functions import Function
+from ..ir.nested.launch import Launch, LaunchModule
 from ..ir.operations import bound
 from ..ir.update_groups import list_call
 from .call_forms import call_form
@@ -50,6 +51,16 @@ class Emission:
         name = f"constant_{len(list(self.module.buffers()))}"
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
+
+    def read(self, x: Any) -> Any:
+        """An argument, with the nodes of its values."""
+        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
+            return self.constant(x)
+        if isinstance(x, Function):
+            return self.function(x)
+        if isinstance(x, (list, tuple)):
+            return type(x)([self.read(item) for item in x])
+        return substitute(x, self.nodes.__getitem__)
 
     def function(self, function: Function) -> fx.Node:
         """A function that an operation calls, as a submodule with code of its own."""
@@ -119,28 +130,29 @@ def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
     """
     out, env = emission.out, emission.nodes
     op: Any = function or eqn.op
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return _higher_order(emission, eqn)
     if is_constant(eqn):
         return [emission.constant(op(*eqn.args, **eqn.kwargs))]
-
-    def read(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
-            return emission.constant(x)
-        if isinstance(x, Function):
-            return emission.function(x)
-        if isinstance(x, (list, tuple)):
-            return type(x)([read(item) for item in x])
-        return substitute(x, env.__getitem__)
-
-    args, kwargs = tuple(read(a) for a in eqn.args), {k: read(v) for k, v in eqn.kwargs.items()}
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        call: Any = (op, bound(eqn), *args)
-        leaves = out.call_function(call_operator, call, kwargs)
-        return [None if v is None else out.call_function(operator.getitem, (leaves, k)) for k, v in enumerate(eqn.outs)]
+    args, kwargs = emission.read(eqn.args), {k: emission.read(v) for k, v in eqn.kwargs.items()}
     is_operation = isinstance(op, torch._ops.OpOverload)
-    called = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
+    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
     if is_operation and not op._schema.returns:  # an update over lists
         return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
-    return _results(out, eqn, called)
+    return _results(out, eqn, call)
+
+
+def _higher_order(emission: Emission, eqn: Eqn) -> list:
+    """Emit the call of a higher-order operator, or the launch of a kernel. Returns the node of each result."""
+    launch = next((x for x in eqn.args[:1] if isinstance(x, Launch)), None)
+    if launch is not None:
+        name = f"{launch.name}_{len(list(emission.module.children()))}"
+        leaves = emission.call(name, LaunchModule(launch), *eqn.ins)
+    else:
+        args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
+        leaves = emission.out.call_function(call_operator, args, {k: emission.read(v) for k, v in eqn.kwargs.items()})
+    item = lambda k: emission.out.call_function(operator.getitem, (leaves, k))
+    return [None if v is None else item(k) for k, v in enumerate(eqn.outs)]
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:

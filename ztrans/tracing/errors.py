@@ -159,6 +159,16 @@ def no_transform(op: Any, transform: str, source: Source | None, step: str) -> T
     )
 
 
+def writes_nothing(kernel: str, source: Source | None) -> ValueError:
+    """A Triton kernel that writes into none of the tensors that it is given, as far as its source shows."""
+    return ValueError(
+        f"trace: the Triton kernel {kernel} writes into none of its arguments, so a program would leave it out.\n"
+        f"  at {where(source)}\n"
+        f"Pass the tensors that it writes as arguments, and not their addresses; or make it an operator with a fake "
+        f"implementation: torch.library.custom_op."
+    )
+
+
 def no_nested(name: str, why: str, source: Source | None) -> ValueError:
     """A function that a higher-order operator calls does what no sub-program can."""
     return ValueError(

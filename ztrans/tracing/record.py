@@ -29,6 +29,7 @@ from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
 from .nested.recorded_calls import attention_on_every_device, forget_fakes
+from .nested.triton_kernels import record_launches
 from .operation import Operation
 from .watch import DEVICE, Watch, device_of
 
@@ -90,7 +91,7 @@ def run_traced(
         tensor.requires_grad_(wants)
     watch.know(inputs)
     ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
-    nested = attention_on_every_device(), any_operands()
+    nested = attention_on_every_device(), any_operands(), record_launches()
     with contextlib.ExitStack() as stack:
         for context in (mode, *ways, *nested, watch, Marks(step, dict(zip(names, inputs)))):
             stack.enter_context(context)

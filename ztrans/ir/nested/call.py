@@ -9,6 +9,8 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
+from .launch import Launch
+
 
 def call_operator(op: HigherOrderOperator, wanted: Sequence[bool], *args: Any, **kwargs: Any) -> list[Any]:
     """Call a higher-order operator, and return the leaves of its result, which are the results of its equation.
@@ -16,6 +18,8 @@ def call_operator(op: HigherOrderOperator, wanted: Sequence[bool], *args: Any, *
     `wanted` says of each of them whether the equation binds it. The backward of attention computes the gradients of the
     tensors that `score_mod` captures if these require some. In a program no value does.
     """
+    if args and isinstance(args[0], Launch):
+        return args[0](*args[1:])
     if op is torch.ops.higher_order.flex_attention_backward:
         *before, captured, of_mask = args
         args = (*before, tuple(x.detach().requires_grad_(wants) for x, wants in zip(captured, wanted[3:])), of_mask)

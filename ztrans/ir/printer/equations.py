@@ -21,14 +21,15 @@ WIDTH = 119  # the columns of a printed line; with the sign of a difference befo
 _MARGIN = 90  # the column at which the user's line prints, if every line of the program has room for that
 _LONGEST_SOURCE = 48  # the most columns of the user's line
 _MANY = 8  # a list of more numbers, or more results of an operation, folds
-_NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant"}
+_NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant",
+          "triton_kernel_wrapper_functional": "triton", "auto_functionalized": "functional"}  # fmt: skip
 _DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # not printed: the same everywhere
 
 
 def op_name(op: Any) -> str:
     """The short name of an operation: `addmm`, `cast`, `all_gather`."""
     if isinstance(op, torch._ops.HigherOrderOperator):
-        return op.name()
+        return _NAMES.get(op.name(), op.name())
     if isinstance(op, torch._ops.OpOverload):
         short = op._schema.name.split("::")[-1]
         return _NAMES.get(short, short)

@@ -220,6 +220,7 @@ def _stepped(
     capturable, it reads numbers as it does outside of a trace.
     """
     stepped: list[Optimizer] = []
+    present: list[Optimizer] = []  # the one that steps, while it does so
     flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
 
     def begin(o: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -229,6 +230,7 @@ def _stepped(
                 f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
         stepped.append(o)
+        present.append(o)
         gradients.before_step([stand_ins[id(p)] for group in o.param_groups for p in group["params"]])
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
@@ -236,12 +238,17 @@ def _stepped(
         torch.compiler._is_compiling_flag = flag and not numbers.reading
 
     def end(*_: Any) -> None:
+        present.clear()
         inside.close()
         torch.compiler._is_compiling_flag = flag
 
     handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
     try:
         yield
+    except ValueError as error:
+        if not present or "reads a tensor's value" not in str(error):
+            raise
+        raise _chooses(present[0], error) from error
     finally:
         end()
         for handle in handles:
@@ -254,3 +261,13 @@ def _stepped(
                 f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
                 f"take all micro-batches in one call, and step after them."
             )
+
+
+def _chooses(optimizer: Optimizer, error: ValueError) -> ValueError:
+    """An optimizer whose step reads values, as those do that compare norms by `if`, `max` or `min`."""
+    where_it_reads = "\n".join(str(error).splitlines()[:2])
+    return ValueError(
+        f"{where_it_reads}\n"
+        f"{type(optimizer).__name__}.step() reads it and chooses its update by it. Use an optimizer that does not, "
+        f"such as AdamW; or write the update in the loop step, with torch.where, torch.maximum and torch.minimum."
+    )

@@ -20,6 +20,7 @@ from ...ir.source import Source
 from ..errors import no_nested
 from ..functionalize import Alias, Builder, Storage
 from .functions import letters, no_function
+from .triton_kernels import import_launch
 
 aten = torch.ops.aten
 
@@ -53,6 +54,8 @@ def import_graph(builder: Builder, module: fx.GraphModule, inputs: Sequence[Any]
 
 def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
     """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
+    if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+        return import_launch(builder, kwargs)
     seen, tree = pytree.tree_flatten(_seen(node))
     read = lambda x: builder.read(x) if isinstance(x, Alias) else x
     args, kwargs = pytree.tree_map(read, (args, kwargs))

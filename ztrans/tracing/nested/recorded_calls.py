@@ -48,7 +48,8 @@ def record_call(
 
     inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
     custom = having(fx_traceback, current_meta={**fx_traceback.current_meta, "custom": {"source": source}})
-    with custom, _sparingly(seen):
+    with custom, _sparingly(seen), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
         module = make_fx(call, None, "fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(*inputs)
     return RecordedCall(module, inputs, results[0])
 

@@ -1,0 +1,99 @@
+"""Which arguments a Triton kernel changes, according to its source. Nothing is compiled, and no GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ztrans as zt
+from ztrans.tracing.nested.kernel_writes import changed_arguments
+
+triton = pytest.importorskip("triton", reason="kernels need Triton")
+tl = triton.language
+
+
+def offsets(x, out, n):
+    k = tl.arange(0, 16)
+    here, there = out + k, x + k
+    here += n
+    tl.store(here, tl.load(there, mask=k < n), mask=k < n)
+
+
+def scattered(x, index, out):
+    """What is loaded says where, but is not written."""
+    k = tl.load(index + tl.arange(0, 16))
+    tl.store(value=tl.load(x + k), pointer=out + k)
+
+
+def counted(x, count, total):
+    tl.atomic_add(count, 1)
+    pointer: tl.tensor = total
+    tl.atomic_max(pointer + tl.program_id(0), tl.load(x))
+
+
+def blocks(x, out):
+    block = tl.make_block_ptr(base=out, shape=(16,), strides=(1,), offsets=(0,), block_shape=(16,), order=(0,))
+    for _ in range(2):
+        block = tl.advance(block, (8,))
+    tl.store(block, tl.load(x))
+
+
+def described(x, out):
+    target = tl.make_tensor_descriptor(out, shape=[16], strides=[1], block_shape=[16])
+    target.store([0], tl.load(x))
+
+
+def helped(x, out):
+    offsets(x, out, 16)
+
+
+def reads(x, out):
+    tl.sum(tl.load(x + out))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changed"),
+    [
+        *[(offsets, {"out", "n"}), (scattered, {"out"}), (counted, {"count", "total"}), (blocks, {"out"})],
+        *[(described, {"out"}), (helped, {"x", "out"}), (reads, set())],
+    ],
+)
+def test_writes(kernel, changed):
+    assert changed_arguments(kernel) == changed
+
+
+@triton.jit
+def doubled(x, out, n, BLOCK: tl.constexpr):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + k, 2 * tl.load(x + k, mask=k < n), mask=k < n)
+
+
+@triton.jit
+def summed(x, n, BLOCK: tl.constexpr):
+    tl.sum(tl.load(x + tl.arange(0, BLOCK)))
+
+
+def launching(kernel):
+    def step(state, x):
+        y = torch.empty_like(x)
+        arguments = (x, y) if kernel is doubled else (x,)
+        kernel[lambda given: (triton.cdiv(given["n"], given["BLOCK"]),)](*arguments, x.numel(), BLOCK=16)
+        return state, y.mean()
+
+    return step
+
+
+def test_a_kernel_is_traced_and_costed_without_a_gpu():
+    lowered = zt.Step.of(launching(doubled)).lower(torch.ones(()), torch.ones(6, 8))
+    text = [line.split("#")[0].strip() for line in str(lowered).split("\n") if "triton(" in line]
+    assert text == ["triton: f32[6,8] = triton(doubled[(3,)](n=48, BLOCK=16), x, empty_like)"]
+    assert lowered.cost_analysis().bytes >= 3 * 48 * 4
+    traced = zt.Step.of(launching(doubled)).trace(torch.ones((), device="meta"), torch.ones(6, 8, device="meta"))
+    assert "triton(doubled" in str(traced)
+
+
+def test_a_kernel_that_writes_nothing_is_refused():
+    with pytest.raises(ValueError, match=rf"(?s)kernel summed writes into none.*{Path(__file__).name}:\d+.*custom_op"):
+        zt.Step.of(launching(summed)).trace(torch.ones(()), torch.ones(16))

@@ -1,0 +1,79 @@
+"""Kernel writes: which arguments of a Triton kernel it changes, according to its source.
+
+A kernel writes by `tl.store(pointer, ...)`, an atomic operation, or the `store` of a descriptor. The pointer is
+computed from arguments: those in its expression, and those from which the names in it were computed. What `tl.load`
+returns is a value, and no pointer. An argument that is passed on to another kernel function counts as changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+
+from ...ir.relations import reachable
+
+_WRITES = ("store", "atomic_")  # how the names of operations that write begin
+_LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")
+
+
+def changed_arguments(function: Callable) -> set[str]:
+    """The names of the arguments into which the source of a kernel may write.
+
+    >>> def kernel(x, out, tl):
+    ...     pointer = out + tl.arange(0, 16)
+    ...     tl.store(pointer, tl.load(x + tl.arange(0, 16)))
+    >>> changed_arguments(kernel)
+    {'out'}
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    from_names: dict[str, set[str]] = {}
+    for target, value in _assignments(tree):
+        for name in _names(target):
+            from_names.setdefault(name, set()).update(_names(value))
+    written = [name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _written(call)]
+    definition = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    arguments = {a.arg for a in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs)}
+    computed_from: Callable[[str], set[str]] = lambda name: from_names.get(name, set())
+    pointers = set(reachable(written, computed_from))
+    return arguments & pointers
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from zip(target.elts, node.value.elts)
+                else:
+                    yield target, node.value
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            yield node.target, node.value
+
+
+def _names(tree: ast.expr) -> Iterator[str]:
+    """The names in an expression from which its value is computed. What a load reads is none of them."""
+    if isinstance(tree, ast.Call) and _called(tree).startswith("load"):
+        return
+    if isinstance(tree, ast.Name):
+        yield tree.id
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr | ast.keyword):
+            yield from _names(child.value if isinstance(child, ast.keyword) else child)
+
+
+def _written(call: ast.Call) -> Iterator[str]:
+    """The names of the pointers through which a call writes."""
+    name, arguments = _called(call), [*call.args, *(k.value for k in call.keywords)]
+    if isinstance(call.func, ast.Attribute):
+        if name.startswith(_WRITES):
+            yield from _names(call.func.value)  # a descriptor
+            yield from _names(next((k.value for k in call.keywords if k.arg == "pointer"), arguments[0]))
+    elif name not in _LANGUAGE:  # another kernel function
+        for argument in arguments:
+            yield from _names(argument)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
