@@ -75,6 +75,26 @@ def test_a_parallelized_llama_computes_what_one_process_computes(ranks, truth, c
     assert distance(state, wanted) < 1e-5
 
 
+@pytest.mark.slow
+def test_a_parallelized_llama_on_two_hosts(truth):
+    """Parts over tp=2, shards over dp=2, copies over host=2."""
+
+    def lowered(mesh):
+        model = llama_dtensor.parallel(llama(), mesh["tp"])
+        step, state = llama_dtensor.make_step(model, torch.float32), llama_dtensor.init(model)
+        shard = zt.shard_params(mesh, replicate_axis="host")
+        return zt.chain(shard, *ALL)(step).lower(state, tokens(1)[0].chunk(4)[0]), local_leaves(state)
+
+    ranks = on_ranks([0, 1], lowered, host=2, dp=2, tp=2)
+    programs = [program for program, _ in ranks] * 4  # those of a rank do not depend on its place in host and dp
+    values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(8)]
+    for batch in tokens(STEPS):
+        outs = lockstep([p.graph for p in programs], [[*mine, batch.chunk(4)[rank // 2]] for rank, mine in enumerate(values)])
+        values, losses = [out[:-1] for out in outs], [out[-1] for out in outs]
+    assert distance(losses, [truth[1][-1]] * 8) < 1e-6
+    assert distance(joined(programs[0], values), truth[0]) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """The first rank of a mesh whose other ranks do not exist."""
