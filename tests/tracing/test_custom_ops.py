@@ -68,6 +68,14 @@ def _(p, g, lr):
     return [*parts, ([Replicate()], [Replicate(), Replicate(), None])]
 
 
+@torch.library.custom_op("custom::scale_", mutates_args=("x",))
+def scale_(x: Tensor, factor: float) -> None:
+    x.mul_(factor)
+
+
+scale_.register_fake(lambda x, factor: None)
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -172,3 +180,29 @@ def test_in_the_update_without_a_rule():
     want = step(STATE, X)[0]
     assert distance(sharded(step, stage=0)[1], want) < 1e-6, "its arguments are whole"
     assert distance(sharded(step, where=lambda path, leaf: False)[1], want) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_operator_that_changes_its_argument(stage):
+    def update(p, g):
+        step_size = g.clone()
+        scale_(step_size, 0.1)
+        return p - step_size
+
+    step = make(update=update)
+    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    if stage == 0:  # its arguments are whole
+        assert distance(sharded(step, stage)[1], step(STATE, X)[0]) < 1e-6
+        return
+    with pytest.raises(ValueError, match=rf"(?s)shards: scale_ has no sharding rule.*{FILE}:\d+"):
+        sharded(step, stage)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # as TorchDynamo is imported
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_region_that_is_compiled_is_traced_as_other_code(stage):
+    gelu = lambda x: torch.nn.functional.gelu(x)
+    step = make(torch.compile(gelu))
+    want = make(gelu)(STATE, X)
+    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), want) == 0
+    assert distance(sharded(step, stage)[1], want[0]) < 1e-6
