@@ -252,9 +252,9 @@ class Sharding:
 
     def no_rule(self, eqn: Eqn, error: NoRule) -> ValueError:
         # An operator that changes its arguments is itself an argument, of the equation that copies them.
-        changing = [op for op in eqn.args[:1] if isinstance(op, torch._ops.OpOverload)]
+        op: Any = next((arg for arg in eqn.args[:1] if isinstance(arg, torch._ops.OpOverload)), eqn.op)
         return ValueError(
-            f"shard_params: the update cannot run on shards: {op_name(*changing or [eqn.op])} has no sharding rule for "
+            f"shard_params: the update cannot run on shards: {op_name(op)} has no sharding rule for "
             f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
             f"  at {where(eqn.source)}\n"
             f"{_advice(eqn.op)} Or leave these leaves whole: shard_params(..., where=lambda path, leaf: ...)."
