@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,21 +99,8 @@ def by_dtensor(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def by_ztrans(mesh: DeviceMesh, x: Tensor, *transforms: zt.Transform) -> Callable[[Tensor], Tensor]:
-    step = zt.chain(zt.shard_params(mesh, axis="dp"), *transforms)(make_step(mesh))
-    state = step.shard({k: part(k, w, mesh) for k, w in weights().items()})
-    compiled = step.lower(state, x).compile()
-
-    def run(x: Tensor) -> Tensor:
-        nonlocal state
-        state, loss = compiled(state, x)
-        return loss
-
-    return run
-
-
-def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    step, state = make_step(mesh), {k: part(k, w, mesh) for k, w in weights().items()}
+def with_state(step: Callable, state: Any) -> Callable[[Tensor], Tensor]:
+    """A step that keeps its state from call to call, and returns the loss."""
 
     def run(x: Tensor) -> Tensor:
         nonlocal state
@@ -120,6 +108,16 @@ def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
         return loss
 
     return run
+
+
+def by_ztrans(mesh: DeviceMesh, x: Tensor, *transforms: zt.Transform) -> Callable[[Tensor], Tensor]:
+    step = zt.chain(zt.shard_params(mesh, axis="dp"), *transforms)(make_step(mesh))
+    state = step.shard({k: part(k, w, mesh) for k, w in weights().items()})
+    return with_state(step.lower(state, x).compile(), state)
+
+
+def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    return with_state(make_step(mesh), {k: part(k, w, mesh) for k, w in weights().items()})
 
 
 def network(hosts: int) -> str:

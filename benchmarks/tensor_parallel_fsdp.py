@@ -35,7 +35,7 @@ import ztrans as zt
 
 from .llama_dtensor import Llama, parallel
 from .llama_model import Config
-from .tensor_parallel import network
+from .tensor_parallel import network, with_state
 
 RESULTS = Path(__file__).parent / "results"
 CONFIG = Config(layers=6, width=512, hidden=1408, heads=8, kv_heads=4, vocab=2048)
@@ -86,13 +86,7 @@ def by_ztrans(mesh: DeviceMesh, tokens: Tensor) -> Step:
     sharded = zt.chain(*transforms)(zt.Step.of(lifted))
     state = sharded.shard(state)
     compiled, _ = sharded.lower(state, tokens).compile().tune(state, tokens, steps=TUNED // 2)
-
-    def run(tokens: Tensor) -> Tensor:
-        nonlocal state
-        state, loss = compiled(state, tokens)
-        return loss
-
-    return run
+    return with_state(compiled, state)
 
 
 def main(rounds: int) -> None:

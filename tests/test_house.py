@@ -167,6 +167,13 @@ def test_packages_import_only_the_packages_that_they_may():
     assert len(DOORS) <= 3
 
 
+def test_importing_ztrans_imports_no_compiler():
+    """TorchDynamo and Inductor take half a second to import, and a step that is not compiled needs neither."""
+    code = "import sys, ztrans; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
 def test_imports_have_no_cycle():
     graph: dict[str, set[str]] = {}
     for name, target, inside, _ in edges():

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 
 HERE = Path(__file__).name
 X, S = torch.linspace(-1, 1, 6).view(2, 3), torch.zeros(1)
@@ -57,15 +58,7 @@ MODULES = {"none": Mean(None), "zero": Mean(0.0), "counts": Counts()}
 def lifted(model):
     """A function that traces the lifted training loop of `model`."""
     sgd = optim.SGD([*model.parameters()] or [nn.Parameter(S.clone())], lr=0.1)
-
-    def loop_step(x):
-        sgd.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        sgd.step()
-        return loss
-
-    step, state = zt.lift(loop_step, model, sgd)
+    step, state = zt.lift(loop_of(model, sgd), model, sgd)
     return lambda: zt.Step.of(step).trace(state, X)
 
 

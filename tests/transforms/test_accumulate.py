@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
+from tests.support.lifted import loop_of
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
 from ztrans.ir.write_order import first_write
 
@@ -189,16 +190,8 @@ def test_random_draws_are_those_of_the_loop():
 def test_statistics_change_with_every_micro_batch_and_counts_once():
     model = nn.Sequential(nn.Linear(SIZES[0], 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def body(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
     wanted = copy.deepcopy(model)
-    step, state = zt.lift(body, model, optimizer)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     state, _ = zt.accumulate(3)(step)(state, batch()[0])
     norm = wanted[1]
     for part in batch()[0].chunk(3):

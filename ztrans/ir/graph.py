@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .axes import with_joint_sizes
-from .relations import grouped
+from .relations import grouped, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
@@ -242,11 +242,7 @@ class Names:
 
 def variables(tree: Any) -> Iterator[Var]:
     """Every `Var` in nested lists, tuples and dicts, in order."""
-    if isinstance(tree, Var):
-        yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from variables(item)
+    return instances(tree, Var)
 
 
 def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.utils import _pytree as pytree
@@ -65,3 +65,16 @@ def named_leaves(tree: Any) -> dict[str, Any]:
             raise ValueError(f"two leaves of the state are called {name!r}: rename a key that has a dot.")
         named[name] = leaf
     return named
+
+
+def instances(tree: Any, kind: type[V]) -> Iterator[V]:
+    """Every object of a class in nested lists, tuples and dicts, in order.
+
+    >>> list(instances([1, {"a": (2, "b")}], int))
+    [1, 2]
+    """
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from instances(item, kind)

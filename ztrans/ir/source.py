@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -111,23 +111,26 @@ def user_source(depth: int = 1) -> Source | None:
 
     While a step is traced, that is a line of the step: the line that had it traced is not asked for.
     """
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
+    for frame in _user_frames(depth + 1):
         code = frame.f_code
-        if code.co_name == TRACED and is_library(code.co_filename):
-            return None
-        if is_users(frame):
-            return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
-        frame = frame.f_back
+        return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
     return None
 
 
-def user_names() -> tuple[str, ...]:
-    """The names of globals and attributes in the innermost function on the stack that the user wrote."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
+def user_names() -> set[str]:
+    """The names of globals and attributes in the functions on the stack that the user wrote."""
+    return {name for frame in _user_frames(2) for name in frame.f_code.co_names}
+
+
+def _user_frames(depth: int) -> Iterator[FrameType]:
+    """The frames of the user's code from the innermost one on; while a step is traced, those of the step."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if frame.f_code.co_name == TRACED and is_library(frame.f_code.co_filename):
+            return
+        if is_users(frame):
+            yield frame
         frame = frame.f_back
-    return frame.f_code.co_names if frame is not None else ()
 
 
 def _is_executed(frame: FrameType) -> bool:

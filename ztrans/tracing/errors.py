@@ -79,23 +79,15 @@ def _advice(leaf: Any, otherwise: str) -> str:
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
     """The step reads a value of a tensor, or uses a shape that depends on values.
 
-    If it does so in a function that also calls an all_to_all, it sends tokens to experts without a capacity.
+    A function that also calls an all_to_all may do so to send tokens to experts without dropping any.
     """
-    if any(name.startswith("all_to_all") for name in user_names()):
-        return ValueError(
-            f"trace: {step} routes without dropping: the splits of an all_to_all would depend on values ({op}), and a "
-            f"program has the same shapes for every batch.\n"
-            f"  at {where(source)}\n"
-            f"Give each expert a capacity, such as capacity_factor * tokens / experts: place tokens in [experts, "
-            f"capacity, width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
-        )
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     return ValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"
         f"  at {where(source)}\n"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
-        f"the step."
+        f"the step.{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
     )
 
 
@@ -110,6 +102,11 @@ def failed(error: Exception, call: str, given: str, source: Source | None, step:
 
 
 _MANY_PROGRAMS = 8
+_DROPLESS = (
+    "\nIf the splits of an all_to_all depend on it (dropless routing): a program has the same shapes for every batch, "
+    "so give each expert a capacity, such as capacity_factor * tokens / experts. Place tokens in [experts, capacity, "
+    "width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
+)
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
     "pass the result in."

@@ -82,6 +82,7 @@ def record(
 def run_traced(
     call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
 ) -> Recorded:
+    """As `record`, under a name that stands on the stack while a step is traced: `user_source` looks no further."""
     # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():

@@ -52,8 +52,6 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    supports_higher_order_operators = True
-
     def __init__(self, step: str, mode: FakeTensorMode) -> None:
         super().__init__()
         # PyTorch calls a mode with this key after all modes of the step, and before that of the fake tensors.

@@ -215,11 +215,11 @@ def test_plans_of_small_problems_are_near_the_best():
 
 
 @SMALL
-@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]))
-def test_a_placement_predicts_its_own_seconds_and_peak(p, lead):
+@given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.booleans())
+def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve):
     dropped = kept(p, ())
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in dropped)
-    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), dropped, lead)
+    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), dropped, lead, reserve)
     placed = Placement(p)(choice)
     assume(placed is not None)
     validate(p, placed.schedule)

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad_and_value
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.worlds import ALL, clone, distance, slices
 
 WIDTH = 16
@@ -126,14 +127,7 @@ def test_a_nested_checkpoint_drops_what_its_inner_ones_keep():
 def test_a_composable_checkpoint_of_a_lifted_loop():
     def lifted(model):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def loop_step(x):
-            sgd.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            sgd.step()
-            return loss
-
+        loop_step = loop_of(model, sgd)
         return loop_step, zt.lift(loop_step, model, sgd)
 
     _, (step, state) = lifted(composed())

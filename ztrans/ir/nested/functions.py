@@ -10,12 +10,13 @@ A function reads only its arguments. Its program has no collectives, no random d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..graph import Eqn, Graph, substitute
 from ..operations import compute
+from ..relations import instances
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +44,4 @@ class Function:
 
 def functions(eqn: Eqn) -> list[Function]:
     """The functions that an equation calls, in the order in which they stand among its arguments."""
-    return list(_functions((eqn.args, eqn.kwargs)))
-
-
-def _functions(tree: Any) -> Iterator[Function]:
-    if isinstance(tree, Function):
-        yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _functions(item)
+    return list(instances((eqn.args, eqn.kwargs), Function))

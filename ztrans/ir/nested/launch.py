@@ -12,6 +12,13 @@ from typing import Any
 import torch
 
 
+def unwrapped(kernel: Any) -> Callable:
+    """The function that a kernel was made of, without Triton's wrappers, which compile, interpret or tune it."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Launch:
     """The launch of a Triton kernel, the first argument of its equation.
@@ -37,10 +44,7 @@ class Launch:
     @property
     def name(self) -> str:
         """The name of the kernel."""
-        function = self.kernel
-        while hasattr(function, "fn"):  # of Triton's wrappers, which compile, interpret or tune a function
-            function = function.fn
-        return function.__name__
+        return unwrapped(self.kernel).__name__
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """The new values of the arguments that the kernel changes."""

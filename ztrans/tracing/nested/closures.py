@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
@@ -76,6 +75,8 @@ def _call_scan(
 def _call_attention(
     op: Any, visit: Callable, q: Any, k: Any, v: Any, score_mod: Callable, block_mask: tuple, *rest: Any, **_: Any
 ) -> Any:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # flex_attention has imported it
+
     scale, options, *_others = rest
     score, index = q.new_empty(()), q.new_empty((), dtype=torch.int)
     with TransformGetItemToIndex():

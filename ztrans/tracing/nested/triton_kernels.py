@@ -20,7 +20,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
 
 from ...ir.ambient import having
-from ...ir.nested.launch import Launch
+from ...ir.nested.launch import Launch, unwrapped
 from ..errors import writes_nothing
 from ..functionalize import Builder
 from .kernel_writes import changed_arguments
@@ -63,10 +63,7 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
     """
     kernel: Any = kernel_side_table.get_kernel(recorded["kernel_idx"])
     launched, tensors = kernel_side_table.get_constant_args(recorded["constant_args_idx"]), recorded["kwargs"]
-    function = kernel
-    while hasattr(function, "fn"):  # of Triton's wrappers, which compile, interpret or tune a function
-        function = function.fn
-    written = changed_arguments(function)
+    written = changed_arguments(unwrapped(kernel))
     launch = Launch(
         kernel, launched["grid"], tuple(tensors), tuple(n for n in tensors if n in written), launched["numbers"]
     )
