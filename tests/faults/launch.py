@@ -26,8 +26,12 @@ class Rank:
     seconds: float
 
 
-def launch(scenario: str, ranks: int, seconds: float = 20.0, after_start=lambda processes: None) -> list[Rank]:
-    """Run a scenario of `scenarios.py` on `ranks` ranks. A process that runs longer than `seconds` is killed (code -9)."""
+def launch(scenario: str, ranks: int, seconds: float = 40.0, after_start=lambda processes: None) -> list[Rank]:
+    """Run a scenario of `scenarios.py` on `ranks` ranks.
+
+    A process is killed (code -9) if it runs longer than `seconds`, or if it is stopped when the ranks before it have
+    ended.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -55,8 +59,9 @@ def launch(scenario: str, ranks: int, seconds: float = 20.0, after_start=lambda 
 
 
 def _collect(process: subprocess.Popen, began: float, seconds: float) -> Rank:
+    end = began if _is_stopped(process) else began + seconds
     try:
-        out, errors = process.communicate(timeout=max(0.1, began + seconds - time.monotonic()))
+        out, errors = process.communicate(timeout=max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGCONT)
         process.kill()
@@ -64,3 +69,10 @@ def _collect(process: subprocess.Popen, began: float, seconds: float) -> Rank:
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     reports = {row.pop("name"): row for row in rows}
     return Rank(process.returncode, reports, errors, time.monotonic() - began)
+
+
+def _is_stopped(process: subprocess.Popen) -> bool:
+    """Whether a process is stopped by a signal."""
+    if process.poll() is not None:
+        return False
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
