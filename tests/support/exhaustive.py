@@ -75,7 +75,8 @@ def rich(chance: Random) -> Problem:
         freed = chance.choice([0, r.held])
         results = ((1, chance.randint(2 * r.born + 2, 2 * ops + 2)),) if chance.random() < 0.5 else ()
         sent = {"freed": freed, "sent": freed, "value": chance.choice([0, 1]), "small": small[r.key]}
-        after = {"updating": chance.choice([0, 2]), "results": results, "waiting": chance.choice([0, 0, 1])}
+        released = ((2, chance.randint(r.born + 2, ops)),) if r.born + 2 <= ops and chance.random() < 0.3 else ()
+        after = {"released": released, "updating": chance.choice([0, 2]), "results": results, "waiting": chance.choice([0, 0, 1])}
         reductions.append(r._replace(**sent, **after))
     wires = {
         key: wire._replace(ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25]))

@@ -33,6 +33,7 @@ class Value:
     second: int
     updated: int = 0
     updating: int = 0
+    released: tuple[tuple[int, int], ...] = ()
     waiting: int = 0
     results: tuple[tuple[int, int], ...] = ()
 
@@ -207,20 +208,19 @@ def _count_updates(storages: _Storages, values: Sequence[Value]) -> None:
         for other in others:
             values[other].waiting += allocated
             values[other].second += allocated if s.reductions[other].then else 0
-    _count_temporaries(storages, values, latest, slots)
+    _count_temporaries(storages, values, latest)
 
 
-def _count_temporaries(
-    storages: _Storages, values: Sequence[Value], latest: Sequence[int], slots: Sequence[int]
-) -> None:
+def _count_temporaries(storages: _Storages, values: Sequence[Value], latest: Sequence[int]) -> None:
     """Count the temporaries of eager updates, by the last reduction that each waits for."""
     for group, i in zip(storages.groups, latest):
         if group.after:
             most = _temporaries(storages, group)
-            values[i].updating = max(values[i].updating, most)
+            if group.release > storages.s.born[i] + 1:
+                values[i].released += ((most, group.release),)
+            else:
+                values[i].updating = max(values[i].updating, most)
             values[i].second += most if storages.s.reductions[i].then else 0
-            if 2 * group.release > slots[i]:
-                values[i].results += ((most, 2 * group.release + 1),)
 
 
 def _end(storages: _Storages, storage: Var) -> int:

@@ -233,6 +233,9 @@ class _Play:
         needs = np.full(2 * (end - place), load.size)
         needs[1::2] += load.burst
         needs[: max(load.until - 2 * place - 1, 0)] -= load.stays
+        for size, released in load.released:
+            if place < released <= end:
+                needs[2 * (released - place) - 1] -= size
         return needs
 
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:

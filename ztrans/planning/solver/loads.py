@@ -57,6 +57,7 @@ class Load(NamedTuple):
     host: float
     unpack: float
     spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
+    released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
     stays: int = 0  # of a reduction: bytes that are counted after its start as its result, up to slot `until`
     until: int = 0
     spared: int = 0  # of a reduction: bytes at its start that are not live there if it is waited for later
@@ -156,7 +157,7 @@ class Loads:
             return None
         alone = [(a, b, -size) for r in reductions for a, b, size in reducing([r], r.born + 1, r.born + 1)]
         spans = (*reducing(reductions, start, start), *alone)
-        size, ends = under_way(reductions), waited(reductions)
+        size, ends = under_way(reductions), waited(reductions, self.end)
         results = [result for r in reductions for result in r.results]
         wire, seconds, host, unpack = sending(self.problem, reductions)
         return Load(
@@ -171,9 +172,10 @@ class Loads:
             host=host,
             unpack=unpack,
             spans=spans,
+            released=tuple((size, place) for r in reductions for size, place in r.released if place > start),
             stays=sum(size for size, _ in results),
             until=min((until for _, until in results), default=0),
-            spared=max(ends - sending_bytes(reductions), 0),
+            spared=max(waited(reductions, start) - sending_bytes(reductions), 0),
             second=sum(r.second for r in reductions),
         )
 

@@ -58,7 +58,8 @@ class Reduction(NamedTuple):
     sent: int = 0  # bytes of that copy, live from the start until its bucket's first wait
     value: int = 0  # bytes that the wait makes for the reduced value; 0 if it lies in the buffer that was received
     updated: int = 0  # bytes that the updates which follow it make, and that stay
-    updating: int = 0  # bytes of temporaries that one of them has at once
+    updating: int = 0  # bytes of temporaries that one of them has at once, if it may run at every wait
+    released: tuple[tuple[int, int], ...] = ()  # and those of the others, each with the first place where it may run
     results: tuple[tuple[int, int], ...] = ()  # bytes that stay after the wait, each up to a slot (see `slots`)
     waiting: int = 0  # bytes of results that wait for it, live from the place after its birth until its wait
     second: int = 0  # bytes of a second reduction, live from its wait until that of the next bucket that has one

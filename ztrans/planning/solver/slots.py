@@ -47,7 +47,8 @@ def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Sp
         yield 2 * r.born + 1, 2 * start, r.held
         yield 2 * r.born + 2, 2 * wait + 1, r.waiting
         yield from ((2 * wait + 1, until, size) for size, until in r.results if until > 2 * wait + 1)
-    begins, ends = sending_bytes(members), waited(members)
+        yield from ((2 * place, 2 * place + 1, size) for size, place in r.released if place > wait)
+    begins, ends = sending_bytes(members), waited(members, wait)
     if start == wait:
         yield 2 * start, 2 * start + 1, max(begins, ends)
     else:
@@ -66,11 +67,11 @@ def under_way(members: Iterable[Reduction]) -> int:
     return sum(r.held - r.freed + r.sent + r.received for r in members)
 
 
-def waited(members: Sequence[Reduction]) -> int:
+def waited(members: Sequence[Reduction], wait: int) -> int:
     """The most bytes that a bucket of reductions has live at its wait.
 
     Its members are waited for one after the other. What was sent from a buffer is freed after the first wait, a
-    gradient that was sent from its own storage after its own. Then the updates run, one after the other.
+    gradient that was sent from its own storage after its own. Then the updates run that may, one after the other.
     """
     packed, buffer = bool(shared(members)), sum(r.sent for r in members) + copied(members)
     live = most = under_way(members)
@@ -80,7 +81,8 @@ def waited(members: Sequence[Reduction]) -> int:
         live += r.value - gradient - (r.received if r.value else 0) - buffer
         buffer = 0
     stay = live + sum(r.updated + r.second for r in members)
-    return max(most, stay + max(r.updating for r in members))
+    released = (size for r in members for size, place in r.released if place <= wait)
+    return max(most, stay + max(*(r.updating for r in members), *released, 0))
 
 
 def copied(members: Sequence[Reduction]) -> int:
