@@ -54,8 +54,12 @@ class Placement:
         loaded = self.loads.of(choice)
         try:
             return None if loaded is None else _Play(self, choice, loaded, limit).placed()
-        except _TooLong:
+        except (_DoesNotFit, _TooLong):
             return None
+
+
+class _DoesNotFit(Exception):
+    """A choice takes more than the memory."""
 
 
 class _TooLong(Exception):
@@ -67,6 +71,7 @@ class _Play:
 
     def __init__(self, placement: Placement, choice: Choice, loaded: Loaded, limit: float) -> None:
         gathers, reductions, self.room = loaded
+        self.placement = placement
         self.problem, self.memory = placement.problem, placement.loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
@@ -206,27 +211,36 @@ class _Play:
         reduction.number = self._send(load, place)
         reduction.expected = self.lanes[load.wire.lane].clear
         self.behind.append(reduction)
-        reduction.until = place
+        reduction.until = load.wait
         if most is None or load.held <= most:
             self._hold(reduction, place)
-        if reduction.until == place:
+        else:
             self._decide_wait(reduction, place, stall=True)
 
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
-        """Take room for the gradients of a reduction until it should have arrived, or as long as there is any."""
-        load = reduction.load
+        """Take room for the gradients of a reduction until it should have arrived, or as long as there is any.
+
+        If there is none from here on, wait for it here.
+        """
+        load, begin = reduction.load, reduction.until
         end = bisect_left(self.expected, reduction.expected - self.clock + self.expected[place], place)
-        end = min(max(end, place), load.bound)
-        if end > place:
-            needs = self._needs(load, place, end)
-            full = self.room[2 * place + 1 : 2 * end + 1] < needs
+        end = min(end, load.bound)
+        if end > begin:
+            needs = self._needs(load, begin, end)
+            full = self.room[2 * begin + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
-                end = place + first // 2
-            self.room[2 * place + 1 : 2 * end + 1] -= needs[: 2 * (end - place)]
+                end = begin + first // 2
+            self.room[2 * begin + 1 : 2 * end + 1] -= needs[: 2 * (end - begin)]
             reduction.until = end
-            if end > place:
-                heapq.heappush(self.agenda, (end, _ARRIVE, reduction.index, reduction))
+        if reduction.until == place:
+            self._decide_wait(reduction, place, stall=True)
+        else:
+            self._see_at(reduction.until, reduction)
+
+    def _see_at(self, place: int, reduction: ReductionInFlight) -> None:
+        """Put on the agenda that at a place it is seen whether a reduction has arrived."""
+        heapq.heappush(self.agenda, (place, _ARRIVE, reduction.index, reduction))
 
     def _needs(self, load: Load, place: int, end: int) -> np.ndarray:
         """By slot, from after a place to an end: the room that a reduction needs to be waited for there or later."""
@@ -246,11 +260,14 @@ class _Play:
         load, until = reduction.load, reduction.until
         for earlier in [r for r in self.behind if r.load.wire.lane == load.wire.lane and r.index < reduction.index]:
             self._decide_wait(earlier, place, stall)
+        if place < load.wait:
+            raise _DoesNotFit
         self.behind.remove(reduction)
         reduction.wait = place
-        if place > load.place:
-            self.room[2 * load.place] += load.spared
-            self.room[2 * load.place + 2 : 2 * place : 2] += load.burst
+        if place > load.wait:
+            self.room[2 * load.wait] += load.spared
+            self.room[2 * load.wait + 2 : 2 * place : 2] += load.burst
+            self.room[2 * place] += self.placement.loads.unreleased(load, place)
         self.room[2 * place + 1 : 2 * until + 1] += self._needs(load, place, until)
         if until > place:
             for lane in self.queued:
@@ -263,14 +280,14 @@ class _Play:
         """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""
         if reduction.wait >= 0:
             return
-        if self.network.end[reduction.number] <= self.clock:
+        first = reduction.load.wait
+        if self.network.end[reduction.number] <= self.clock and place >= first:
             self._decide_wait(reduction, place, stall=False)
         elif reduction.until == place:
             reduction.expected = max(reduction.expected, self.clock)
-            if place < reduction.load.bound:
-                self._hold(reduction, place)
-            if reduction.until == place:
-                self._decide_wait(reduction, place, stall=True)
+            self._hold(reduction, place)
+        elif place < first:
+            self._see_at(first, reduction)
 
     def _update(self, _: None, place: int) -> None:
         """Run the updates that are released here."""
@@ -287,7 +304,7 @@ class _Play:
                 self.clock = end
                 for reduction in self.behind:  # at the next place, see which have arrived during the stall
                     if self.network.end[reduction.number] <= end and reduction.until > place:
-                        heapq.heappush(self.agenda, (place + 1, _ARRIVE, reduction.index, reduction))
+                        self._see_at(place + 1, reduction)
             self.clock += self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _TooLong

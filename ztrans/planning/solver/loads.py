@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .first_waits import first_waits
 from .problem import Problem, Wire
 from .sending import sending
 from .slots import (
@@ -48,6 +49,7 @@ class Load(NamedTuple):
 
     members: Members
     place: int
+    wait: int  # the first place at which it can be waited for
     bound: int
     held: int
     size: int  # bytes live between its start and its wait
@@ -58,9 +60,9 @@ class Load(NamedTuple):
     unpack: float
     spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
     released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
-    stays: int = 0  # of a reduction: bytes that are counted after its start as its result, up to slot `until`
+    stays: int = 0  # of a reduction: bytes that are counted after its first wait as its result, up to slot `until`
     until: int = 0
-    spared: int = 0  # of a reduction: bytes at its start that are not live there if it is waited for later
+    spared: int = 0  # of a reduction: bytes at its first wait that are not live there if it is waited for later
     second: int = 0  # of a reduction: bytes of the second one that follows it
 
 
@@ -78,7 +80,7 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
 class Loaded(NamedTuple):
     """The loads of a choice, and the room by slot that they leave.
 
-    The room is that where each gather starts at its use and each reduction is waited for at once.
+    The room is that where each gather starts at its use, and each reduction is waited for at its first wait.
     """
 
     gathers: list[Load]  # by use
@@ -98,6 +100,8 @@ class Loads:
         self._gathers: dict[Members, Load | None] = {}
         self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
+        self.waits = tuple(r.born + 1 for r in problem.reductions)
+        self.waits = first_waits(problem, self._live(kept(problem, ())))
 
     def of(self, choice: Choice) -> Loaded | None:
         """The loads of a choice; None if a bucket is not possible, or if there is too little room."""
@@ -116,15 +120,18 @@ class Loads:
         return Loaded(sorted(gathers, key=order), sorted(reductions, key=order), room)
 
     def alone(self, dropped: frozenset[int]) -> np.ndarray:
-        """The bytes live by slot if every message is a bucket of its own and is waited for where it starts."""
+        """The bytes live by slot if every message is a bucket of its own, and is waited for as early as it can be."""
         if dropped not in self._alone:
-            spans = self._held(dropped)
-            for r in self.problem.reductions:
-                spans += reducing([r], r.born + 1, r.born + 1)
-            if self.second:  # between two waits, one second reduction is under way
-                spans.append((2 * self.starts[0], len(self.fixed), self.second))
-            self._alone[dropped] = self.fixed + summed(spans, len(self.fixed))
+            self._alone[dropped] = self._live(dropped)
         return self._alone[dropped]
+
+    def _live(self, dropped: frozenset[int]) -> np.ndarray:
+        spans = self._held(dropped)
+        for r, wait in zip(self.problem.reductions, self.waits):
+            spans += reducing([r], r.born + 1, wait)
+        if self.second:  # between two waits, one second reduction is under way
+            spans.append((2 * self.starts[0], len(self.fixed), self.second))
+        return self.fixed + summed(spans, len(self.fixed))
 
     def room(self, dropped: frozenset[int]) -> np.ndarray:
         """The room by operation if every message is a bucket of its own."""
@@ -140,7 +147,7 @@ class Loads:
             use, release = min(g.use for g in gathers), max(g.release for g in gathers)
             held, (burst, part) = sum(g.held for g in gathers), buffers(self.problem, gathers)
             spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(self.problem, gathers, use, use))
-            load = Load(members, use, release, held, held + part, burst, *sending(self.problem, gathers), spans)
+            load = Load(members, use, use, release, held, held + part, burst, *sending(self.problem, gathers), spans)
             self._gathers[members] = load if release <= use else None
         return self._gathers[members]
 
@@ -153,16 +160,19 @@ class Loads:
         reductions = [self.problem.reductions[i] for i in members]
         start = max(r.born for r in reductions) + 1
         need = min(self.end if r.need is None else r.need for r in reductions)
-        if start > need:
+        wait = max(start, *(self.waits[i] for i in members))
+        if wait > need:
             return None
-        alone = [(a, b, -size) for r in reductions for a, b, size in reducing([r], r.born + 1, r.born + 1)]
-        spans = (*reducing(reductions, start, start), *alone)
+        waits = (self.waits[i] for i in members)
+        alone = [(a, b, -n) for r, first in zip(reductions, waits) for a, b, n in reducing([r], r.born + 1, first)]
+        spans = (*reducing(reductions, start, wait), *alone)
         size, ends = under_way(reductions), waited(reductions, self.end)
         results = [result for r in reductions for result in r.results]
         wire, seconds, host, unpack = sending(self.problem, reductions)
         return Load(
             members,
             place=start,
+            wait=wait,
             bound=need,
             held=sum(r.held for r in reductions),
             size=size + sum(r.waiting for r in reductions),
@@ -172,12 +182,19 @@ class Loads:
             host=host,
             unpack=unpack,
             spans=spans,
-            released=tuple((size, place) for r in reductions for size, place in r.released if place > start),
+            released=tuple((size, place) for r in reductions for size, place in r.released if place > wait),
             stays=sum(size for size, _ in results),
             until=min((until for _, until in results), default=0),
-            spared=max(waited(reductions, start) - sending_bytes(reductions), 0),
+            spared=max(waited(reductions, wait) - (sending_bytes(reductions) if wait == start else size), 0),
             second=sum(r.second for r in reductions),
         )
+
+    def unreleased(self, load: Load, place: int) -> int:
+        """The bytes of a reduction's `burst` that are not live at a place, because updates may not run there yet."""
+        if all(released <= place for _, released in load.released):
+            return 0
+        reductions = [self.problem.reductions[i] for i in load.members]
+        return waited(reductions, self.end) - waited(reductions, place)
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start often enough, from the first birth on."""
