@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from ztrans.planning.solver import local_search
+from ztrans.planning.solver import moves as changes
 from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.local_search import MOVES, Moves
+from ztrans.planning.solver.moves import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
@@ -87,7 +87,7 @@ def cpu_part(config: Config, long: Config) -> Part:
     return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps.items())
 
 
-def without_change(change: local_search.Change) -> Callable[[Moves], Moves]:
+def without_change(change: changes.Change) -> Callable[[Moves], Moves]:
     """Leave one of the random changes out."""
     return lambda moves: replace(moves, changes=tuple(each for each in moves.changes if each[0] is not change))
 
@@ -96,12 +96,15 @@ WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "begin with kept values": lambda moves: replace(moves, keep=False),
     "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=(0.0,)),
     "begin with full buckets of a second size": lambda moves: replace(moves, full=moves.full[:1]),
-    "merge": lambda moves: replace(moves, merge=False),
+    "merge buckets of gathers": lambda moves: replace(moves, merge=(False,)),
+    "merge buckets of reductions": lambda moves: replace(moves, merge=(True,)),
     "climb": lambda moves: replace(moves, changes=()),
-    "climb: split a bucket": without_change(local_search.split),
-    "climb: join two buckets": without_change(local_search.join),
-    "climb: move the border of two buckets": without_change(local_search.move_border),
-    "climb: change when gathers start": without_change(local_search.change_start),
+    "climb: split a bucket": without_change(changes.split),
+    "climb: join two buckets": without_change(changes.join),
+    "climb: move the border of two buckets": without_change(changes.move_border),
+    "climb: change when gathers start": without_change(changes.change_start),
+    "climb: keep more values": without_change(changes.keep_more),
+    "climb: keep fewer values": without_change(changes.keep_fewer),
     "climb: accept slower changes at first": lambda moves: replace(moves, slower=0.0),
     "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
 }

@@ -1,6 +1,6 @@
 """Check that the analyses of 300 programs agree with each other.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about fifteen minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about twenty minutes
     OMP_NUM_THREADS=1 python -m benchmarks.analyses "GPT 2" --print
 
 The programs are models x ranks x clusters x ZeRO stages x memory budgets. Each is planned and simulated, with shapes
@@ -9,7 +9,8 @@ alone. These laws must hold for all of them:
     bound      the lower bound, which no order can beat, is at most the seconds of the simulated step
     budget     the peak of the memory analysis is at most the given budget
     more       a larger budget makes the step at most 1% slower
-    stages     the peak does not rise from ZeRO stage 0 to 2 to 3, for models that train all leaves
+    stages     the peak does not rise from ZeRO stage 0 to 2 to 3, for models that train all leaves. It may rise
+               within the limit that "auto" has at the lower stage, if the step is faster
 
 Prints and writes benchmarks/results/analyses.md. Fails if a law is broken.
 """
@@ -32,6 +33,7 @@ import torch
 import ztrans as zt
 from benchmarks.analysis_models import MODELS
 from ztrans.ir.printer import format_bytes, format_seconds
+from ztrans.planning.make_plan import SLACK
 
 RESULTS = Path(__file__).parent / "results"
 NVLINK, NIC, SLOW = ("h100", "nvlink4"), ("h100", "infiniband"), ("cpu", "ethernet-1g")
@@ -56,13 +58,15 @@ LAWS = {
     "bound": "the lower bound is at most the seconds of the simulated step",
     "budget": "the peak is at most the given budget",
     "more": "a larger budget makes the step at most 1% slower",
-    "stages": "the peak does not rise from stage 0 to 2 to 3",
+    "stages": 'the peak does not rise from stage 0 to 2 to 3, except within "auto" in a faster step',
 }
 NOTES = """\
 Every program is a train step with forward, backward and update, and with `overlap_grads`, `prefetch` and
 `fuse_cast_gather`. Budgets are "auto", and 1 to 2 times the peak of the program in its written order. Stages are
 compared only for models whose leaves are all trained and have optimizer state. A frozen leaf takes more memory at
-stage 2, which holds its shard and the whole leaf, than at stage 0, which holds the whole leaf alone.
+stage 2, which holds its shard and the whole leaf, than at stage 0, which holds the whole leaf alone. The limit of
+"auto" is 1.05 of the peak in the written order, or the least peak of any order. Within it, a plan at a higher stage
+may have a higher peak than that at the lower one, if it is faster; such programs are listed.
 """
 
 
@@ -143,8 +147,13 @@ def broken(programs: Sequence[Row]) -> Iterator[tuple[str, str]]:
         if b.seconds > 1.01 * a.seconds:
             yield "more", f"{b}: {format_seconds(b.seconds)}, {format_seconds(a.seconds)} in {format_bytes(a.budget)}"
     for a, b in _stages(programs):
-        if b.peak > a.peak:
-            yield "stages", f"{b}: a peak of {format_bytes(b.peak)}, and {format_bytes(a.peak)} at stage {a.stage}"
+        if b.peak > a.peak and (b.peak > (1 + SLACK) * a.written or b.seconds >= a.seconds):
+            yield "stages", _rise(a, b)
+
+
+def _rise(a: Row, b: Row) -> str:
+    took = f"{format_seconds(b.seconds)}, and {format_bytes(a.peak)} and {format_seconds(a.seconds)} at stage {a.stage}"
+    return f"{b}: a peak of {format_bytes(b.peak)} and {took}"
 
 
 def _pairs(programs: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
@@ -170,6 +179,8 @@ def report(programs: Sequence[Row]) -> str:
     lines += ["| law | checked | broken |", "|---|---:|---:|"]
     lines += [f"| {LAWS[law]} | {tried[law]} | {sum(w == law for w, _ in wrong)} |" for law in LAWS]
     lines += ["", *(f"- {law}: {text}" for law, text in wrong), ""]
+    rises = [_rise(a, b) for a, b in _stages(programs) if b.peak > a.peak]
+    lines += ["Peaks above that of the lower stage:", "", *(f"- {text}" for text in rises or ["none"]), ""]
     columns = ("model", "ranks", "cluster", "stage 3", "times the bound", "peak at stages 0, 2, 3", "seconds to plan")
     lines += [f"| {' | '.join(columns)} |", "|---|---:|---|---:|---:|---:|---:|", *_table(programs), ""]
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """The scheduling problems by which `benchmarks.ablations` weighs the moves of the planner's search.
 
-They are the steps of `benchmarks.plan_cases`, Llama-3-8B with and without tensor parallelism, and the GPT of
-`benchmarks.peers` on two hosts. Programs have shapes only, and costs are those of shipped clusters.
+They are the steps of `benchmarks.plan_cases`, Llama-3-8B with and without tensor parallelism, the GPT of
+`benchmarks.peers` on two hosts, and small models of `benchmarks.analyses`. Programs have shapes only, and costs are
+those of shipped clusters.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ztrans.planning.program_order import skeleton
 from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.problem import Problem
 
+from .analysis_models import MODELS
 from .inductor import lifted
 from .llama_model import Config, init, make_step
 from .peers.model import Config as GPT
@@ -31,6 +33,13 @@ from .plan_cases import LANES
 
 MESHES = ((16, 8), (64, 1), (64, 8))  # dp and tp of Llama
 SEQUENCES = (8192, 2048)
+
+SMALL = (  # models and ranks
+    ("MLP 8 x 4096", 512),
+    ("experts 4 x 8", 64),
+    ("experts 4 x 8", 512),
+    ("GPT 4 x 1024, clipped", 64),
+)
 
 Subject = tuple[str, Problem]  # the name of a step and its budget, and its problem
 
@@ -42,6 +51,8 @@ def subjects() -> Iterator[Subject]:
     yield from gpt()
     for dp, tp in MESHES:
         yield from llama(dp, tp)
+    for model, ranks in SMALL:
+        yield from small(model, ranks)
 
 
 def chains() -> Iterator[Subject]:
@@ -59,6 +70,16 @@ def gpt() -> Iterator[Subject]:
     lowered, _, _ = lifted(GPT(), ranks=2)
     dist.destroy_process_group()
     yield from budgets("GPT, 2 hosts, 1 Gbit/s", lowered.hinted, lowered.cluster)
+
+
+def small(model: str, ranks: int) -> Iterator[Subject]:
+    """A small model on H100s at stage 3."""
+    step, state, batch = MODELS[model].make()
+    machines = zt.cluster("h100", dp="infiniband")
+    schedules = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks)), *schedules)(step)
+    lowered = sharded.lower(state, *batch, cluster=machines)
+    yield from budgets(f"{model}, {ranks} ranks", lowered.hinted, machines)
 
 
 def llama(dp: int, tp: int) -> Iterator[Subject]:

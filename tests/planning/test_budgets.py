@@ -39,7 +39,7 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
     needs = int(first.split("any order: ")[1].split()[0])
     assert first == (
         f"prefetch: memory=1000 (1000 B) is less than the step needs in any order: {needs} bytes "
-        f"({needs / 1024:.2f} KiB) at {__file__}:15 in step."
+        f"({needs / 1024:.2f} KiB) at {__file__}:21 in loss."
     )
     # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.
     assert 3 * 4096 + 16384 + 16384 + 3 * 4096 <= needs <= 3 * 4096 + 2 * 16384 + 4 * 4096 + 16 * 2 * W * 4

@@ -68,11 +68,12 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
     """
     update, problem = s.asked_update, formulate(s, cluster, budget)
-    if update == "eager" and needs(problem).bytes > budget:
+    least = needs(problem).bytes
+    if update == "eager" and least > budget:
         last = formulate(s, cluster, budget, "last")
-        if needs(last).bytes < needs(problem).bytes:
-            update, problem = "last", last
-    return replace(problem, memory=max(budget, needs(problem).bytes)), update
+        if needs(last).bytes < least:
+            update, problem, least = "last", last, needs(last).bytes
+    return replace(problem, memory=max(budget, least)), update
 
 
 def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:

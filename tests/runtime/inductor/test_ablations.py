@@ -7,7 +7,7 @@ from benchmarks.ablations import ONEDNN, WITHOUT, Part, compiled_step, planned_s
 from benchmarks.peers.model import Config
 from tests.support.synthetic import seven
 from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.local_search import MOVES
+from ztrans.planning.solver.moves import MOVES
 from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
 

@@ -22,6 +22,14 @@ def by_key(messages: Sequence[Gather | Reduction], among: Iterable[int]) -> dict
     return grouped((messages[i].key, i) for i in among)
 
 
+def in_order(problem: Problem, gathers: Iterable[Members]) -> tuple[Members, ...]:
+    """Buckets of gathers in order: by key, and by use within a key."""
+    buckets = sorted(gathers)
+    keys = by_key(problem.gathers, (members[0] for members in buckets))
+    rank = {key: k for k, key in enumerate(keys)}
+    return tuple(sorted(buckets, key=lambda members: rank[problem.gathers[members[0]].key]))
+
+
 def gather_buckets(
     problem: Problem, among: Iterable[int], room: Sequence[float], portion: float, full: float
 ) -> list[Members]:

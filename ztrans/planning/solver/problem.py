@@ -120,6 +120,16 @@ class Problem:
         return last
 
     @functools.cached_property
+    def repeats(self) -> tuple[int, ...]:
+        """The gathers that may be dropped. Those whose value is kept for a short time come first."""
+        return tuple(sorted((i for i, g in enumerate(self.gathers) if g.again is not None), key=self.idle))
+
+    def idle(self, i: int) -> int:
+        """The operations from the last use of the earlier value to the first use of a gather that repeats it."""
+        earlier = self.gathers[i].again
+        return self.gathers[i].use - self.gathers[i if earlier is None else earlier].last
+
+    @functools.cached_property
     def before(self) -> tuple[float, ...]:
         """The seconds of compute before each place."""
         return tuple(accumulate(self.seconds, initial=0.0))

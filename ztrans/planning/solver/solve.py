@@ -6,18 +6,20 @@ has more of them live than its schedule counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from .evaluation import evaluate
 from .loads import Loads, kept
-from .local_search import MOVES, Moves, Search
+from .local_search import Search
 from .lower_bound import bound
+from .moves import MOVES, Moves
 from .problem import Bucket, Problem, Schedule
 from .slots import by_operation
 from .validate import ScheduleError, validate
 
-EFFORT = 15_000  # messages that the search places: about a second
-ENOUGH = 0.0025  # a schedule this close to the lower bound, as a share of it, ends the search
+EFFORT = 20_000  # messages that the search places: about a second
+NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 
 
 class Infeasible(Exception):
@@ -36,12 +38,28 @@ class Needs(NamedTuple):
 
 
 def needs(problem: Problem) -> Needs:
-    """Count the bytes that a schedule needs in which every message is alone and each reduction is waited for at once.
+    """Find the least memory for which every message can be sent alone (see `first_waits`).
 
-    No other schedule needs less, unless an update after a wait has temporaries and would fit better later.
+    If that fits the memory of the problem, these are the bytes that are live then.
     """
-    least = by_operation(Loads(problem).alone(kept(problem, ())))
-    return Needs(int(least.max(initial=0)), int(least.argmax()) if len(least) else 0)
+    least = _alone(problem)
+    if least.bytes <= problem.memory:
+        return least
+    low = int(problem.memory)
+    while low + 1 < least.bytes:
+        middle = (low + least.bytes) // 2
+        within = _alone(replace(problem, memory=middle))
+        if within.bytes <= middle:
+            least = Needs(middle, within.at)
+        else:
+            low = middle
+    return least
+
+
+def _alone(problem: Problem) -> Needs:
+    """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
+    live = by_operation(Loads(problem).alone(kept(problem, ())))
+    return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
 
 
 def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
@@ -60,15 +78,15 @@ def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Sched
     least = needs(problem)
     if least.bytes > problem.memory:
         raise Infeasible(*least)
-    search = Search(problem, bound(problem).seconds * (1 + ENOUGH), effort, moves)
+    search = Search(problem, bound(problem).seconds, NEARLY, effort, moves)
     search.begin()
-    if moves.merge:
-        search.merge()
+    for gathers in moves.merge:
+        search.merge(gathers)
     search.climb()
     simple = one_ahead(problem) if moves.one_ahead else None
     if simple is not None and evaluate(problem, simple).seconds < search.best.seconds:
         return simple
-    return search.best.schedule
+    return search.result.schedule
 
 
 def one_ahead(problem: Problem) -> Schedule | None:
