@@ -166,7 +166,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis, device = start.kwargs["axis"], cluster.device
     link, ranks = cluster.link(axis), graph.axes[axis]
     kind = op_name(start.op)
-    latency, pace = link.seconds(kind, 1, ranks)
+    latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
     known = dict(link.unpack).get(kind)
     copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(
