@@ -191,8 +191,8 @@ def charged(cluster, eqn, ranks, fast):
     """The bytes that a message takes of its link, by its route; the link inside a host is `fast` times as fast."""
     by, whole = cluster.route(eqn, {"dp": ranks}), 32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize
     received = whole * (ranks - 1) / ranks
-    assert cluster.weight(eqn, {"dp": ranks}) * received == pytest.approx((by.between + by.inside / fast) * whole)
-    return by.inside, by.between
+    assert cluster.weight(eqn, {"dp": ranks}) * received == pytest.approx(by.between + by.inside / fast)
+    return by.inside / whole, by.between / whole
 
 
 @pytest.mark.parametrize("eqn, inside, between", [
@@ -225,8 +225,12 @@ def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
     low = sharded_over_two_hosts(ON_CPUS)
     flat = zt.cluster("cpu", dp="ethernet-1g")
     way = "exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)"
-    assert [note for note in low.plan.notes if "reduce" in note] == [f"reduce_scatter over dp: {way}"]
-    assert not [note for note in sharded_over_two_hosts(flat).plan.notes if "reduce" in note]
+    assert [note for note in low.plan.notes if " over dp: " in note] == [
+        "all_gather over dp: exchange (a gather has nothing to sum)",
+        f"reduce_scatter over dp: {way}",
+        "all_reduce over dp: ring (gloo reduces f32 on the way)",
+    ]
+    assert not [note for note in sharded_over_two_hosts(flat).plan.notes if " over dp: " in note]
     sent = {c: {e: m for e, m, _ in messages(low.graph, c) if e.op is REDUCE_SCATTER} for c in (ON_CPUS, flat)}
     slow, fast = (LINKS[f"ethernet-{rate}g"].bandwidth for rate in (1, 10))
     assert sent[flat]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from ..ir.axes import members
 from ..ir.collectives import rules
-from ..ir.collectives.buffers import buffer_bytes
 from ..ir.graph import Eqn
 from ..ir.hosts import Hosts, Route, route_of
 
@@ -133,19 +132,17 @@ class Cluster:
         link, ranks = self.link(eqn.kwargs["axis"]), sizes[eqn.kwargs["axis"]]
         if link.inside is None:
             return None
-        return route_of(eqn, Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0), self.device.gloo)
+        return route_of(eqn, sizes, Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0), self.device.gloo)
 
     def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The bytes of its link that a collective takes, for each byte that a rank receives by `rules`.
 
         Of an axis with `by_host` only bytes between hosts take the link. Those inside a host count by their seconds.
         """
-        by, link = self.route(eqn, sizes), self.link(eqn.kwargs["axis"])
-        whole = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
-        if by is None or link.inside is None or not whole:
+        by, link, received = self.route(eqn, sizes), self.link(eqn.kwargs["axis"]), rules(eqn).wire_bytes(eqn, sizes)
+        if by is None or link.inside is None or not received:
             return 1.0
-        taken = by.between + by.inside * link.bandwidth / link.inside.bandwidth
-        return taken * whole / rules(eqn).wire_bytes(eqn, sizes)
+        return (by.between + by.inside * link.bandwidth / link.inside.bandwidth) / received
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by type."""

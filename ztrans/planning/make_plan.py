@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.collectives import REDUCE_SCATTER
+from ..ir.collectives import pair
 from ..ir.graph import Graph
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
@@ -83,10 +83,9 @@ def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str
 
 
 def _noted(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
-    """Add notes to a plan: how each kind of reduce_scatter goes between hosts, and about memory."""
-    starts = [e for e in graph.eqns if e.op is REDUCE_SCATTER]
-    routes = ((e.kwargs["axis"], cluster.route(e, graph.axes)) for e in starts)
-    lines = (f"reduce_scatter over {axis}: {route}" for axis, route in routes if route is not None)
+    """Add notes to a plan: which way its collectives go between hosts, and about memory."""
+    routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
+    lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
     plan = replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
     return weighed(plan, peak, graph.budget, cluster.device)
 

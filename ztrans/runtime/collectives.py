@@ -126,7 +126,7 @@ class Start(torch.nn.Module):
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire, self.partial = wire_dtype(eqn, eqn.ins[0]), partial_dtype(eqn, eqn.ins[0])
-        self.carrier: Any = gloo_route(eqn, channel)  # the program prints it
+        self.carrier: Any = gloo_route(eqn, sizes, channel)  # the program prints it
         self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
         # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
-from ..ir.hosts import DIRECT, Hosts, hosts_of
+from ..ir.collectives import DIRECT
+from ..ir.hosts import Hosts, hosts_of
 from .hosts.host_name import host_name
 
 if TYPE_CHECKING:

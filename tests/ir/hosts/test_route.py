@@ -1,12 +1,29 @@
 """Which way a collective takes between hosts, why, and the bytes that it sends inside and between them."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, hosts_of, route
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
+from ztrans.ir.graph import Partial, Provenance, Split, Var
+from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, hosts_of, route_of
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
+ROWS = 64 * 15  # which all numbers of ranks divide
+
+
+def route(kind, op, wire, partial, hosts, gloo) -> Route:
+    """The route of a value of `ROWS` elements. If `partial` is half precision, the user has asked for it."""
+    site = {"provenance": Provenance("grad", ("w",), "dp")}
+    if kind is ALL_GATHER:
+        eqn = all_gather([Var("w", wire, (ROWS,), (Split("dp"),))], ["f"], "dp", **site)
+    else:
+        term = Var("g", F32 if partial is BF16 else wire, (ROWS,), (Partial("dp", "sum"),))
+        split = Split("dp") if kind is REDUCE_SCATTER else None
+        eqn = reduce([term], ["f"], "dp", op, split, BF16 if partial is BF16 else None, **site)
+    by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo)
+    return dataclasses.replace(by, inside=by.inside / ROWS / wire.itemsize, between=by.between / ROWS / wire.itemsize)
 
 
 @pytest.mark.parametrize(("kind", "op", "wire", "partial", "hosts", "gloo", "way", "reason"), [

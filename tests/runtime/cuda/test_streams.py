@@ -26,11 +26,12 @@ from ztrans.ir.collectives import (
     WAIT,
     all_gather,
     is_start,
+    reduce,
     rules,
     wait,
 )
-from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
-from ztrans.ir.hosts import Hosts, route
+from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
+from ztrans.ir.hosts import Hosts, route_of
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
@@ -168,7 +169,8 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
     (torch.float32, Hosts(64, 8), "nccl reduce_scatter (reduces float32 on the way)"),
 ])  # fmt: skip
 def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hosts, text):
-    by = route(REDUCE_SCATTER, "mean", wire, torch.float32, hosts, gloo=False)
+    term = Var("g", wire, (64,), (Partial("dp", "sum"),))
+    by = route_of(reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False)
     assert str(transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
 
 

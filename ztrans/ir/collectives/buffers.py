@@ -9,6 +9,7 @@ import torch
 from ..graph import Eqn, Split, Var
 
 HALF = (torch.bfloat16, torch.float16)
+DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a gather of gloo needs
 ALONE = 1 << 16  # bytes; a member of which a rank holds this much or more is sent in a message of its own
 
 

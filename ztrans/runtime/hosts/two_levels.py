@@ -11,14 +11,14 @@ waits earlier changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ... import ops
-from ...ir.collectives import REDUCE_SCATTER
+from ...ir.collectives import rules
 from ...ir.graph import Eqn
-from ...ir.hosts import Route, route_of
+from ...ir.hosts import Hosts, Route, route_of
 from ..process_groups import Channel, Work
 
 
@@ -43,10 +43,11 @@ class Later:
             work.wait()
 
 
-def gloo_route(eqn: Eqn, channel: Channel | None) -> Route | None:
-    """The route of a reduce_scatter over gloo between several hosts, or None."""
-    is_far = eqn.op is REDUCE_SCATTER and channel is not None and channel.hosts.count > 1
-    return route_of(eqn, channel.hosts, gloo=True) if channel is not None and is_far else None
+def gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> Route | None:
+    """The route of an equation whose parts are exchanged over gloo between several hosts, or None."""
+    hosts = channel.hosts if channel is not None else Hosts(1)
+    is_far = hosts.count > 1 and rules(eqn).is_exchanged(eqn, hosts.ranks, gloo=True)
+    return route_of(eqn, sizes, hosts, gloo=True) if is_far else None
 
 
 def exchange_sums(
