@@ -12,6 +12,7 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.operations import rearranges
 from .base import Transform, constructor
+from .narrow_gathers import cast_shards
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -40,6 +41,7 @@ def fuse_cast_gather() -> Transform:
 @dataclass(frozen=True, repr=False)
 class _FuseCastGather(Transform):
     def rewrite(self, graph: Graph) -> Graph:
+        graph = cast_shards(graph)
         used, outputs = users(graph), set(variables(graph.outputs))
         new: dict[Var, Var] = {}  # values that become narrower
         alias: dict[Var, Var] = {}  # results of casts that disappear
