@@ -135,6 +135,8 @@ def _opened(node: Any) -> tuple[list | None, Any]:
         return [*node.values()], [*node]
     if type(node) is list or type(node) is tuple:
         return [*node], len(node)
+    if node is None:  # an empty subtree
+        return [], None
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
     return (None, None) if structure.is_leaf() else (children, structure)
 
