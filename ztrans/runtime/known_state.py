@@ -126,7 +126,7 @@ class _Tree:
                 if children is None or now != keys:
                     return None
                 nodes += children
-        return [nodes[place] for place in self._places]
+        return [*map(nodes.__getitem__, self._places)]
 
 
 def _opened(node: Any) -> tuple[list | None, Any]:
