@@ -172,8 +172,8 @@ def report(one: dict[str, Used], whole: dict[str, Used], nbytes: int, peer_loss:
         *(f"| {name} | {used.mebibytes:.1f} | {used.seconds:.3f} |" for name, used in one.items()),
         *(f"| {way}, by arithmetic | {share * message:.1f} | |" for way, share in by.items()), "",
         f"A training step of a Llama of {CONFIG.layers} layers of {CONFIG.width} ({size:.1f} MiB of parameters), "
-        f"{BATCH} x {SEQUENCE} tokens a rank. Parameters are gathered for forward and for backward. The mean loss of the "
-        f"last step is {peer_loss:.4f} by FSDP2 and {our_loss:.4f} by ztrans.", "",
+        f"{BATCH} x {SEQUENCE} tokens a rank. Parameters are gathered for forward and for backward. The mean loss of "
+        f"the last step is {peer_loss:.4f} by FSDP2 and {our_loss:.4f} by ztrans.", "",
         "| | MiB between the hosts | seconds |", "|---|---:|---:|",
         *(f"| {name} | {used.mebibytes:.0f} | {used.seconds:.3f} |" for name, used in whole.items()),
         *(f"| {both} {way}, by arithmetic | {share * size:.0f} | |" for way, share in step.items()),

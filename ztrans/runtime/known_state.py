@@ -126,7 +126,7 @@ class _Tree:
                 if children is None or now != keys:
                     return None
                 nodes += children
-        return [nodes[place] for place in self._places]
+        return [*map(nodes.__getitem__, self._places)]
 
 
 def _opened(node: Any) -> tuple[list | None, Any]:
@@ -135,6 +135,8 @@ def _opened(node: Any) -> tuple[list | None, Any]:
         return [*node.values()], [*node]
     if type(node) is list or type(node) is tuple:
         return [*node], len(node)
+    if node is None:  # an empty subtree
+        return [], None
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
     return (None, None) if structure.is_leaf() else (children, structure)
 

@@ -17,10 +17,12 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph, Var
 from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
+from ..ir.trees.empty_subtrees import none_as_empty
+from ..ir.trees.leaf_names import leaf_names
 from .captured import Key
 from .containers import opened
 from .errors import no_state
-from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, leaf_names
+from .trace import EXTRA, Abstract, Program, is_number, is_of_batch
 
 
 class Arguments(NamedTuple):
@@ -76,11 +78,11 @@ class Arguments(NamedTuple):
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
-        return pytree.tree_flatten((self.state, *self.batch))
+        return pytree.tree_flatten((none_as_empty(self.state), *self.batch))
 
     def state_key(self) -> StateKey:
         """The properties of the state that a program is specialised on."""
-        leaves, tree = pytree.tree_flatten(self.state)
+        leaves, tree = pytree.tree_flatten(none_as_empty(self.state))
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
     def batch_key(self) -> tuple[list, BatchKey]:
@@ -143,8 +145,10 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     """
     leaves, tree = arguments.leaves()
     if (tree, arguments.names) != (program.in_tree, program.names):
-        compiled, called = _listed(program.in_tree, program.names), _listed(tree, arguments.names)
-        raise TypeError(f"{name}: compiled for arguments {compiled}, called with {called}.")
+        raise TypeError(
+            f"{name}: {_difference(program, tree, arguments)}.\n"
+            f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
+        )
     for i, value in program.static:
         if leaves[i] != value:
             raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
@@ -152,8 +156,13 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     return [x for i, x in enumerate(leaves) if i not in static]
 
 
-def _listed(tree: pytree.TreeSpec, names: tuple[str, ...]) -> str:
-    return f"{tree}, the last by name: {', '.join(names)}" if names else str(tree)
+def _difference(program: Program, tree: pytree.TreeSpec, arguments: Arguments) -> str:
+    """How the structure of a call differs from that of its program, by leaves if these differ."""
+    paths = leaf_names(program.captured.fn, (arguments.state, *arguments.batch), arguments.names)[1]
+    new, lost = ([x for x in a if x not in b] for a, b in ((paths, program.paths), (program.paths, paths)))
+    changes = [f"called with {', '.join(new[:4])}, which it was compiled without"] * bool(new)
+    changes += [f"called without {', '.join(lost[:4])}, which it was compiled with"] * bool(lost)
+    return "; ".join(changes) or f"compiled for arguments {program.in_tree}, called with {tree}"
 
 
 def check_captured(program: Program, name: str) -> None:

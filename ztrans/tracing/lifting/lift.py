@@ -162,10 +162,13 @@ def _lacking(state: State, present: State) -> State:
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
     """Whether each parameter is trained. Every call asks this, so it takes less time than `model.parameters()` does."""
-    modules = [model]
+    modules, parameters = [model], list[Any]()
     for module in modules:  # which grows meanwhile
-        modules += filter(None, module._modules.values())
-    return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
+        if module is not None:
+            own = vars(module)
+            modules += own["_modules"].values()
+            parameters += own["_parameters"].values()
+    return tuple([p.requires_grad for p in parameters if p is not None])
 
 
 def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
