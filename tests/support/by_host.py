@@ -42,6 +42,10 @@ def main() -> None:
         truth = case.state()
         for each in local:
             truth, _ = low.lockstep(truth, each)
+        # A recorded step waits for messages in threads, which then begin the second level.
+        recorded, once = step.shard(case.state()), step.shard(case.state())
+        low.compile().profile(recorded, *local[0][RANK], steps=1)
+        low.compile()(once, *local[0][RANK])
         report = {
             "case": name,
             "dtype": str(dtype),
@@ -49,6 +53,7 @@ def main() -> None:
             "lockstep": distance(step.unshard(states[0]), truth),
             "streamed": distance(step.unshard(states[1]), step.unshard(states[0])),
             "bitwise": all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)),
+            "recorded": distance(step.unshard(recorded), step.unshard(once)),
             "races": cuda.races,
             "ways": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", text))),
             "on_gpu": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", on_gpu))),

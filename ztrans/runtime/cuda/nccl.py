@@ -113,6 +113,7 @@ class StreamedStart(Start):
         by_rank = terms.view(count, local, -1).transpose(0, 1).contiguous()  # for each rank of this host, and its peers
         received = torch.empty_like(by_rank)
         self._exchange(received, by_rank, range(host * local, (host + 1) * local))
+        del by_rank
         sums = ops.reduce(list(received), "sum", self.partial)
         self._exchange(into, sums, range(place, self.size, local))
 
