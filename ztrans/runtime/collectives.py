@@ -289,5 +289,6 @@ def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """A flat view of a buffer. A buffer of half precision is viewed as bytes, which every backend can move."""
-    return buffer.view(-1).view(torch.uint8) if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.view(-1)
+    """A flat view of a buffer. Floats of 8 or 16 bits are viewed as bytes, which every backend can move."""
+    short = buffer.dtype.is_floating_point and buffer.itemsize < 4
+    return buffer.view(-1).view(torch.uint8) if short else buffer.view(-1)

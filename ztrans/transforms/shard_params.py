@@ -205,7 +205,7 @@ class ShardParams(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         axes = LeafAxes.of_program(graph, self)
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
-        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, joint=joint)
+        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, reshard=self.reshard, joint=joint)
         warn_of_psum_quotients(plain, axes.all)
         walk = Sharding(plain, self)
         graph = walk.run()
