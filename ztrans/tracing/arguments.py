@@ -18,6 +18,7 @@ from ..ir.graph import Graph, Var
 from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
+from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
 from .captured import Key
 from .containers import opened
@@ -85,10 +86,13 @@ class Arguments(NamedTuple):
         leaves, tree = pytree.tree_flatten(none_as_empty(self.state))
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    def batch_key(self) -> tuple[list, BatchKey]:
-        """The leaves of the batch, and the properties of the batch that a program is specialised on."""
+    def batch_like(self, last: KnownBatch | None) -> tuple[list, KnownBatch]:
+        """The leaves of the batch, and what is known of it: `last`, that of another batch, if it is the same."""
+        if last is not None and last.key.names == self.names and (known := last.leaves(self.batch)) is not None:
+            return known, last
         leaves, tree = pytree.tree_flatten(self.batch)
-        return leaves, BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        key = BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        return leaves, KnownBatch(KnownTree(self.batch), key)
 
 
 def _described(x: Any, is_state: bool) -> tuple:
@@ -124,6 +128,21 @@ class BatchKey(NamedTuple):
                 for x, *more in self.leaves
             )
         )
+
+
+class KnownBatch(NamedTuple):
+    """The structure and the properties of a batch."""
+
+    tree: KnownTree
+    key: BatchKey
+
+    def leaves(self, batch: tuple) -> list | None:
+        """The leaves of a batch of the same structure and properties; None for another one."""
+        leaves = self.tree.leaves(batch)
+        if leaves is None or not all(isinstance(x, torch.Tensor | float) for x in leaves):
+            return None
+        # A batch that holds None has fewer leaves here than in its key, and is flattened anew.
+        return leaves if tuple([_described(x, is_state=False) for x in leaves]) == self.key.leaves else None
 
 
 class StepKey(NamedTuple):
