@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from ztrans.runtime.process_groups import Channel
 
+aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
@@ -117,6 +118,66 @@ def lower(step: Callable, *transforms: zt.Transform, state=None, mesh=None, **op
     """A step lowered over `mesh`, by default for two ranks."""
     shard = zt.shard_params(mesh or zt.AbstractMesh(dp=2), **options)
     return zt.chain(shard, *transforms)(step).lower(state or state_of(), batch_of())
+
+
+class Scaled(torch.Tensor):
+    """An fp8 tensor with its scale, which dequantises its factors when it is multiplied, as that of torchao."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, strides=data.stride(), dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data8, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Scaled(tensors["data8"], tensors["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args, kwargs=None):
+        if op in (aten.t.default, aten.view.default, aten.detach.default, aten._unsafe_view.default):
+            return cls(op(args[0].data8, *args[1:]), args[0].scale)
+        if op is not aten.mm.default:
+            raise NotImplementedError(f"{op} of fp8")
+        a, b = args
+        return op(a.data8.float(), b.data8.float()) / (a.scale * b.scale)
+
+
+class ToScaled(torch.autograd.Function):
+    """The gradient of the cast is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = dynamic(x)
+        return Scaled(cast(x, s), s)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class ScaledMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_t):
+        ctx.save_for_backward(x, w_t)
+        return torch.mm(ToScaled.apply(x), ToScaled.apply(w_t))
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w_t = ctx.saved_tensors
+        g8 = ToScaled.apply(g)
+        return torch.mm(g8, ToScaled.apply(w_t).t()), torch.mm(g8.t(), ToScaled.apply(x)).t()
+
+
+class ScaledLinear(torch.nn.Linear):
+    """As torchao's `Float8Linear`: it replaces a linear layer, and the parameters keep their dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ScaledMatmul.apply(x, self.weight.t()) + self.bias
 
 
 def on_processes(mesh, report: Callable) -> None:

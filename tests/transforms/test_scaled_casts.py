@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from tests.support.fp8 import E4M3, SCALES, Recipe, batch_of, cast, divided, lower, state_of, step_of
+from tests.support.fp8 import E4M3, SCALES, Recipe, ScaledLinear, batch_of, cast, divided, lower, state_of, step_of
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE
 
 FUSE = zt.fuse_cast_gather()
@@ -296,6 +296,43 @@ def test_a_scaled_product_reads_what_is_gathered():
     step, state = step_with(lambda w, state: scaled(w, state)[:8])
     fused = both(step, {**state, "w": torch.randn(32, 16)}, ranks=2)
     assert gathers(fused) == {"w": [E4M3]} and "_scaled_mm" in str(fused)
+
+
+def scaled_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(ScaledLinear(16, 24), torch.nn.ReLU(), ScaledLinear(24, 16))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_whose_layers_make_fp8_tensors_of_a_class_of_their_own(stage):
+    """As torchao's `convert_to_float8_training` does, lifted, against its own loop."""
+    batch = torch.randn(8, 16), torch.randn(8, 16)
+
+    def loop_of(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def loop(x, y):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return loop, optimizer
+
+    truth = scaled_model()
+    loop, _ = loop_of(truth)
+    losses = [loop(*batch) for _ in range(3)]
+    model = scaled_model()
+    loop, optimizer = loop_of(model)
+    step, state = zt.lift(loop, model, optimizer)
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *SCHEDULES, FUSE)(step).lower(state, *batch)
+    for loss in losses:
+        state, outputs = lowered.lockstep(state, [batch, batch])
+        assert all(torch.equal(out, loss) for out in outputs)
+    assert equal(state["params"], dict(truth.named_parameters()))
+    kinds = gathers(lowered)
+    assert kinds["0.weight"] == kinds["2.weight"] == [E4M3]
 
 
 def test_on_one_rank_nothing_changes():

@@ -27,7 +27,7 @@ from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .leaks import Imported, settled
-from .parallel.dtensors import around, local_results, spec_of
+from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .record import check_torch, record
 from .regions import Fact, label_regions
 
@@ -162,6 +162,7 @@ def trace(
     leaves, in_tree = pytree.tree_flatten((none_as_empty(state), *batch))
     num_state = len(state_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
+    refuse_wrappers(zip(paths, leaves))
     axes = axes or [()] * len(leaves)
     owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
@@ -182,6 +183,7 @@ def trace(
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
+        refuse_wrappers((*zip(paths, new), *(("the output", x) for x in pytree.tree_leaves(output))))
         return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
     def record_program() -> Imported:

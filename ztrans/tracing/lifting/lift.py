@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ..parallel.dtensors import refuse_wrappers
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
 from .grad_scaler import scale_of, scaling
@@ -87,6 +88,7 @@ def lift(
     optimizers = several(optimizer)
     names = _check_held(model, optimizers)
     own = dict(model.named_parameters())
+    refuse_wrappers(own.items(), "lift")
     today = _present_state(model, optimizers, names, carry_grads)
     if scaler is not None:
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
