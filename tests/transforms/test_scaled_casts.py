@@ -6,9 +6,22 @@ import itertools
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
-from tests.support.fp8 import E4M3, SCALES, Recipe, ScaledLinear, batch_of, cast, divided, lower, state_of, step_of
+from tests.support.fp8 import (
+    E4M3,
+    SCALES,
+    Linear,
+    Recipe,
+    ScaledLinear,
+    batch_of,
+    cast,
+    divided,
+    lower,
+    state_of,
+    step_of,
+)
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE
 
 FUSE = zt.fuse_cast_gather()
@@ -149,7 +162,29 @@ def test_at_stage_3_what_backward_reads_is_gathered_again(saves):
 @pytest.mark.parametrize("keep", ["whole", "shard"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_batches(stage, keep):
-    both(step_of(Recipe()), state_of(), *SCHEDULES, zt.accumulate(2, keep=keep), stage=stage)
+    fused = both(step_of(Recipe()), state_of(), *SCHEDULES, zt.accumulate(4, keep=keep), stage=stage)
+    programs = zt.ir.parts(fused.graph)
+    each = programs.first, programs.middle, programs.last
+    maxima = [sum(e.op is ALL_REDUCE and e.kwargs["op"] == "max" for e in part.eqns) for part in each]
+    assert maxima == [1, 0, 0], "the first micro-batch computes the maxima for all"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_backward_computes_again(reentrant):
+    """The scales are computed once, and fp8 is gathered again."""
+
+    def step(state, batch):
+        params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
+        layer = lambda x, w: Linear.apply(x, w.t(), Recipe())
+        x, y = batch
+        for w in params.values():
+            x = checkpoint(layer, x, w, use_reentrant=reentrant)
+        value = (x - y).square().mean()
+        value.backward()
+        return {"params": {k: p - 0.1 * params[k].grad for k, p in state["params"].items()}}, value.detach()
+
+    fused = both(step, state_of())
+    assert gathers(fused) == {"up": [E4M3], "down": [E4M3] * 2} and amaxes(fused) == [("max", 2)]
 
 
 def test_a_frozen_leaf():
