@@ -98,7 +98,7 @@ def test_wrong_arguments_are_a_type_error_as_in_python():
 def test_the_error_says_which_names_a_program_was_compiled_for():
     compiled = zt.Step.of(scaled).lower(torch.zeros(()), X, plus=2.0).compile()
     assert compiled(torch.zeros(()), X, plus=3.0)[1] == X.sum() * 2 + 3
-    with pytest.raises(TypeError, match=r"(?s)compiled for arguments .*, the last by name: plus, called with"):
+    with pytest.raises(TypeError, match="called with scale, which it was compiled without; called without plus"):
         compiled(torch.zeros(()), X, 3.0)
 
 

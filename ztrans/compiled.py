@@ -55,9 +55,9 @@ class Given(NamedTuple):
     def of(arguments: Arguments, last: LastState) -> Given:
         """The arguments with what is known of their state."""
         state = last.recognise(arguments.state)
-        batch, batch_key = arguments.batch_key()
+        batch, last.batch = arguments.batch_like(last.batch)
         state_key = last.known.key if state and last.known else arguments.state_key()
-        return Given(arguments, state, batch, state_key, batch_key)
+        return Given(arguments, state, batch, state_key, last.batch.key)
 
 
 class Bound(NamedTuple):

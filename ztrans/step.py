@@ -24,6 +24,8 @@ from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
+from .ir.trees.empty_subtrees import state_leaves
+from .ir.trees.leaf_names import leaf_names
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
@@ -39,7 +41,7 @@ from .tracing.arguments import Arguments, StepKey, check_state
 from .tracing.captured import Captured
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
-from .tracing.trace import leaf_names, trace
+from .tracing.trace import trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
 
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
@@ -243,10 +245,9 @@ class Step(Generic[P, R]):
         return self.mesh if isinstance(self.mesh, DeviceMesh) else None
 
     def _check_laid_out(self, state: Any) -> None:
-        mesh = self._devices()
-        if mesh is not None:
+        if (mesh := self._devices()) is not None:
             paths, axes = leaf_names(self.fn, (state,))[1], self._chosen(axes_of, state)
-            check_laid_out(self.__name__, mesh, axes, paths, pytree.tree_leaves(state), self.layouts(state))
+            check_laid_out(self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state))
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
@@ -255,7 +256,7 @@ class Step(Generic[P, R]):
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
         names = leaf_names(self.fn, (state,))[0]
-        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, pytree.tree_leaves(state))]
+        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))]
 
     @ends_at_user
     def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
@@ -271,11 +272,10 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves, paths = pytree.tree_leaves(state), leaf_names(self.fn, (state,))[1]
+        leaves, paths = state_leaves(state), leaf_names(self.fn, (state,))[1]
         check_state(paths, leaves)
         check_whole(leaves, "shard")
-        mesh = self._devices()
-        if mesh is None:
+        if (mesh := self._devices()) is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
         with stage(self.__name__, "shard"):
             return shard_state(state, mesh, paths, self.layouts(state), self._chosen(axes_of, state), source, device)
@@ -286,7 +286,7 @@ class Step(Generic[P, R]):
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
-        check_whole(pytree.tree_leaves(state), "unshard")
+        check_whole(state_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self._chosen(axes_of, state))
 
 

@@ -35,6 +35,13 @@ def test_two_ranks_have_the_bits_of_lockstep_in_micro_batches(two):
     assert [f["stage"] for f in figures] == [0, 1, 3] and all(f["bitwise"] for f in figures), figures
 
 
+@pytest.mark.distributed
+def test_fp8_is_gathered_over_gloo(two):
+    """In messages to each rank, and in gloo's own all_gather, which knows no fp8."""
+    figures = of(two, "fp8")
+    assert [f["direct"] for f in figures] == [True, False] and all(f["bitwise"] for f in figures), figures
+
+
 @pytest.fixture(scope="module")
 def four() -> list[dict]:
     return torchrun(4, "ranks.py", "four")

@@ -87,11 +87,23 @@ def grow(state):
     state["kept"].append(torch.ones(2))
 
 
+def count(state):
+    state["n"] = 1
+
+
+def wrap_in_parameter(state):
+    state["w"] = torch.nn.Parameter(state["w"], requires_grad=False)
+
+
+def cut(state):
+    state["w"] = state["w"][:2]
+
+
 def conjugate(state):
     state["kept"][0].data = torch.ones(2, dtype=torch.complex64).conj()
 
 
-CHANGES = [replace, resize, transpose, move, cast, train, exchange, share, rename, reorder, wrap, grow, conjugate]
+CHANGES = [replace, resize, transpose, move, cast, train, exchange, share, rename, reorder, wrap, grow, conjugate, count, wrap_in_parameter, cut]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -158,6 +170,15 @@ def test_a_state_of_another_step_is_examined(run):
     doubled, _ = another(state, X)
     assert another._last.recognise(doubled) is not None and own._last.recognise(doubled) is not None
     assert torch.equal(doubled["w"], state["w"])
+
+
+def test_an_alias_of_a_leaf_is_as_good_as_the_leaf(run):
+    own, state = run
+    memory, wanted = state["w"], step({k: v if k == "kept" else v.clone() for k, v in state.items()}, X)[0]
+    state["w"] = state["w"].detach()
+    state, _ = own(state, X)
+    assert state["w"] is not memory and state["w"].data_ptr() == memory.data_ptr()
+    assert torch.equal(state["w"], wanted["w"]) and torch.equal(memory, wanted["w"])
 
 
 def test_a_compiled_step_knows_its_state_too():

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
-from tests.support import context_parallel, dtensors, experts
+from tests.support import context_parallel, dtensors, experts, fp8
 from tests.support.in_place import as_plain
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
@@ -290,6 +290,7 @@ def two() -> None:
     equals_lockstep_and_plain(mesh, names)
     wire_bytes(mesh)
     micro_batches(mesh)
+    fp8.on_processes(mesh, report)
     disagreement(mesh)
     sharding(mesh)
     as_plain(mesh, report)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
+from tests.support.fp8 import E4M3, Scaled, ToScaled
 from tests.support.worlds import distance
 from ztrans.ir.graph import is_random
 from ztrans.tracing.trace import Abstract, trace
@@ -430,3 +431,31 @@ def test_a_step_without_autograd_must_reduce_what_enters_its_state():
     with pytest.raises(ValueError, match=r"reaches state w.*without having been reduced") as e:
         zt.shard_params(zt.AbstractMesh(dp=2))(tracks).lower({"w": W}, X)
     assert f"test_trace.py:{line('tracks', 'x.mean')}" in str(e.value)
+
+
+WRAPPED = Scaled(torch.zeros(4, 4, dtype=E4M3), torch.ones(()))
+WRAPPERS = {
+    "state.w": (lambda state, x: (state, x.sum()), WRAPPED, torch.ones(4)),
+    "x": (lambda state, x: (state, x.sum()), torch.ones(4), WRAPPED),
+    "the output": (lambda state, x: (state, ToScaled.apply(x)), torch.ones(4), torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_tensor_that_holds_others_is_none_of_a_program(name):
+    """A step may make such tensors: tests/transforms/test_scaled_casts.py."""
+    step, w, x = WRAPPERS[name]
+
+    def wrapped(state, x):
+        return step(state, x)
+
+    with pytest.raises(TypeError, match=rf"trace: {name} is a tests.support.fp8.Scaled, which holds other tensors") as e:
+        zt.Step.of(wrapped).trace({"w": w}, x)
+    assert "leave out enable_fsdp_float8_all_gather" in str(e.value)
+
+
+def test_parameters_that_hold_other_tensors_are_not_lifted():
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(WRAPPED)
+    with pytest.raises(TypeError, match=r"lift: weight is a tests.support.fp8.Scaled, which holds other tensors"):
+        zt.lift(lambda x: None, model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -179,7 +179,8 @@ class Graph:
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
         writes_last: whether the program writes its state only after every collective, forward and backward.
         budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
-        stage, micro: the ZeRO stage, if there is one; the number of `micro_batches`, for one of which it is written.
+        stage, reshard: the ZeRO stage, if there is one; whether a plan may keep what stage 3 gathers again.
+        micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         history, added: the transforms that were applied, in order; the names of the outputs that they have added.
         notes: remarks of transforms on what they did, which print with the program.
@@ -198,6 +199,7 @@ class Graph:
     writes_last: bool = False
     budget: int | None = None
     stage: int | None = None
+    reshard: Literal["auto", "always"] = "auto"
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
     added: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -115,6 +116,21 @@ def user_source(depth: int = 1) -> Source | None:
         code = frame.f_code
         return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
     return None
+
+
+def library_line() -> str:
+    """The line of an installed package, such as a library of models, that the user's line leads to, with its text.
+
+    It is empty if the user's own code calls PyTorch.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_plumbing(frame):
+        frame = frame.f_back
+    if frame is None or is_users(frame):
+        return ""
+    file, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    path = re.split(r"(?:site|dist)-packages.", file)[-1]
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}: {code}"
 
 
 def user_names() -> set[str]:

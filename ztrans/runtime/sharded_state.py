@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graph import Layout
 from ..ir.layout import AbstractMesh, Own, mesh_axes
+from ..ir.trees.empty_subtrees import none_as_empty
 from .leaves import full_tensor, leaf_mesh, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs
@@ -51,7 +52,7 @@ def shard_state(
 
     Raises: ValueError if the ranks hold different leaves, or `source` is not 0 on a mesh of several axes.
     """
-    leaves, tree = pytree.tree_flatten(state)
+    leaves, tree = pytree.tree_flatten(none_as_empty(state))
     if source and mesh.ndim > 1:
         raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
     check_same(mesh, axes, paths, leaves, source)
@@ -83,6 +84,6 @@ def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Se
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         meet(mesh, Call("unshard"))
-    leaves, tree = pytree.tree_flatten(state)
+    leaves, tree = pytree.tree_flatten(none_as_empty(state))
     whole = [full_tensor(x, over).clone() if isinstance(x, DTensor) else x for x, over in zip(leaves, axes)]
     return pytree.tree_unflatten(whole, tree)

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.layout import AbstractMesh
+from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.verifier import check
 from ..stages import Lowered, Traced
 from ..step import Step
@@ -155,7 +156,8 @@ def _check_same(got: Sequence[Any], wanted: Sequence[Any], tolerance: float, wor
 
 
 def _leaves(got: Sequence[Any], wanted: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, a, b in zip(("the state", "the output"), got, wanted):
+    pairs = (map(none_as_empty, results) for results in (got, wanted))
+    for name, a, b in zip(("the state", "the output"), *pairs):
         for (path, x), y in zip(pytree.tree_leaves_with_path(a), pytree.tree_leaves(b), strict=True):
             yield f"{name}{pytree.keystr(path)}", x, y
 

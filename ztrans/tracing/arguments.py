@@ -17,10 +17,13 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph, Var
 from ..ir.layout import Own
 from ..ir.micro_batches import first_part, full_shape
+from ..ir.trees.empty_subtrees import none_as_empty
+from ..ir.trees.known_tree import KnownTree
+from ..ir.trees.leaf_names import leaf_names
 from .captured import Key
 from .containers import opened
 from .errors import no_state
-from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, leaf_names
+from .trace import EXTRA, Abstract, Program, is_number, is_of_batch
 
 
 class Arguments(NamedTuple):
@@ -76,17 +79,20 @@ class Arguments(NamedTuple):
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:
         """All leaves, those of the state first, and the tree that they flatten from."""
-        return pytree.tree_flatten((self.state, *self.batch))
+        return pytree.tree_flatten((none_as_empty(self.state), *self.batch))
 
     def state_key(self) -> StateKey:
         """The properties of the state that a program is specialised on."""
-        leaves, tree = pytree.tree_flatten(self.state)
+        leaves, tree = pytree.tree_flatten(none_as_empty(self.state))
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    def batch_key(self) -> tuple[list, BatchKey]:
-        """The leaves of the batch, and the properties of the batch that a program is specialised on."""
+    def batch_like(self, last: KnownBatch | None) -> tuple[list, KnownBatch]:
+        """The leaves of the batch, and what is known of it: `last`, that of another batch, if it is the same."""
+        if last is not None and last.key.names == self.names and (known := last.leaves(self.batch)) is not None:
+            return known, last
         leaves, tree = pytree.tree_flatten(self.batch)
-        return leaves, BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        key = BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
+        return leaves, KnownBatch(KnownTree(self.batch), key)
 
 
 def _described(x: Any, is_state: bool) -> tuple:
@@ -124,6 +130,21 @@ class BatchKey(NamedTuple):
         )
 
 
+class KnownBatch(NamedTuple):
+    """The structure and the properties of a batch."""
+
+    tree: KnownTree
+    key: BatchKey
+
+    def leaves(self, batch: tuple) -> list | None:
+        """The leaves of a batch of the same structure and properties; None for another one."""
+        leaves = self.tree.leaves(batch)
+        if leaves is None or not all(isinstance(x, torch.Tensor | float) for x in leaves):
+            return None
+        # A batch that holds None has fewer leaves here than in its key, and is flattened anew.
+        return leaves if tuple([_described(x, is_state=False) for x in leaves]) == self.key.leaves else None
+
+
 class StepKey(NamedTuple):
     """What a program of a step is made for: a state, a batch, and what the step reads besides its arguments."""
 
@@ -143,8 +164,10 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     """
     leaves, tree = arguments.leaves()
     if (tree, arguments.names) != (program.in_tree, program.names):
-        compiled, called = _listed(program.in_tree, program.names), _listed(tree, arguments.names)
-        raise TypeError(f"{name}: compiled for arguments {compiled}, called with {called}.")
+        raise TypeError(
+            f"{name}: {_difference(program, tree, arguments)}.\n"
+            f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
+        )
     for i, value in program.static:
         if leaves[i] != value:
             raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
@@ -152,8 +175,13 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     return [x for i, x in enumerate(leaves) if i not in static]
 
 
-def _listed(tree: pytree.TreeSpec, names: tuple[str, ...]) -> str:
-    return f"{tree}, the last by name: {', '.join(names)}" if names else str(tree)
+def _difference(program: Program, tree: pytree.TreeSpec, arguments: Arguments) -> str:
+    """How the structure of a call differs from that of its program, by leaves if these differ."""
+    paths = leaf_names(program.captured.fn, (arguments.state, *arguments.batch), arguments.names)[1]
+    new, lost = ([x for x in a if x not in b] for a, b in ((paths, program.paths), (program.paths, paths)))
+    changes = [f"called with {', '.join(new[:4])}, which it was compiled without"] * bool(new)
+    changes += [f"called without {', '.join(lost[:4])}, which it was compiled with"] * bool(lost)
+    return "; ".join(changes) or f"compiled for arguments {program.in_tree}, called with {tree}"
 
 
 def check_captured(program: Program, name: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ir.graph import is_random
-from ..ir.source import Source, user_names, user_source, where
+from ..ir.source import Source, library_line, user_names, user_source, where
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -21,7 +21,7 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
         return  # torch.tensor(...) written inside the step: a literal
     raise ValueError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
-        f"  at {where(source)}\n"
+        f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
         f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(). In "
         f"another step, call a module by torch.func.functional_call(module, state['params'], args)."
@@ -76,15 +76,26 @@ def _advice(leaf: Any, otherwise: str) -> str:
     return otherwise
 
 
+def _in_library(why: str) -> str:
+    """The line of a library that does what is refused, and what a user can do who does not change it."""
+    line = library_line()
+    return line and (
+        f"  which leads to {line}\n"
+        f"{why}. To avoid that line of a library, choose an option, or eval() of its module; or compute that part in "
+        f"the step from the results before it, such as the loss from the logits. In code of your own:\n"
+    )
+
+
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
     """The step reads a value of a tensor, or uses a shape that depends on values.
 
     A function that also calls an all_to_all may do so to send tokens to experts without dropping any.
     """
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
+    of_function = f"{_WITH_NUMBERS}\n" if op is torch.ops.aten._ctc_loss.Tensor else ""
     return ValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"
-        f"  at {where(source)}\n"
+        f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
         f"the step.{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
@@ -115,7 +126,11 @@ _BY_AUTOGRAD = (
     "Take the gradients by torch.autograd.grad(loss, params) or loss.backward(), of params that require them: they "
     "support such functions and operators. torch.func.grad does not."
 )
-_ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY}
+_WITH_NUMBERS = (
+    "Give ctc_loss its lengths as lists of numbers, and reduction='sum' or 'none': F.ctc_loss(log_probs, labels, "
+    "[time] * rows, [length] * rows, reduction='none').mean()."
+)
+_ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY, "ctc_loss": _WITH_NUMBERS}
 
 
 def no_gradient(source: Source | None, step: str) -> ValueError:

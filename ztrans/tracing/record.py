@@ -147,12 +147,20 @@ class _Fakes(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE:
             return device_of(*args)
+        if func is torch.ops.aten._ctc_loss.default:
+            return _ctc_losses(*args)
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             # The operator looks for the class of its mode, and does not know a subclass.
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         if isinstance(func, OpOverload) and not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
             return None
         return self.dispatch(func, types, args, kwargs or {})
+
+
+def _ctc_losses(log_probs: torch.Tensor, _: Any, __: Any, lengths: Sequence[int], *___: Any) -> tuple:
+    """The types of the results of `ctc_loss` whose lengths are lists of numbers, for which PyTorch has no rule."""
+    steps, rows = log_probs.shape[:2]
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * max(lengths) + 1)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ values while it runs, the changes are undone, or are an error (see `leaks`).
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -21,13 +20,14 @@ from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.recompute import checkpointed
-from ..ir.relations import key_parts
+from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
+from ..ir.trees.leaf_names import leaf_names
 from .captured import Captured, Key
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .leaks import Imported, settled
-from .parallel.dtensors import around, local_results, spec_of
+from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .record import check_torch, record
 from .regions import Fact, label_regions
 
@@ -62,7 +62,7 @@ class Program:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
         output = opened(output)
-        return pytree.tree_structure((state, (output, dict.fromkeys(added, 0))))
+        return pytree.tree_structure((none_as_empty(state), (output, dict.fromkeys(added, 0))))
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,10 @@ def trace(
     refuse_inside(f"trace: {name}", (state, batch))
     captured = captured or Captured(fn)
     made_for = captured.key()
-    leaves, in_tree = pytree.tree_flatten((state, *batch))
-    num_state = len(pytree.tree_leaves(state))
+    leaves, in_tree = pytree.tree_flatten((none_as_empty(state), *batch))
+    num_state = len(state_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
+    refuse_wrappers(zip(paths, leaves))
     axes = axes or [()] * len(leaves)
     owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
@@ -180,9 +181,10 @@ def trace(
         positional = len(arguments) - len(names)
         result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
         _check_result(fn, result, state)
-        new, tree = pytree.tree_flatten(result[0])
+        new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
-        return pytree.tree_unflatten(new, tree), opened(output)
+        refuse_wrappers((*zip(paths, new), *(("the output", x) for x in pytree.tree_leaves(output))))
+        return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
     def record_program() -> Imported:
         traced_as = [abstract[i] for i in dynamic]
@@ -243,33 +245,6 @@ def _name(fn: Callable) -> str:
     return name if name.isidentifier() else "step"
 
 
-def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-    """For each leaf, a short name (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
-
-    `names` are the names of the last arguments, which are passed by name.
-    """
-    short_names: list[str] = []
-    paths: list[str] = []
-    for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
-        for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
-            parts = key_parts(keys)
-            path = ".".join([parameter, *parts])
-            paths.append(path)
-            short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
-            short_names.append(short if short not in short_names else path)
-    return short_names, paths
-
-
-def _parameters(fn: Callable, count: int) -> list[str]:
-    """The names of the parameters that the first `count` positional arguments belong to."""
-    try:
-        declared = [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        declared = []
-    named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
-    return named + [f"arg{i}" for i in range(len(named), count)]
-
-
 def _check_result(fn: Callable, result: Any, state: Any) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
         kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -277,10 +252,11 @@ def _check_result(fn: Callable, result: Any, state: Any) -> None:
             f"trace: {_name(fn)} returned {kind}; a train step returns (state, output).\n"
             f"Return the new state first, in the structure of the old one, then one output."
         )
-    old, new = pytree.tree_structure(state), pytree.tree_structure(result[0])
+    before, after = none_as_empty(state), none_as_empty(result[0])
+    old, new = pytree.tree_structure(before), pytree.tree_structure(after)
     if old != new:
-        had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(state)[0]}
-        has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(result[0])[0]}
+        had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(before)[0]}
+        has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(after)[0]}
         lost, gained = sorted(had - has), sorted(has - had)
         changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
         raise ValueError(

@@ -25,9 +25,12 @@ import torch._decomp
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    autograd_would_have_decomposed,
+    is_traceable_wrapper_subclass_type,
+)
 
 from ..ir.source import Source, user_source, where
 from . import errors
@@ -78,7 +81,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is DEVICE:
             return device_of(*args)
-        if any(issubclass(t, DTensor) for t in types):
+        if any(map(_wraps_tensors, types)):
             return NotImplemented if self.inside else self._expanded(self._origin(), func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
@@ -218,6 +221,10 @@ def _declared() -> dict:
     Its schema does not declare that it writes the running statistics. The operations that it decomposes into do.
     """
     return torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
+
+
+# Whether a class of tensors computes an operation by others, of the tensors that it holds, as DTensor does.
+_wraps_tensors = functools.cache(is_traceable_wrapper_subclass_type)
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair
+from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, rules
 from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
 from ..ir.source import Source, where
 from .base import Transform, check_number, constructor
 from .edits import Edits
-from .micro_roles import Gradient, Roles
+from .micro_roles import Gradient, Roles, role_of
 
 aten = torch.ops.aten
 
@@ -93,8 +93,7 @@ class _Marking:
         n = self.graph.num_state
         returned = [v for v in variables(self.graph.outputs[n:]) if v in self.roles.changes]
         over_all = {v: self.over_all(v) for v in dict.fromkeys((*self.roles.entering, *returned))}
-        if kept:
-            self.keep_gathered()
+        self.keep_gathered(kept)
         results = substitute(self.graph.outputs[n:], lambda v: over_all.get(v, v))
         return self.edits.applied().replace(outputs=(*self.graph.outputs[:n], *results))
 
@@ -145,14 +144,14 @@ class _Marking:
             term = wide
         self.edits.before(start, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
 
-    def keep_gathered(self) -> None:
-        """Mark the whole parameters, which the first micro-batch gathers for all."""
+    def keep_gathered(self, whole: bool) -> None:
+        """Mark what the first micro-batch brings for all: maxima of parameters, and with `whole` parameters."""
         for e, waited in pair(self.graph).waits.items():
-            provenance = waited.start.provenance
-            if provenance is not None and provenance.role == "param" and e.out not in self.roles.changes:
-                whole = self.new(e.out, "kept")
-                self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(whole,)))
-                self.edits.read(self.readers.get(e.out, ()), e.out, whole)
+            of_param = role_of(waited.start) == "param" and e.out not in self.roles.changes
+            if of_param and (whole or not rules(waited.start).moves):
+                value = self.new(e.out, "kept")
+                self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
+                self.edits.read(self.readers.get(e.out, ()), e.out, value)
 
     def new(self, v: Var, kind: str, **changes: Any) -> Var:
         """A value like `v`, with a name that says its kind."""

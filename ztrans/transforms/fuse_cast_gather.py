@@ -12,6 +12,7 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.operations import rearranges
 from .base import Transform, constructor
+from .scaled_casts.gathers import cast_on_shards
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -29,7 +30,17 @@ def fuse_cast_gather() -> Transform:
         a = wait(f)                      -->    a = wait(f)
         b = t(a); c = cast(b, bf16)             b = t(a)               # c is b
 
-    Source: DeepSpeed DeepCompile, "fuse allgather and downcast" (#7588), 2025.
+    A cast of a scaled parameter moves too, if the scale is one number for the whole tensor, as in fp8 training. The
+    scale may follow from a maximum of the parameter: the maxima of all parameters take one small all_reduce, at the
+    start of the step. At stage 3 backward gathers the fp8 value again. A note of the program names each parameter that
+    is cast to fp8 behind its gather, and says why.
+
+    Rewrites:
+        a = wait(all_gather(w))                 m = wait(all_reduce(max(abs(w)), max))
+        s = div(448, max(abs(a)))        -->    s = div(448, m); v = cast(mul(w, s), f8e4m3)
+        c = cast(mul(a, s), f8e4m3)             c = wait(all_gather(v))
+
+    Source: DeepSpeed DeepCompile, "fuse allgather and downcast" (#7588), 2025; torchao's fp8 gathers for FSDP2, 2024.
 
     >>> fuse_cast_gather()
     fuse_cast_gather()
@@ -40,6 +51,7 @@ def fuse_cast_gather() -> Transform:
 @dataclass(frozen=True, repr=False)
 class _FuseCastGather(Transform):
     def rewrite(self, graph: Graph) -> Graph:
+        graph = cast_on_shards(graph)
         used, outputs = users(graph), set(variables(graph.outputs))
         new: dict[Var, Var] = {}  # values that become narrower
         alias: dict[Var, Var] = {}  # results of casts that disappear

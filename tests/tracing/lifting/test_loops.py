@@ -221,6 +221,33 @@ def test_a_layer_is_unfrozen_between_two_steps(given):
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 
 
+class Scaling(torch.nn.Module):
+    """A module that is false, because its length is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(6))
+        self.register_module("none", None)
+
+    def __len__(self):
+        return 0
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_module_without_a_length_is_frozen():
+    model = torch.nn.Sequential(Scaling(), torch.nn.Linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    run = zt.Step(step)
+    state, _ = run(run.shard(state), *data()[0])
+    before = state["params"]["0.factor"].clone()
+    model[0].requires_grad_(False)
+    state, _ = run(state, *data()[1])
+    assert torch.equal(state["params"]["0.factor"], before) and len(run._cache) == 2
+
+
 def test_a_layer_is_unfrozen_on_a_mesh():
     model, optimizer, loop_step = frozen("all")
     step, state = zt.lift(loop_step, model, optimizer)

@@ -11,10 +11,19 @@ from test_lift import everything, loop, make_matrices, make_model, of
 from test_schedulers import data
 
 import ztrans as zt
-from tests.support.worlds import distance
+from tests.support import optimizers, published_optimizers
+from tests.support.worlds import ALL, distance, slices
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming-from.md"
-ROWS = dict(re.findall(r"^\| `((?:torch\.optim|transformers)\.\w+(?:\(.*?\))?)` \| (.*?) \|", PAGE.read_text(), re.MULTILINE))
+TABLE = PAGE.read_text().partition("\n## Optimizers\n")[2]
+ROWS = dict(re.findall(r"^\| `([\w.]+(?:\(.*?\))?)` \| (.*?) \|", TABLE, re.MULTILINE))
+WRITTEN = {k: v for module in (optimizers, published_optimizers) for k, v in vars(module).items() if k in ROWS}
+REFUSALS = (
+    r"lift: .*[Uu]se .*(optimizer|Adam)",
+    r"chooses its update.*such as AdamW",
+    r"What changes in every step must be a tensor in the optimizer's state",
+    r"Take the first step before lift",
+)
 OPTIONS = {"SGD": {"momentum": 0.9}}
 
 
@@ -22,8 +31,10 @@ def optimizer_of(name, model):
     name, _, options = name.partition("(")
     module, _, kind = name.rpartition(".")
     given = eval(f"dict({options or ')'}")
+    if not module:
+        return WRITTEN[kind](model.parameters())
     if module == "transformers":
-        return pytest.importorskip("transformers.optimization").Adafactor(model.parameters())
+        return pytest.importorskip("transformers.optimization").Adafactor(model.parameters(), **given)
     return of(kind, **({} if kind == "LBFGS" else {"lr": 0.01}), **(given or OPTIONS.get(kind, {})))(model)
 
 
@@ -33,7 +44,7 @@ def test_an_optimizer_does_what_the_table_says(name):
     make = make_matrices if name.endswith("Muon") else make_model
     (model, optimizer), (lifted, lifted_optimizer) = ((m, optimizer_of(name, m)) for m in (make(), make()))
     if ROWS[name] == "refused":
-        with pytest.raises(ValueError, match=r"(?s)lift: .*[Uu]se .*(optimizer|Adam)|chooses its update.*such as AdamW"):
+        with pytest.raises(ValueError, match=f"(?s){'|'.join(REFUSALS)}"):
             step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
             zt.Step(step).trace(state, *data()[0])
         return
@@ -52,7 +63,22 @@ def test_an_optimizer_does_what_the_table_says(name):
         assert ROWS[name] == "equal to 1e-6" and distance(mine, theirs) <= 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in WRITTEN if ROWS[name] != "refused"])
+def test_an_optimizer_from_a_paper_trains_equally_on_ranks(name):
+    (model, optimizer), (lifted, lifted_optimizer) = ((m, optimizer_of(name, m)) for m in (make_model(), make_model()))
+    step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
+    run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(step)
+    lowered = run.lower(state, *slices(data()[0], 4)[0])
+    for batch in data()[:5]:
+        loop(model, optimizer)(*batch)
+        state, _ = lowered.lockstep(state, slices(batch, 4))
+    zt.restore(lifted, lifted_optimizer, state)
+    assert distance(everything(lifted, lifted_optimizer), everything(model, optimizer)) <= 1e-5
+
+
 def test_the_table_has_every_optimizer_of_pytorch():
     kinds = {k for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)}
     assert kinds - {"Optimizer"} == {n.partition("(")[0].removeprefix("torch.optim.") for n in ROWS if n.startswith("torch")}
-    assert len(ROWS) >= 30
+    papers = {k for k, v in vars(published_optimizers).items() if getattr(v, "__module__", "") == published_optimizers.__name__}
+    assert {name for name in papers if name[0].isupper()} <= {*WRITTEN} and len(ROWS) >= 48

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ...ir.layout import as_tensor
-from ...ir.relations import named_leaves
+from ...ir.trees.empty_subtrees import none_as_empty, state_leaves
+from ...ir.trees.leaf_names import named_leaves
 from ..leaves import copied
 from .folder import Folder, committed, partial
 from .model_file import ModelFile, is_model
@@ -59,10 +60,10 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
     path = Path(path)
     names = _names(checkpoint, path, named)
     _check_shapes(checkpoint, path, names, named)
-    leaves, tree = pytree.tree_flatten(like)
+    leaves, tree = pytree.tree_flatten(none_as_empty(like))
     blank = [_blank(leaf) if name in names else _kept(path, name, leaf) for name, leaf in named.items()]
     state = pytree.tree_unflatten(blank, tree)
-    sharded = pytree.tree_leaves(step.shard(state) if isinstance(step, _Sharding) else state)
+    sharded = state_leaves(step.shard(state) if isinstance(step, _Sharding) else state)
     parts = dict(zip(named, map(_allocated, sharded, leaves)))
     checkpoint.fill({names[name]: part.detach() for name, part in parts.items() if name in names})
     return pytree.tree_unflatten(list(map(_as_like, parts.values(), leaves)), tree)

@@ -166,6 +166,6 @@ def check_unchanged(before: Sequence[dict], after: Sequence[dict]) -> None:
         raise ValueError(
             f"lift: the loop step, or its optimizer, changes {changed[0]!r} of a parameter group, or of itself, "
             f"which would happen once, while it is traced.\n"
-            f"Change it between steps, which are then traced anew; what is counted in every step must be in the "
+            f"Change it between steps, which are then traced anew. What changes in every step must be a tensor in the "
             f"optimizer's state of a parameter."
         )

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ..parallel.dtensors import refuse_wrappers
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
 from .grad_scaler import scale_of, scaling
@@ -87,6 +88,7 @@ def lift(
     optimizers = several(optimizer)
     names = _check_held(model, optimizers)
     own = dict(model.named_parameters())
+    refuse_wrappers(own.items(), "lift")
     today = _present_state(model, optimizers, names, carry_grads)
     if scaler is not None:
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
@@ -162,10 +164,13 @@ def _lacking(state: State, present: State) -> State:
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
     """Whether each parameter is trained. Every call asks this, so it takes less time than `model.parameters()` does."""
-    modules = [model]
+    modules, parameters = [model], list[Any]()
     for module in modules:  # which grows meanwhile
-        modules += filter(None, module._modules.values())
-    return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
+        if module is not None:
+            own = vars(module)
+            modules += own["_modules"].values()
+            parameters += own["_parameters"].values()
+    return tuple([p.requires_grad for p in parameters if p is not None])
 
 
 def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:

@@ -9,7 +9,7 @@ Private torch APIs live here; checked on torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,19 @@ def local_results(
     with torch.no_grad():
         new = [_in_layout(x, spec, path) for x, spec, path in zip(state, specs, paths)]
         return new, pytree.tree_map_only(DTensor, DTensor.full_tensor, output)
+
+
+def refuse_wrappers(named: Iterable[tuple[str, Any]], caller: str = "trace") -> None:
+    """Raises: TypeError for a tensor of a user's class that holds other tensors, as DTensor does."""
+    for name, x in named:
+        kind = type(x)
+        if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
+            raise TypeError(
+                f"{caller}: {name} is a {kind.__module__}.{kind.__qualname__}, which holds other tensors, and a "
+                f"program has plain ones.\n"
+                f"Make such a tensor inside of the step, from plain ones, and return what it holds. For the fp8 of "
+                f"torchao, leave out enable_fsdp_float8_all_gather: zt.fuse_cast_gather() gathers fp8."
+            )
 
 
 def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:

@@ -1,0 +1,1 @@
+"""Trees: the structure of a state, and the names of its leaves."""

@@ -1,0 +1,64 @@
+"""Which operations commute with a gather: of shards, they compute the shards of what they compute of whole values.
+
+Bit for bit, these are views, and the elementwise operations that IEEE 754 rounds correctly. A maximum commutes up to a
+maximum over the shards, which is the same in any order. Functions such as `exp` are left out: a CPU computes the
+elements of a vector and those behind the last full vector by different code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from ...ir.graph import Eqn
+from ...ir.operations import rearranges
+
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+_ROUNDED = {
+    *(aten.abs, aten.neg, aten.mul, aten.div, aten.reciprocal, aten.sqrt, aten.add, aten.sub),
+    *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.where, aten.nan_to_num),
+    *(aten.round, aten.floor, aten.ceil, aten.trunc, aten.sign, aten.isnan, aten.isinf),
+}
+_REORDERED = {
+    *(aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze),
+    *(aten.detach, aten.alias),
+}
+_NORM = aten.linalg_vector_norm.default
+_EXTREMES: Mapping[object, str] = {
+    **dict.fromkeys((aten.max.default, aten.amax.default, (_NORM, math.inf)), "max"),
+    **dict.fromkeys((aten.min.default, aten.amin.default, (_NORM, -math.inf)), "min"),
+}
+
+
+def is_bijection(eqn: Eqn) -> bool:
+    """Whether an equation is a view that shows every element of its argument once, in the same dtype."""
+    return getattr(eqn.op, "overloadpacket", None) in _REORDERED and rearranges(eqn)
+
+
+def is_elementwise(eqn: Eqn) -> bool:
+    """Whether each element of the result is a correctly rounded function of one element of each argument.
+
+    Left out are complex numbers and an addition with an `alpha`, which may round once or twice, and a cast that changes
+    the device or the order of the elements in memory.
+    """
+    if len(eqn.outs) != 1 or any(v.dtype.is_complex for v in (*eqn.ins, eqn.out)):
+        return False
+    if eqn.op is CAST:
+        in_place = eqn.kwargs.get("memory_format") in (None, torch.preserve_format)
+        return eqn.kwargs.get("dtype") is not None and in_place and not eqn.kwargs.get("device")
+    packet = getattr(eqn.op, "overloadpacket", None)
+    scaled = "alpha" in eqn.kwargs or (packet in (aten.add, aten.sub) and len(eqn.args) > 2)
+    return packet in _ROUNDED and not scaled
+
+
+def extreme(eqn: Eqn) -> tuple[str | None, tuple]:
+    """The operation max or min, if an equation computes that of all elements of a value, or of all magnitudes.
+
+    Returns: The operation or None, and the arguments of the equation behind the value, without dims.
+    """
+    more = eqn.args[1:2] if eqn.op is _NORM else ()
+    known = _EXTREMES.get((eqn.op, *more) if more else eqn.op)
+    return (known if eqn.out.numel == 1 and not eqn.kwargs.get("dtype") else None), more
