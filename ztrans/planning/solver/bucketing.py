@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ...ir.relations import grouped
-from .loads import Members
+from .load import Members
 from .problem import Gather, Problem, Reduction
 
 FULL = (16.0, 32.0)  # latencies that the transfer of a full bucket takes; the search tries both

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..event_simulator import Message
-from .loads import Load
+from .load import Load
 
 
 @dataclass(slots=True, eq=False)

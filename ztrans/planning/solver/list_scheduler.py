@@ -13,11 +13,10 @@ import heapq
 from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..event_simulator import Message, Network
 from .in_flight import FixedInFlight, GatherInFlight, InFlight, Lane, ReductionInFlight
-from .loads import Choice, Load, Loaded, Loads
+from .load import Load
+from .loads import Choice, Loaded, Loads
 from .problem import Bucket, Problem, Schedule
 from .updates import Updates
 
@@ -54,16 +53,12 @@ class Placement:
         loaded = self.loads.of(choice)
         try:
             return None if loaded is None else _Play(self, choice, loaded, limit).placed()
-        except (_DoesNotFit, _TooLong):
+        except _Rejected:
             return None
 
 
-class _DoesNotFit(Exception):
-    """A choice takes more than the memory."""
-
-
-class _TooLong(Exception):
-    """A choice takes longer than its limit."""
+class _Rejected(Exception):
+    """A choice does not fit the memory, or takes longer than its limit."""
 
 
 class _Play:
@@ -71,7 +66,6 @@ class _Play:
 
     def __init__(self, placement: Placement, choice: Choice, loaded: Loaded, limit: float) -> None:
         gathers, reductions, self.room = loaded
-        self.placement = placement
         self.problem, self.memory = placement.problem, placement.loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
@@ -120,9 +114,9 @@ class _Play:
             gather.due = min(max(0, bisect_right(self.expected, latest) - 1), load.place)
 
     def placed(self) -> Placed:
-        """Play the choice; raise `_TooLong` if it takes longer than the limit."""
+        """Play the choice; raise `_Rejected` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
-            raise _TooLong
+            raise _Rejected
         happen = self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._update, self._wait
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
@@ -147,7 +141,7 @@ class _Play:
         if idle > 0:
             lane.work += idle
             if lane.work > self.limit:
-                raise _TooLong
+                raise _Rejected
         lane.occupy(self.clock, wire.latency, load.seconds)
         message = Message(place, place, lane.name, wire.link, wire.latency, load.seconds)
         lane.last = self.network.issue(message, self.clock)
@@ -218,15 +212,12 @@ class _Play:
             self._decide_wait(reduction, place, stall=True)
 
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
-        """Take room for the gradients of a reduction until it should have arrived, or as long as there is any.
-
-        If there is none from here on, wait for it here.
-        """
+        """Take room for a reduction until it should have arrived, or as long as there is any; if none, wait here."""
         load, begin = reduction.load, reduction.until
         end = bisect_left(self.expected, reduction.expected - self.clock + self.expected[place], place)
         end = min(end, load.bound)
         if end > begin:
-            needs = self._needs(load, begin, end)
+            needs = load.needs(begin, end)
             full = self.room[2 * begin + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
@@ -242,16 +233,6 @@ class _Play:
         """Put on the agenda that at a place it is seen whether a reduction has arrived."""
         heapq.heappush(self.agenda, (place, _ARRIVE, reduction.index, reduction))
 
-    def _needs(self, load: Load, place: int, end: int) -> np.ndarray:
-        """By slot, from after a place to an end: the room that a reduction needs to be waited for there or later."""
-        needs = np.full(2 * (end - place), load.size)
-        needs[1::2] += load.burst
-        needs[: max(load.until - 2 * place - 1, 0)] -= load.stays
-        for size, released in load.released:
-            if place < released <= end:
-                needs[2 * (released - place) - 1] -= size
-        return needs
-
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:
         """Wait for a reduction at a place, and give back the room that was taken for it after that place.
 
@@ -261,14 +242,14 @@ class _Play:
         for earlier in [r for r in self.behind if r.load.wire.lane == load.wire.lane and r.index < reduction.index]:
             self._decide_wait(earlier, place, stall)
         if place < load.wait:
-            raise _DoesNotFit
+            raise _Rejected
         self.behind.remove(reduction)
         reduction.wait = place
         if place > load.wait:
             self.room[2 * load.wait] += load.spared
             self.room[2 * load.wait + 2 : 2 * place : 2] += load.burst
-            self.room[2 * place] += self.placement.loads.unreleased(load, place)
-        self.room[2 * place + 1 : 2 * until + 1] += self._needs(load, place, until)
+            self.room[2 * place] += load.unreleased(self.problem, place)
+        self.room[2 * place + 1 : 2 * until + 1] += load.needs(place, until)
         if until > place:
             for lane in self.queued:
                 if lane.queue and lane.next > place:
@@ -280,14 +261,13 @@ class _Play:
         """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""
         if reduction.wait >= 0:
             return
-        first = reduction.load.wait
-        if self.network.end[reduction.number] <= self.clock and place >= first:
+        if self.network.end[reduction.number] <= self.clock and place >= reduction.load.wait:
             self._decide_wait(reduction, place, stall=False)
         elif reduction.until == place:
             reduction.expected = max(reduction.expected, self.clock)
             self._hold(reduction, place)
-        elif place < first:
-            self._see_at(first, reduction)
+        elif place < reduction.load.wait:
+            self._see_at(reduction.load.wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
         """Run the updates that are released here."""
@@ -307,7 +287,7 @@ class _Play:
                         self._see_at(place + 1, reduction)
             self.clock += self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
-            raise _TooLong
+            raise _Rejected
 
     def _follows(self, message: InFlight, place: int) -> float:
         """The compute that follows a message: the seconds to unpack it, and those of the updates that may run now."""

@@ -10,22 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .first_waits import first_waits
-from .problem import Problem, Wire
-from .sending import sending
-from .slots import (
-    Span,
-    buffers,
-    by_operation,
-    fixed,
-    gathering,
-    reducing,
-    sending_bytes,
-    summed,
-    under_way,
-    waited,
-)
+from .load import Load, Members, gather_load, reduction_load
+from .problem import Problem
+from .slots import Span, by_operation, fixed, reducing, summed
 
-Members = tuple[int, ...]
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
 
@@ -41,29 +29,6 @@ class Choice(NamedTuple):
     dropped: frozenset[int]
     lead: float = 1.0
     reserve: bool = True
-
-
-class Load(NamedTuple):
-    """A bucket as a message. A gather's `place` is that of its use, and `bound` its release; a reduction's
-    `place` is that of its start, and `bound` its need."""
-
-    members: Members
-    place: int
-    wait: int  # the first place at which it can be waited for
-    bound: int
-    held: int
-    size: int  # bytes live between its start and its wait
-    burst: int  # further bytes at one place: where a gather starts early, or a reduction is waited for late
-    wire: Wire
-    seconds: float
-    host: float
-    unpack: float
-    spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
-    released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
-    stays: int = 0  # of a reduction: bytes that are counted after its first wait as its result, up to slot `until`
-    until: int = 0
-    spared: int = 0  # of a reduction: bytes at its first wait that are not live there if it is waited for later
-    second: int = 0  # of a reduction: bytes of the second one that follows it
 
 
 def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
@@ -143,58 +108,13 @@ class Loads:
 
     def _gather(self, members: Members) -> Load | None:
         if members not in self._gathers:
-            gathers = [self.problem.gathers[i] for i in members]
-            use, release = min(g.use for g in gathers), max(g.release for g in gathers)
-            held, (burst, part) = sum(g.held for g in gathers), buffers(self.problem, gathers)
-            spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(self.problem, gathers, use, use))
-            load = Load(members, use, use, release, held, held + part, burst, *sending(self.problem, gathers), spans)
-            self._gathers[members] = load if release <= use else None
+            self._gathers[members] = gather_load(self.problem, members)
         return self._gathers[members]
 
     def _reduction(self, members: Members) -> Load | None:
         if members not in self._reductions:
-            self._reductions[members] = self._reduction_load(members)
+            self._reductions[members] = reduction_load(self.problem, members, self.waits)
         return self._reductions[members]
-
-    def _reduction_load(self, members: Members) -> Load | None:
-        reductions = [self.problem.reductions[i] for i in members]
-        start = max(r.born for r in reductions) + 1
-        need = min(self.end if r.need is None else r.need for r in reductions)
-        wait = max(start, *(self.waits[i] for i in members))
-        if wait > need:
-            return None
-        waits = (self.waits[i] for i in members)
-        alone = [(a, b, -n) for r, first in zip(reductions, waits) for a, b, n in reducing([r], r.born + 1, first)]
-        spans = (*reducing(reductions, start, wait), *alone)
-        size, ends = under_way(reductions), waited(reductions, self.end)
-        results = [result for r in reductions for result in r.results]
-        wire, seconds, host, unpack = sending(self.problem, reductions)
-        return Load(
-            members,
-            place=start,
-            wait=wait,
-            bound=need,
-            held=sum(r.held for r in reductions),
-            size=size + sum(r.waiting for r in reductions),
-            burst=ends - size,
-            wire=wire,
-            seconds=seconds,
-            host=host,
-            unpack=unpack,
-            spans=spans,
-            released=tuple((size, place) for r in reductions for size, place in r.released if place > wait),
-            stays=sum(size for size, _ in results),
-            until=min((until for _, until in results), default=0),
-            spared=max(waited(reductions, wait) - (sending_bytes(reductions) if wait == start else size), 0),
-            second=sum(r.second for r in reductions),
-        )
-
-    def unreleased(self, load: Load, place: int) -> int:
-        """The bytes of a reduction's `burst` that are not live at a place, because updates may not run there yet."""
-        if all(released <= place for _, released in load.released):
-            return 0
-        reductions = [self.problem.reductions[i] for i in load.members]
-        return waited(reductions, self.end) - waited(reductions, place)
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start often enough, from the first birth on."""

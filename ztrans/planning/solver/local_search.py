@@ -17,7 +17,8 @@ from itertools import product
 
 from .bucketing import FIRST_GATHERS, REDUCTIONS, REGATHERS, gather_buckets, in_order, reduction_buckets
 from .list_scheduler import Placed, Placement
-from .loads import Choice, Members, kept
+from .load import Members
+from .loads import Choice, kept
 from .moves import Moves, can_join, with_buckets
 from .problem import Problem
 

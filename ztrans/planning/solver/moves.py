@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from random import Random
 
 from .bucketing import FULL, in_order
-from .loads import Choice, Members, kept
+from .load import Members
+from .loads import Choice, kept
 from .problem import Problem
 
 Change = Callable[[Random, Problem, Choice], Choice]
