@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...ir.collectives import rules
+from ...ir.collectives.user_collectives import is_users
 from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, substitute, users, variables
 from ...ir.layout import cut_over, part
 from ...ir.printer import op_name
@@ -72,8 +73,10 @@ class OnShards:
 
     def _visit(self, e: Eqn) -> None:
         inside = [self.whole[v] for v in e.ins if v in self.whole]
-        known = all(v in self.whole or v in self.head.values for v in e.ins) and not rules(e).remote
-        if not known or len({(x.start, x.views) for x in inside}) > 1:
+        known = all(v in self.whole or v in self.head.values for v in e.ins)
+        # The step's own collectives move too, if they are of scalars: of maxima over the ranks of tensor parallelism.
+        stays = rules(e).remote and (inside or not is_users(e))
+        if not known or stays or len({(x.start, x.views) for x in inside}) > 1:
             return
         if not inside:
             self.head.repeat(e)
