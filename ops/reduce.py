@@ -3,6 +3,7 @@
     terms   one tensor for each rank, of equal shapes and dtypes
     op      sum, mean, max or min
     over    one of the first two terms, whose memory the result may overwrite
+    count   the divisor of a mean, if the terms are sums of several terms each
     ->      one tensor
 
 Half-precision terms are summed in fp32. The order is that of the ranks, so the result depends on neither the network
@@ -25,7 +26,11 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduce(
-    terms: Sequence[torch.Tensor], op: str, dtype: torch.dtype, over: torch.Tensor | None = None
+    terms: Sequence[torch.Tensor],
+    op: str,
+    dtype: torch.dtype,
+    over: torch.Tensor | None = None,
+    count: int | None = None,
 ) -> torch.Tensor:
     """Combine `terms` by `op`, as `dtype`.
 
@@ -43,7 +48,7 @@ def reduce(
         total = combine(first, rest[0], out=over) if rest else first.clone()
     for term in rest[1:]:
         combine(total, term, out=total)
-    return (mean(total, len(terms)) if op == "mean" else total).to(dtype)
+    return (mean(total, count or len(terms)) if op == "mean" else total).to(dtype)
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from .ir.layout import AbstractMesh
 from .ir.printer import diff
 from .ir.verifier import ProgramError, check
 from .ops import global_mean, pmean, psum
-from .planning.cluster import Cluster, Device, Link, cluster
+from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.cost import Cost, Memory
 from .planning.plan import Plan
 from .planning.timeline import Timeline
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
     "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "accumulate", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
+    "accumulate", "by_host", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
     "fuse_cast_gather", "global_mean", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean",
     "prefetch", "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
 ]  # fmt: skip

@@ -8,10 +8,12 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
+from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
+from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.planning.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
 from ztrans.planning.formulate import formulate
 from ztrans.planning.program_order import skeleton
-from ztrans.planning.simulate import seconds
+from ztrans.planning.simulate import messages, seconds
 
 INF = float("inf")
 
@@ -173,3 +175,91 @@ def test_calibrate_measures_the_device_on_one_rank():
     assert cluster.links == () and cluster.device.name.startswith("cpu, ")
     assert 1e8 < cluster.device.rate("f32") < 1e14 and 1e8 < cluster.device.bandwidth < 1e13
     assert 1e-8 < cluster.device.launch < 1e-3 and dataclasses.asdict(cluster.device)["memory"] > 1e8
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+TWO_HOSTS = zt.cluster("h100", dp=zt.by_host(8, "nvlink4", "infiniband"))
+ON_CPUS = zt.cluster("cpu", dp=zt.by_host(2, "ethernet-10g", "ethernet-1g"))
+
+
+def reduced(dtype, wire=None, rows=32):
+    g = Var("g", dtype, (rows, 3), (Partial("dp", "sum"),))
+    return reduce([g], ["f"], "dp", "mean", Split("dp"), wire, provenance=Provenance("grad", ("w",), "dp"))
+
+
+def charged(cluster, eqn, ranks, fast):
+    """The bytes that a message takes of its link, by its route; the link inside a host is `fast` times as fast."""
+    by, whole = cluster.route(eqn, {"dp": ranks}), 32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize
+    received = whole * (ranks - 1) / ranks
+    assert cluster.weight(eqn, {"dp": ranks}) * received == pytest.approx(by.between + by.inside / fast)
+    return by.inside / whole, by.between / whole
+
+
+@pytest.mark.parametrize("eqn, inside, between", [
+    (reduced(BF16), 7 / 8, 2 / 16),  # the sums of hosts in fp32
+    (reduced(F32, BF16), 7 / 8, 1 / 16),
+    (reduced(F32), 15 / 16 * 7 / 8, 15 / 16 / 8),  # the ring of NCCL: a host receives 15/16
+])  # fmt: skip
+def test_a_reduction_takes_of_its_link_what_is_sent_between_hosts(eqn, inside, between):
+    fast = LINKS["nvlink4"].bandwidth / LINKS["infiniband"].bandwidth
+    assert charged(TWO_HOSTS, eqn, 16, fast) == (pytest.approx(inside), pytest.approx(between))
+
+
+def test_on_one_host_a_message_takes_the_seconds_of_the_link_inside():
+    within = TWO_HOSTS.weight(reduced(BF16), {"dp": 8})
+    assert within == pytest.approx(LINKS["infiniband"].bandwidth / LINKS["nvlink4"].bandwidth)
+    assert zt.cluster("h100", dp="infiniband").weight(reduced(BF16), {"dp": 8}) == 1
+
+
+def test_hosts_of_an_axis_are_not_those_of_a_joint_axis():
+    cluster = zt.cluster("h100", dp=zt.by_host(8, "nvlink4", "infiniband"), cp="nvlink4")
+    assert (cluster.link("dp*cp").name, cluster.link("dp*cp").inside) == ("infiniband", None)
+
+
+def sharded_over_two_hosts(cluster):
+    shard = zt.shard_params(zt.AbstractMesh(dp=4))
+    return on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster)
+
+
+def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
+    low = sharded_over_two_hosts(ON_CPUS)
+    flat = zt.cluster("cpu", dp="ethernet-1g")
+    way = "exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)"
+    assert [note for note in low.plan.notes if " over dp: " in note] == [
+        "all_gather over dp: exchange (a gather has nothing to sum)",
+        f"reduce_scatter over dp: {way}",
+        "all_reduce over dp: ring (gloo reduces f32 on the way)",
+    ]
+    assert not [note for note in sharded_over_two_hosts(flat).plan.notes if " over dp: " in note]
+    sent = {c: {e: m for e, m, _ in messages(low.graph, c) if e.op is REDUCE_SCATTER} for c in (ON_CPUS, flat)}
+    slow, fast = (LINKS[f"ethernet-{rate}g"].bandwidth for rate in (1, 10))
+    assert sent[flat]
+    for e, message in sent[flat].items():
+        share = sent[ON_CPUS][e].seconds / message.seconds
+        assert share == pytest.approx((1 / 4 + 1 / 2 * slow / fast) / (3 / 4)), "of the whole value, by the bytes received"
+        assert (sent[ON_CPUS][e].link, sent[ON_CPUS][e].latency) == (message.link, message.latency)
+
+
+def test_the_planner_charges_what_the_simulation_charges():
+    low = sharded_over_two_hosts(ON_CPUS)
+    problem = formulate(skeleton(low.hinted), ON_CPUS, INF)
+    planned = [(e, m, moved) for e, m, moved in messages(low.graph, ON_CPUS) if e.op in (ALL_GATHER, REDUCE_SCATTER)]
+    assert {e.op for e, _, _ in planned} == {ALL_GATHER, REDUCE_SCATTER}
+    for e, message, moved in planned:
+        paces = [wire.pace for key, wire in problem.wires.items() if key[0] is e.op]
+        assert paces == pytest.approx([message.seconds / moved] * len(paces))
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: zt.by_host(0, "nvlink4", "infiniband"), "by_host: a host has at least one rank, not 0."),
+    (lambda: zt.by_host(8, "bus", "infiniband"),
+     "cluster: no profile of link 'bus' inside a host; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
+     "ethernet-1g, ethernet-10g, ethernet-100g."),
+    (lambda: zt.by_host(8, "nvlink4", "rail"),
+     "cluster: no profile of link 'rail' between hosts; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
+     "ethernet-1g, ethernet-10g, ethernet-100g."),
+])  # fmt: skip
+def test_wrong_hosts_are_refused(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value) == message

@@ -62,7 +62,7 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        _, local = local_inputs(low.program, low.graph, Arguments(state, slices(batch, 2)[RANK]))
+        _, local = local_inputs(low.program, low.graph, Arguments(state, slices(batch, mesh.size())[RANK]))
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
 

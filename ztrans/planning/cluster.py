@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ir.axes import members
+from ..ir.collectives import rules
+from ..ir.graph import Eqn
+from ..ir.hosts import Hosts, Route, route_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Device:
     launch: float  # seconds to launch a kernel
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
+    gloo: bool = dataclasses.field(default=False, repr=False)  # whether gloo carries its collectives, not NCCL
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
@@ -52,6 +56,8 @@ class Link:
     host: float = 0.0  # seconds of compute for each byte that is sent
     call: float = 0.0  # seconds of compute for each message that is sent
     unpack: tuple[tuple[str, float], ...] = ()  # (kind, seconds of compute for each byte that has arrived)
+    inside: Link | None = dataclasses.field(default=None, repr=False)  # of the ranks of one host, if `by_host` says so
+    local: int = dataclasses.field(default=1, repr=False)  # ranks of a host, which are neighbours on the axis
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
@@ -74,7 +80,7 @@ H100 = Device(
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
 A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
 A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9)
-CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6)
+CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6, gloo=True)
 
 # Latency and hop as in NCCL's ring with the simple protocol; bandwidth as a rank receives in a large ring.
 LINKS = {
@@ -112,13 +118,31 @@ class Cluster:
             if name == axis:
                 return link
         if len(members(axis)) > 1:  # a message to all ranks of a joint axis also crosses its slowest link
-            return min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
+            slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
+            return dataclasses.replace(slowest, inside=None)
         known = ", ".join(repr(name) for name, _ in self.links) or "none"
         raise ValueError(
             f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
             f"Say what it crosses: zt.cluster({self.device.name.lower()!r}, {axis}='infiniband'), or measure it "
             f"with zt.calibrate(mesh)."
         )
+
+    def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:
+        """The way of a collective equation between hosts, and the bytes that it sends; None without `by_host`."""
+        link, ranks = self.link(eqn.kwargs["axis"]), sizes[eqn.kwargs["axis"]]
+        if link.inside is None:
+            return None
+        return route_of(eqn, sizes, Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0), self.device.gloo)
+
+    def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
+        """The bytes of its link that a collective takes, for each byte that a rank receives by `rules`.
+
+        Of an axis with `by_host` only bytes between hosts take the link. Those inside a host count by their seconds.
+        """
+        by, link, received = self.route(eqn, sizes), self.link(eqn.kwargs["axis"]), rules(eqn).wire_bytes(eqn, sizes)
+        if by is None or link.inside is None or not received:
+            return 1.0
+        return (by.between + by.inside * link.bandwidth / link.inside.bandwidth) / received
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by type."""
@@ -143,13 +167,36 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
     crossed = []
     for axis, link in links.items():
-        if isinstance(link, str) and link not in LINKS:
-            raise ValueError(f"cluster: no profile of link {link!r} for axis {axis!r}; there are {', '.join(LINKS)}.")
-        link = LINKS[link] if isinstance(link, str) else link
+        link = _profile(link, f"for axis {axis!r}")
         if not link.bandwidth > 0 or link.latency < 0:
             raise ValueError(f"cluster: {link} for axis {axis!r}: bandwidth must be positive, latency not negative.")
         crossed.append((axis, link))
     return Cluster(chosen, tuple(crossed))
+
+
+def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
+    """The link of a mesh axis over several hosts, each of which has `local` of its ranks, one behind the other.
+
+    Args:
+        local: the ranks of one host.
+        inside: the link between the ranks of a host, or the name of a shipped one.
+        between: a rank's share of the link between hosts, or the name of a shipped one.
+
+    Raises: ValueError if there is no profile of that name, or `local` is below 1.
+
+    >>> cluster("h100", dp=by_host(8, "nvlink4", "infiniband")).link("dp").name
+    'infiniband'
+    """
+    if local < 1:
+        raise ValueError(f"by_host: a host has at least one rank, not {local}.")
+    wire, bus = _profile(between, "between hosts"), _profile(inside, "inside a host")
+    return dataclasses.replace(wire, inside=bus, local=local)
+
+
+def _profile(link: str | Link, where: str) -> Link:
+    if isinstance(link, str) and link not in LINKS:
+        raise ValueError(f"cluster: no profile of link {link!r} {where}; there are {', '.join(LINKS)}.")
+    return LINKS[link] if isinstance(link, str) else link
 
 
 def assumed(device_type: str, axes: Mapping[str, int]) -> Cluster:

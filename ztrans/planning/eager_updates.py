@@ -96,8 +96,9 @@ def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
     return release
 
 
-def deadline(s: Skeleton, floating: Set[Eqn], born: int, need: int) -> int:
-    """The last place at which a reduction can be waited for: before `need`, and before the floating equations there."""
-    while need > born + 1 and s.ops[need - 1] in floating:
-        need -= 1
-    return need
+def deadlines(s: Skeleton, floating: Set[Eqn]) -> list[int]:
+    """The last place to wait for each reduction: before what needs it, and before the floating equations there."""
+    starts = [0]  # for each place, that of the first of the floating equations right before it
+    for k, e in enumerate(s.ops):
+        starts.append(starts[k] if e in floating else k + 1)
+    return [max(starts[need], min(born + 1, need)) for born, need in zip(s.born, s.need)]

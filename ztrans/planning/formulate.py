@@ -15,7 +15,7 @@ from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
-from .eager_updates import Group, deadline, groups
+from .eager_updates import Group, deadlines, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton, place_name
 from .residency import Value, residency
@@ -118,7 +118,7 @@ def _phase(s: Skeleton, region: str, use: int) -> int:
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     graph = s.graph
     open_buckets: dict[tuple, tuple[int, int]] = {}
-    planned = []
+    planned, needs = [], deadlines(s, floating)
     for i, p in enumerate(s.reductions):
         start, held, cap = p.start, s.held[i], p.order.bucket
         key = (*bucket_key(start), p.then is not None)
@@ -128,9 +128,8 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
                 group, filled = group + 1, 0
             open_buckets[key] = group, filled + held
             key = (*key, group)
-        need = deadline(s, floating, s.born[i], s.need[i])
         wire, small, name = rules(start).wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
-        planned.append(Reduction(key, wire, held, s.born[i], need=need, small=small, name=name))
+        planned.append(Reduction(key, wire, held, s.born[i], need=needs[i], small=small, name=name))
     return tuple(planned)
 
 
@@ -166,7 +165,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis, device = start.kwargs["axis"], cluster.device
     link, ranks = cluster.link(axis), graph.axes[axis]
     kind = op_name(start.op)
-    latency, pace = link.seconds(kind, 1, ranks)
+    latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
     known = dict(link.unpack).get(kind)
     copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..ir.collectives import pair
 from ..ir.graph import Graph
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
@@ -37,7 +38,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         if graph.budget is not None and unscheduled.peak > budget:
             raise _too_little(budget, unscheduled)
         plan = Plan(fingerprint(graph))
-        return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(s.graph)
+        return _noted(plan, graph, unscheduled.peak, cluster), check(s.graph)
 
     problem, update = problem_within(s, cluster, budget)
     try:
@@ -58,7 +59,7 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if update != s.asked_update:
         notes.append("updates run at the end: in between they would not have fitted the memory budget")
     plan = Plan(fingerprint(graph), *named(s, schedule), update, tuple(notes))
-    return weighed(plan, peak, graph.budget, cluster.device), ordered
+    return _noted(plan, graph, peak, cluster), ordered
 
 
 def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
@@ -78,7 +79,15 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
 def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
     """The program in the order in which it was written, and a plan that says why."""
     plan = Plan(fingerprint(graph), update=WRITTEN, notes=(f"the order is as written: {reason}",))
-    return weighed(plan, unscheduled.peak, graph.budget, cluster.device), check(as_written(graph))
+    return _noted(plan, graph, unscheduled.peak, cluster), check(as_written(graph))
+
+
+def _noted(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
+    """Add notes to a plan: which way its collectives go between hosts, and about memory."""
+    routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
+    lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
+    plan = replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
+    return weighed(plan, peak, graph.budget, cluster.device)
 
 
 def _too_little(budget: int, least: Memory) -> ValueError:

@@ -8,10 +8,11 @@ before it.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
-from operator import add, ge
+from operator import add
 
 from ..ir.collectives import is_start
 from ..ir.collectives.user_collectives import is_users
@@ -58,14 +59,14 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     if plan.update == WRITTEN:
         return dataclasses.replace(plan, program=fingerprint(graph))
     s = skeleton(graph)
-    problem, passed = frame(s, plan.update), _passed(s)
+    problem, passed = frame(s, plan.update), [*zip(*_passed(s))]  # each of the three numbers grows from place to place
     gathers, reductions = index(s.gathers), index(s.reductions)
     _check_collectives(plan, gathers, reductions)
 
     def place(at: str, earliest: int, latest: int) -> str:
         """The first place with at least as much before it as the place `at` of the plan had, within limits."""
-        reached = (k for k, before in enumerate(passed) if at and all(map(ge, before, marks[at])))  # "" is the end
-        return place_name(s, min(max(next(reached, len(s.ops)), earliest), latest))
+        reached = max(map(bisect_left, passed, marks[at])) if at else len(s.ops)  # "" is the end
+        return place_name(s, min(max(reached, earliest), latest))
 
     def started(members: Members, at: str) -> str:
         bucket = [problem.gathers[gathers[m]] for m in members]

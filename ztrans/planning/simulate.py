@@ -142,7 +142,8 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
             continue  # over a group that is no axis of the mesh, so its link is unknown
         link, ranks = cluster.link(axis), graph.axes[axis]
         kind, moved = _moved(e, graph, ranks)
-        latency, moving = link.seconds(kind, moved, ranks)
+        weight = cluster.weight(e, graph.axes) if isinstance(e.op, Primitive) else 1.0
+        latency, moving = link.seconds(kind, moved * weight, ranks)
         message = Message(started.index + 1, started.first_wait, lane(e), link.name, latency, moving)
         sent.append((e, message, moved))
     return sent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from ..planning.cluster import Cluster, Device, Link
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import back_to_back_seconds
 from ..runtime.cuda.symmetric_start import side_streams, start
+from ..runtime.hosts.host_name import host_name
 from ..runtime.meeting import Call, everywhere, meet
 from ..runtime.mesh import check_runs
 from ..runtime.process_groups import Channel
@@ -61,7 +61,7 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
         return Cluster(device, ())
     meet(mesh, Call("zt.calibrate"))
     wires = [_measure_axis(axis, mesh, on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
-    by_rank = everywhere(_Measured(device, _host_name(), wires), mesh)
+    by_rank = everywhere(_Measured(device, host_name(), wires), mesh)
     mine = _agreed(dict(zip(mesh.mesh.flatten().tolist(), by_rank)), links or {})
     return everywhere(mine, mesh)[0]  # the last bit of a sum may differ between machines
 
@@ -80,7 +80,7 @@ class _Measured(NamedTuple):
     """All measurements of one rank: its processor, the name of its host, and its mesh axes."""
 
     device: Device
-    host: str
+    host: tuple[str, ...]
     wires: list[_Wire]
 
 
@@ -107,13 +107,7 @@ def _agreed_device(every: list[_Measured]) -> Device:
     rates = [(dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops]
     bandwidth, launch = median(d.bandwidth for d in devices), median(d.launch for d in devices)
     memory = min(d.memory / (hosts.count(host) if d.name.startswith("cpu") else 1) for d, host in zip(devices, hosts))
-    return Device(devices[0].name, tuple(rates), bandwidth, launch, memory)
-
-
-def _host_name() -> str:
-    """The name of this host; each network namespace of a machine counts as a host."""
-    namespace = "/proc/self/ns/net"
-    return socket.gethostname() + (os.readlink(namespace) if os.path.exists(namespace) else "")
+    return Device(devices[0].name, tuple(rates), bandwidth, launch, memory, gloo=devices[0].gloo)
 
 
 def _device(on: torch.device) -> Device:
@@ -132,7 +126,7 @@ def _device(on: torch.device) -> Device:
     launch = _median_seconds(launches, on) / 1000
     if on.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(f"cpu, {torch.get_num_threads()} threads", tuple(flops), bandwidth, launch, memory)
+        return Device(f"cpu, {torch.get_num_threads()} threads", tuple(flops), bandwidth, launch, memory, gloo=True)
     module = torch.get_device_module(on)
     return Device(module.get_device_name(), tuple(flops), bandwidth, launch, module.mem_get_info()[1])
 

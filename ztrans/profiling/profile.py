@@ -58,6 +58,7 @@ class Profile:
         links = []
         for axis, link in explain(base.links, usual):
             over = [m for m in usual if m.axis == axis]
+            link = dataclasses.replace(link, inside=None)  # the fitted figures are those of whole messages
             link = sending(link, [(m.received, m.spent) for m in over])
             links.append((axis, unpacking(link, [(m.kind, m.received, m.unpacked) for m in over])))
         return dataclasses.replace(base, links=tuple(links)).with_measured(self.seconds_by_signature)

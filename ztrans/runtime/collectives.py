@@ -3,7 +3,7 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice.
+and a slice. Between hosts, sums are sent in place of terms (see `hosts.two_levels`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, wire_dtype, without
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, partial_dtype, wire_dtype, without
 from ..ir.graph import Eqn, Primitive, Split
+from ..ir.hosts import TWO_LEVELS
 from ..ir.layout import chunk, local_shape, part
 from ..ir.reshard import on_axis
 from ..ops.cast_pack import reference as pack
-from .process_groups import Channel, process_groups
+from .hosts.two_levels import exchange_sums, gloo_route
+from .process_groups import Channel, Work, process_groups
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
@@ -39,13 +41,6 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
     """The channel of a mesh axis for gathers or for reductions: there are two, so neither queues behind the other."""
     return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
-
-
-class Work(Protocol):
-    """An operation in progress."""
-
-    def wait(self) -> object:
-        """Return once the operation is done."""
 
 
 @dataclass(eq=False)
@@ -82,6 +77,7 @@ class Works:
     channel: Channel
 
     def wait(self) -> None:
+        self.channel.advance()
         with self.channel.errors():
             for work in self.works:
                 work.wait()
@@ -129,7 +125,9 @@ class Start(torch.nn.Module):
         self.direct = channel is not None and channel.is_direct
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
-        self.wire = wire_dtype(eqn, eqn.ins[0])
+        self.wire, self.partial = wire_dtype(eqn, eqn.ins[0]), partial_dtype(eqn, eqn.ins[0])
+        self.carrier: Any = gloo_route(eqn, sizes, channel)  # the program prints it
+        self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
         # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
         self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
@@ -156,9 +154,11 @@ class Start(torch.nn.Module):
         return self.channel.group
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
+        by = f", by={self.carrier}" if self.carrier else ""
+        return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}{by}"
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
+        self.channel.advance()
         started = [self.start(ks, [members[k] for k in ks]) for ks in self.groups]
 
         def finish() -> list[torch.Tensor]:
@@ -196,15 +196,16 @@ class Start(torch.nn.Module):
         rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
-        over = self._sum_buffer(pieces)
 
         def finish() -> list[torch.Tensor]:
+            over = self._sum_buffer(pieces)
             values, offset = [], 0
             for k in ks:
                 mine = self.part_shape(k)
                 here = slice(offset, offset + math.prod(mine))
                 result = None if over is None else over[here]
-                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result).view(mine)
+                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result, self.size)
+                value = value.view(mine)
                 values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
                 offset += self.parts[k]
             return values
@@ -212,7 +213,9 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
-        """Send row r of `send` to rank r. Returns the rows that this rank receives, in rank order, and the work."""
+        """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
+        if self.is_by_host:
+            return exchange_sums(self.channel, self.rank, send, self.op, self.partial)
         if not self.direct:
             received = torch.empty_like(send)
             with self.channel.errors():
@@ -226,7 +229,8 @@ class Start(torch.nn.Module):
 
         Over a piece of such a buffer, the sum would keep the whole buffer alive.
         """
-        return pieces[0 if self.rank else 1] if self.direct and self.size > 1 else None
+        own = (self.direct and self.size > 1) or self.is_by_host
+        return pieces[0 if self.rank or self.is_by_host else 1] if own else None
 
     def part_shape(self, k: int) -> tuple[int, ...]:
         """The shape of this rank's part of a member, with the split dim first."""

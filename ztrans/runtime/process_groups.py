@@ -16,24 +16,35 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
+from ..ir.collectives import DIRECT
+from ..ir.hosts import Hosts, hosts_of
+from .hosts.host_name import host_name
 
 if TYPE_CHECKING:
     from .collectives import Future
+    from .hosts.two_levels import Later
 
-_DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a collective of the backend needs
+ONE_HOST = Hosts(1)
 
 Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
 
 
 class LostRank(RuntimeError):
     """Another rank of the mesh has ended, or has not answered within the time-out."""
+
+
+class Work(Protocol):
+    """An operation in progress."""
+
+    def wait(self) -> object:
+        """Return once the operation is done."""
 
 
 @dataclass(eq=False)
@@ -46,6 +57,8 @@ class Channel:
     lasting: bool = False  # whether it stays open if a step fails, because it carries no messages of steps
     tags: Iterator[int] = field(default_factory=itertools.count)  # numbers for the exchanges, equal on all ranks
     futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)  # the collectives that were started on it
+    later: list[Later] = field(default_factory=list)  # messages whose second level has not begun
+    hosts: Hosts = ONE_HOST  # of its ranks
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property
@@ -66,19 +79,38 @@ class Channel:
     @property
     def is_direct(self) -> bool:
         """Whether each rank sends to every other rank directly, as over gloo in groups of a few ranks."""
-        return dist.get_backend(self.group) == "gloo" and self.group.size() <= _DIRECT
+        return self.is_gloo and self.group.size() <= DIRECT
 
-    def exchange(self, pieces: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Send `pieces[r]` to every other rank r of the group, and receive `into[r]` from it.
+    @property
+    def is_gloo(self) -> bool:
+        return dist.get_backend(self.group) == "gloo"
 
-        The tensors are contiguous and on the CPU. They are sent and received in place, without copies.
+    def exchange(
+        self,
+        pieces: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        ranks: Sequence[int] | None = None,
+        tag: int | None = None,
+    ) -> list[dist.Work]:
+        """Send `pieces[k]` to rank `ranks[k]`, and receive `into[k]` from it, unless it is this rank.
+
+        `ranks` are all ranks of the group by default. The tensors are contiguous and on the CPU. They are sent and
+        received in place, without copies.
         """
-        group, tag = self.group, next(self.tags)
-        rank, size = group.rank(), group.size()
-        peers = [(rank + step) % size for step in range(1, size)]
+        group = self.group
+        ranks, tag = range(group.size()) if ranks is None else ranks, next(self.tags) if tag is None else tag
+        mine = ranks.index(group.rank())
+        peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
         with self.errors():
-            received = [group.recv([into[r]], r, tag) for r in peers]
-            return received + [group.send([pieces[r]], r, tag) for r in peers]
+            received = [group.recv([into[k]], ranks[k], tag) for k in peers]
+            return received + [group.send([pieces[k]], ranks[k], tag) for k in peers]
+
+    def advance(self) -> None:
+        """Begin the second level of all messages in progress, as soon as their first level is done."""
+        later, self.later = self.later, []
+        with self.errors():
+            for message in later:
+                message.advance()
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -95,6 +127,7 @@ class Channel:
         """End the group, if ztrans made it, and with it the connections to the other ranks."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
+        self.later.clear()
         group = self._group() if self._group is not None else None
         self._group = None
         if self.owned and group is not None:
@@ -170,7 +203,7 @@ class ProcessGroups:
         if one_axis and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
             channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
             channel.open(base)
-            return channel
+            return self._placed(channel)
         backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
         timeout, (ranks, axes) = _timeout(base), self._places
         groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
@@ -185,6 +218,15 @@ class ProcessGroups:
             )
             if row is mine:
                 channel.open(group)
+        return self._placed(channel)
+
+    def _placed(self, channel: Channel) -> Channel:
+        """A channel that has been opened for the first time, with the hosts of its ranks."""
+        group = channel.group
+        if channel.axis is not None and not self.is_alone and group.size() != channel.hosts.ranks:
+            names = [host_name()] * group.size()
+            dist.all_gather_object(names, host_name(), group=group)
+            channel.hosts = hosts_of(names)
         return channel
 
 

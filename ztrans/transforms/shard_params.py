@@ -70,7 +70,8 @@ def shard_params(
             same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
-            gradients are sent in their own dtype.
+            gradients are sent in their own dtype. Between hosts, sums of half-precision gradients are sent in fp32,
+            unless this is half precision.
         outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
             returns its own values of other outputs, such as logits. "local" averages none.
 

@@ -26,10 +26,12 @@ from ztrans.ir.collectives import (
     WAIT,
     all_gather,
     is_start,
+    reduce,
     rules,
     wait,
 )
-from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
+from ztrans.ir.hosts import Hosts, route_of
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded
@@ -156,6 +158,20 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
 def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
     times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32.00 MiB"}
     assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == text
+
+
+@pytest.mark.parametrize(("wire", "hosts", "text"), [
+    (torch.bfloat16, Hosts(64, 8),
+     "nccl all_to_all in two levels (sums half precision in fp32 and in the order of hosts; "
+     "sums inside each of 8 hosts first, sent in f32: 22% of the bytes come from other hosts, not 88%)"),
+    (torch.bfloat16, Hosts(4, 2),
+     "nccl all_to_all (sums half precision in fp32 and in rank order; no symmetric memory: ranks on 2 hosts)"),
+    (torch.float32, Hosts(64, 8), "nccl reduce_scatter (reduces float32 on the way)"),
+])  # fmt: skip
+def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hosts, text):
+    term = Var("g", wire, (64,), (Partial("dp", "sum"),))
+    by = route_of(reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False)
+    assert str(transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
 
 
 def test_symmetric_memory_says_why_it_cannot_be_used(mesh):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..graph import Eqn, Partial, Split
-from .buffers import wire_dtype
+from .buffers import partial_dtype, wire_dtype
 
 
 def bucket_key(start: Eqn) -> tuple:
@@ -22,8 +22,9 @@ def bucket_key(start: Eqn) -> tuple:
     axis = start.kwargs["axis"]
     dims = tuple(p.dim for v in (member, future) for p in v.layout if isinstance(p, Split) and p.axis == axis)
     terms = tuple(p.op for p in member.layout if isinstance(p, Partial) and p.axis == axis)
+    partial = partial_dtype(start, member) if "op" in start.kwargs else None
     wire, role = wire_dtype(start, member), start.provenance.role if start.provenance is not None else None
-    return start.op, axis, role, wire, member.dtype, future.dtype, start.kwargs.get("op"), dims, terms
+    return start.op, axis, role, wire, partial, member.dtype, future.dtype, start.kwargs.get("op"), dims, terms
 
 
 def coalesce(starts: Sequence[Eqn]) -> Eqn:

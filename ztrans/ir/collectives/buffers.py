@@ -8,12 +8,20 @@ import torch
 
 from ..graph import Eqn, Split, Var
 
+HALF = (torch.bfloat16, torch.float16)
+DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a gather of gloo needs
 ALONE = 1 << 16  # bytes; a member of which a rank holds this much or more is sent in a message of its own
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
     """The dtype in which a collective sends a member."""
     return eqn.kwargs.get("dtype") or member.dtype
+
+
+def partial_dtype(eqn: Eqn, member: Var) -> torch.dtype:
+    """The dtype in which the sum of a host is sent: fp32 for half precision, unless `reduce_dtype` asked for that."""
+    wire = wire_dtype(eqn, member)
+    return torch.float32 if wire in HALF and eqn.kwargs.get("dtype") is None else wire
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:

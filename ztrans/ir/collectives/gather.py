@@ -11,7 +11,7 @@ import torch
 
 from ..graph import Eqn, Primitive, Var
 from ..layout import cut_over, without
-from .buffers import buffer_bytes, is_alone
+from .buffers import DIRECT, buffer_bytes, is_alone
 from .start import Start
 
 
@@ -28,6 +28,9 @@ class Gather(Start):
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole = torch.cat(list(terms), cut_over(eqn.ins[index], self.axis(eqn)).dim)
         return [whole for _ in terms]
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        return gloo and ranks <= DIRECT
 
     def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
         return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]

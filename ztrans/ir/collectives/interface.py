@@ -79,6 +79,13 @@ class Rules:
         """Whether a collective sends a member from its own storage, which must then live until the wait."""
         return False
 
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        """Whether every rank sends its part to every other rank, and the backend does not pass parts around a ring.
+
+        `gloo` says whether gloo sends the messages of the equation, not NCCL.
+        """
+        return False
+
     def wire_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
         """The bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
         whole value, an all_reduce twice that."""

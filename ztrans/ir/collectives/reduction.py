@@ -14,7 +14,7 @@ from ... import ops
 from ..axes import members
 from ..graph import Eqn, Primitive, Split, Var
 from ..layout import cut, cut_over, without
-from .buffers import buffer_bytes, is_alone, wire_dtype
+from .buffers import HALF, buffer_bytes, is_alone, wire_dtype
 from .start import Start
 
 
@@ -45,6 +45,10 @@ class ReduceScatter(Reduction):
         whole, split = self.total(eqn, index, terms), cut_over(eqn.results[index], self.axis(eqn))
         # Cloned, because a view would keep the whole value alive.
         return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        """NCCL would round half precision at every hop of a ring."""
+        return gloo or (eqn.kwargs["op"] in ("sum", "mean") and wire_dtype(eqn, eqn.ins[0]) in HALF)
 
     def shares_buffer(self, eqn: Eqn, index: int) -> bool:
         return False  # the buffer holds the terms, and their sum is a new value

@@ -2,7 +2,8 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order. NCCL reduces all other terms. A mean is a sum that is then scaled.
+fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.hosts.route`). NCCL reduces all
+other terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -26,7 +27,7 @@ from ...ir.graph import Eqn
 from ..collectives import Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
-from .transport import Transport
+from .transport import BY_HOST, Transport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ALIGNED = 16  # a value inside a larger buffer starts at a multiple of this many elements
@@ -57,11 +58,9 @@ class StreamedStart(Start):
     ) -> None:
         super().__init__(eqn, sizes, at, channel)
         self.streams, self.lane, self.transport = streams, streams.lane(channel), by
+        self.carrier, self.is_by_host, self.hosts = by, by.call == BY_HOST, channel.hosts
         messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
         self.message = messages[self.kind]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, by={self.transport}"
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
@@ -93,6 +92,10 @@ class StreamedStart(Start):
             work = call(*pairs, options)
         elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
+        elif self.is_by_host:
+            work = None
+            for into, out in zip(received, sent):
+                self._exchange_sums(into, out)
         elif self.transport.call == "nccl all_to_all":
             work = None
             for into, out in zip(received, sent):
@@ -102,6 +105,23 @@ class StreamedStart(Start):
             work = call(received, sent, self._options(ReduceScatterOptions()))
         if work is not None:  # NCCL runs on this stream and returns none; the work of another backend is waited for
             work.wait()
+
+    def _exchange_sums(self, into: torch.Tensor, terms: torch.Tensor) -> None:
+        """Sum the terms of this host, and receive in `into` the sums of all hosts for this rank."""
+        count, local = self.hosts.count, self.hosts.local
+        host, place = divmod(self.rank, local)
+        by_rank = terms.view(count, local, -1).transpose(0, 1).contiguous()  # for each rank of this host, and its peers
+        received = torch.empty_like(by_rank)
+        self._exchange(received, by_rank, range(host * local, (host + 1) * local))
+        del by_rank
+        sums = ops.reduce(list(received), "sum", self.partial)
+        self._exchange(into, sums, range(place, self.size, local))
+
+    def _exchange(self, into: torch.Tensor, sent: torch.Tensor, ranks: range) -> None:
+        """Send equal parts of `sent` to some ranks of the group, and receive parts from them; the others get none."""
+        splits = [sent.nbytes // len(ranks) if rank in ranks else 0 for rank in range(self.size)]
+        incoming, outgoing = (x.view(-1).view(torch.uint8) for x in (into, sent))
+        dist.all_to_all_single(incoming, outgoing, splits, splits, group=self.group)
 
     def _options(self, options: Any) -> Any:
         options.reduceOp, options.asyncOp = _OPS[self.op], False
@@ -129,14 +149,15 @@ class StreamedStart(Start):
         shapes = [self.part_shape(k) for k in ks]
         dtype, total = self.outs[ks[0]].dtype, sum(sizes)
         sent, pack = self._terms(sizes, terms)
-        if self.transport.call == "nccl all_to_all":
+        if self.is_by_host or self.transport.call == "nccl all_to_all":
             values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
+            rows, incoming = (self.hosts.count, self.partial) if self.is_by_host else (n, self.wire)
 
             def summed(received: torch.Tensor) -> None:
-                flat = ops.reduce(list(received.view(n, total)), self.op, torch.float32)
+                flat = ops.reduce(list(received.view(rows, total)), self.op, torch.float32, count=n)
                 self._deliver(flat, 1, sizes, shapes, values)
 
-            return Message(sent, values, pack, lambda: new(n * total, dtype=self.wire), summed)
+            return Message(sent, values, pack, lambda: new(rows * total, dtype=incoming), summed)
         if len(ks) == 1 and self.dim == 0 and dtype == self.wire:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])

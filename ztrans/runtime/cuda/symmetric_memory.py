@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-import platform
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from ...ir.collectives import ALL_GATHER
 from ...ir.graph import Primitive
 from ...ir.printer import format_bytes
 from ..collectives import all_gather
+from ..hosts.host_name import host_name
 from .streams import back_to_back_seconds
 from .transport import Times
 
@@ -93,8 +92,7 @@ def refusal(group: dist.ProcessGroup, allocate: Allocate) -> str:
     """Why the ranks of a group cannot read each other's memory; empty if they can."""
     if group.size() == 1:
         return "one rank"
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    hosts = len(set(_from_all((platform.node(), boot.read_text() if boot.exists() else ""), group)))
+    hosts = len(set(_from_all(host_name(), group)))
     if hosts > 1:
         return f"ranks on {hosts} hosts"
     try:

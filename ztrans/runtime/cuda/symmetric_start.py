@@ -17,6 +17,7 @@ import torch
 from ... import ops
 from ...ir.collectives import ALL_GATHER, buffer_bytes, wire_dtype
 from ...ir.graph import Eqn
+from ...ir.hosts import route_of
 from ...ops.kernel import FLOATS
 from ..collectives import Start
 from ..process_groups import Channel
@@ -103,7 +104,7 @@ def start(
     symmetric, wire = streams.symmetric, wire_dtype(eqn, eqn.ins[0])
     nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
     times = lambda: symmetric.times(channel.group, kind, wire, nbytes) if symmetric else "none was given"
-    by = transport(kind, eqn.kwargs.get("op"), wire, times)
+    by = transport(kind, eqn.kwargs.get("op"), wire, times, route_of(eqn, sizes, channel.hosts, gloo=False))
     if symmetric is not None and by.is_symmetric:
         return SymmetricStart(symmetric, eqn, sizes, at, channel, streams, by)
     return StreamedStart(eqn, sizes, at, channel, streams, by)

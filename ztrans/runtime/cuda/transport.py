@@ -1,7 +1,8 @@
 """Transport: choose what carries a collective between GPUs.
 
 Symmetric memory carries it if the ranks of a group can read each other's memory, and that was measured to be faster.
-Otherwise NCCL does. Timings decide only if both give the same bits.
+Otherwise NCCL does. Timings decide only if both give the same bits. Between hosts, half precision may be exchanged in
+two levels (see `ir.hosts.route`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER
+from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER
 from ...ir.graph import Primitive
+from ...ir.hosts import TWO_LEVELS, Route
 from ...ir.printer import format_bytes, format_seconds
 
-HALF = (torch.bfloat16, torch.float16)
+BY_HOST = "nccl all_to_all in two levels"
 
 
 class Times(NamedTuple):
@@ -42,8 +44,10 @@ class Transport:
         return f"{self.call} ({self.reason})"
 
 
-def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callable[[], Times | str]) -> Transport:
-    """Choose what carries a collective, given its kind, its reduction and its dtype on the wire.
+def transport(
+    kind: Primitive, op: str | None, wire: torch.dtype, times: Callable[[], Times | str], by: Route | None = None
+) -> Transport:
+    """Choose what carries a collective, given its kind, its reduction, its dtype on the wire, and its route.
 
     `times` is called if both ways give the same bits. It returns the seconds of each, or why symmetric memory cannot be
     used.
@@ -57,6 +61,8 @@ def transport(kind: Primitive, op: str | None, wire: torch.dtype, times: Callabl
     half = kind is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF
     if not half and kind is not ALL_GATHER:
         return Transport(f"nccl {kind.name}", f"reduces {str(wire).removeprefix('torch.')} on the way")
+    if by is not None and by.way == TWO_LEVELS:
+        return Transport(BY_HOST, f"sums half precision in fp32 and in the order of hosts; {by.reason}")
     work = "sums half precision in fp32 and in rank order" if half else "moves bytes"
     nccl_call, measured = "nccl all_to_all" if half else f"nccl {kind.name}", times()
     if isinstance(measured, str):

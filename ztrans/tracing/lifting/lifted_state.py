@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ...ir.trees.empty_subtrees import state_leaves
 from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
@@ -32,7 +33,7 @@ def is_state(key: str, value: Any) -> bool:
 
     Raises: ValueError for a container that also has constants.
     """
-    leaves = pytree.tree_leaves(value)
+    leaves = state_leaves(value)
     changing = [isinstance(x, torch.Tensor) or is_number(x) for x in leaves]
     if any(changing) and not all(changing):
         constant = next(x for x, changes in zip(leaves, changing) if not changes)
@@ -98,7 +99,9 @@ def restore(
                 value.copy_(state["scaler"][key])
 
 
-def _written(held: Any, value: torch.Tensor) -> Any:
+def _written(held: Any, value: Any) -> Any:
+    if value is None:
+        return None
     return held.copy_(_laid(value, held)) if isinstance(held, torch.Tensor) else type(held)(value.item())
 
 

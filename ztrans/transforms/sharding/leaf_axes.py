@@ -6,6 +6,7 @@ So their gradients are reduced over `dp` alone, and those of all other leaves ov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ class LeafAxes:
         others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
         return LeafAxes(every, max(dict.fromkeys(first), key=first.count), by_leaf, others)
 
-    @property
+    @functools.cached_property
     def joint(self) -> tuple[str, ...]:
         """The joint axes among those of the leaves."""
         return tuple(dict.fromkeys(a for axes in self.by_leaf.values() for a in axes if len(members(a)) > 1))

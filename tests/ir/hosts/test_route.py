@@ -1,0 +1,93 @@
+"""Which way a collective takes between hosts, why, and the bytes that it sends inside and between them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
+from ztrans.ir.graph import Partial, Provenance, Split, Var
+from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, hosts_of, route_of
+
+F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
+ROWS = 64 * 15  # which all numbers of ranks divide
+
+
+def route(kind, op, wire, partial, hosts, gloo) -> Route:
+    """The route of a value of `ROWS` elements. If `partial` is half precision, the user has asked for it."""
+    site = {"provenance": Provenance("grad", ("w",), "dp")}
+    if kind is ALL_GATHER:
+        eqn = all_gather([Var("w", wire, (ROWS,), (Split("dp"),))], ["f"], "dp", **site)
+    else:
+        term = Var("g", F32 if partial is BF16 else wire, (ROWS,), (Partial("dp", "sum"),))
+        split = Split("dp") if kind is REDUCE_SCATTER else None
+        eqn = reduce([term], ["f"], "dp", op, split, BF16 if partial is BF16 else None, **site)
+    by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo)
+    return dataclasses.replace(by, inside=by.inside / ROWS / wire.itemsize, between=by.between / ROWS / wire.itemsize)
+
+
+@pytest.mark.parametrize(("kind", "op", "wire", "partial", "hosts", "gloo", "way", "reason"), [
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(4), True, EXCHANGE, "one host"),
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(4, 4), True, EXCHANGE, "one rank on each host"),
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(4, 2), True, TWO_LEVELS,
+     "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"),
+    (REDUCE_SCATTER, "max", I64, I64, Hosts(16, 4), True, TWO_LEVELS,
+     "sums inside each of 4 hosts first: 19% of the bytes come from other hosts, not 75%"),
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(5, 2, False), True, EXCHANGE,
+     "2 hosts with different numbers of ranks, or in another order"),
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(64, 8), False, RING, "NCCL reduces f32 on the way"),
+    (REDUCE_SCATTER, "mean", BF16, F32, Hosts(8), False, EXCHANGE, "one host"),
+    (REDUCE_SCATTER, "mean", BF16, F32, Hosts(64, 8), False, TWO_LEVELS,
+     "sums inside each of 8 hosts first, sent in f32: 22% of the bytes come from other hosts, not 88%"),
+    (REDUCE_SCATTER, "mean", BF16, BF16, Hosts(64, 8), False, TWO_LEVELS,
+     "sums inside each of 8 hosts first: 11% of the bytes come from other hosts, not 88%"),
+    (REDUCE_SCATTER, "sum", BF16, F32, Hosts(4, 2), False, EXCHANGE,
+     "the sum of a host in f32 has as many bytes as its 2 terms in bf16"),
+    (REDUCE_SCATTER, "max", BF16, F32, Hosts(64, 8), False, RING, "NCCL reduces bf16 on the way"),
+    (ALL_GATHER, None, F32, F32, Hosts(4, 2), True, EXCHANGE, "a gather has nothing to sum"),
+    (ALL_GATHER, None, F32, F32, Hosts(16, 2), True, RING, "gloo gathers"),
+    (ALL_GATHER, None, BF16, F32, Hosts(16, 2), False, RING, "NCCL gathers"),
+    (ALL_REDUCE, "mean", BF16, F32, Hosts(16, 2), False, RING, "NCCL reduces bf16 on the way"),
+])  # fmt: skip
+def test_the_route_and_its_reason(kind, op, wire, partial, hosts, gloo, way, reason):
+    by = route(kind, op, wire, partial, hosts, gloo)
+    assert (by.way, by.reason) == (way, reason)
+    assert str(by) == f"{way} ({reason})"
+
+
+def of_a_host(kind, wire, partial, hosts, gloo) -> tuple[float, float]:
+    """The bytes that all ranks of a host receive from their host and from others, as shares of the whole value."""
+    by = route(kind, None if kind is ALL_GATHER else "sum", wire, partial, hosts, gloo)
+    return by.inside * hosts.local, by.between * hosts.local
+
+
+def test_bytes_between_hosts_against_arithmetic():
+    """On eight hosts of eight GPUs: an exchange sends each host's half of the terms eight times as often as a ring."""
+    hosts = Hosts(64, 8)
+    ring = of_a_host(REDUCE_SCATTER, F32, F32, hosts, gloo=False)[1]
+    assert ring == pytest.approx(63 / 64), "one rank of a host receives from another host"
+    assert of_a_host(ALL_GATHER, F32, F32, hosts, gloo=False)[1] == pytest.approx(ring)
+    assert of_a_host(ALL_REDUCE, F32, F32, hosts, gloo=False)[1] == pytest.approx(2 * ring)
+    uneven = of_a_host(REDUCE_SCATTER, BF16, F32, Hosts(64, 8, even=False), gloo=False)
+    assert uneven == (0, pytest.approx(8 * ring)), "without an even placement each rank counts as a host of its own"
+    assert of_a_host(REDUCE_SCATTER, BF16, BF16, hosts, gloo=False) == (pytest.approx(7.0), pytest.approx(7 / 8))
+    assert of_a_host(REDUCE_SCATTER, BF16, F32, hosts, gloo=False)[1] == pytest.approx(2 * 7 / 8), "fp32 sums"
+
+
+@pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(8, 2), Hosts(6, 3), Hosts(4), Hosts(4, 4)])
+@pytest.mark.parametrize("gloo", [True, False])
+@pytest.mark.parametrize("kind", [ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE])
+def test_every_rank_receives_what_it_lacks(kind, gloo, hosts):
+    """With sums in the dtype of the terms, all routes move the same bytes in total."""
+    by = route(kind, "sum", F32, F32, hosts, gloo)
+    times = 2 if kind is ALL_REDUCE else 1
+    assert by.inside + by.between == pytest.approx(times * (hosts.ranks - 1) / hosts.ranks)
+    assert by.between == 0 or hosts.count > 1
+    assert by.inside == 0 or hosts.local > 1
+
+
+def test_hosts_are_even_if_their_ranks_are_neighbours_and_equally_many():
+    assert hosts_of("aabb") == Hosts(4, 2)
+    assert hosts_of("aaaa") == Hosts(4)
+    assert hosts_of("abc") == Hosts(3, 3)
+    assert not hosts_of("abab").even and not hosts_of("aab").even and not hosts_of("aabbaa").even

@@ -1,0 +1,143 @@
+"""A reduce_scatter in two levels, between ranks that are objects of one process: bits, bytes, order and errors."""
+
+import pytest
+import torch
+
+from tests.support.mailbox import channels
+from ztrans import ops
+from ztrans.ir.collectives import reduce, rules
+from ztrans.ir.graph import Partial, Provenance, Split, Var
+from ztrans.ir.hosts import Hosts, route_of
+from ztrans.runtime.collectives import Start, wait
+
+F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
+LARGE = 6 * 2**15  # rows that are sent in a message of their own
+
+
+def scatter(shapes, op, dtype, wire=None, dim=0):
+    """A reduce_scatter of members of these shapes; `wire` is the `reduce_dtype` of the user."""
+    terms = [Var(f"g{k}", dtype, shape, (Partial("dp", "sum"),)) for k, shape in enumerate(shapes)]
+    names = [f"f{k}" for k in range(len(shapes))]
+    return reduce(terms, names, "dp", op, Split("dp", dim), wire, dtype, provenance=Provenance("grad", ("w",), "dp"))
+
+
+def values_of(eqn, hosts, terms):
+    """The result of each member on each rank, and the bytes that were sent inside hosts and between them."""
+    mail, groups, opened = channels(hosts)
+    starts = [Start(eqn, {"dp": hosts.ranks}, {"dp": rank}, channel) for rank, channel in enumerate(opened)]
+    started = [start(*term) for start, term in zip(starts, terms)]
+    for channel in opened:
+        channel.advance()
+    values = [[wait(member) for member in members] for members in started]
+    assert not mail.sent, "everything that was sent was received"
+    del groups
+    return starts, values, mail.inside_and_between(hosts)
+
+
+def random_terms(eqn, ranks):
+    generator = torch.Generator().manual_seed(0)
+    make = lambda v: torch.randn(v.shape, generator=generator, dtype=F64).mul(100).to(v.dtype)
+    return [[make(v) for v in eqn.ins] for _ in range(ranks)]
+
+
+def by_hosts(whole, op, hosts, wire, partial, dtype):
+    """The sums of hosts, summed in the order of hosts."""
+    kind = "sum" if op == "mean" else op
+    groups = [whole[h * hosts.local : (h + 1) * hosts.local] for h in range(hosts.count)]
+    sums = [ops.reduce([t.to(wire) for t in group], kind, partial) for group in groups]
+    total = ops.reduce(sums, kind, F32 if wire is BF16 else wire)
+    return (ops.mean(total, hosts.ranks) if op == "mean" else total).to(dtype)
+
+
+@pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(6, 2), Hosts(6, 3), Hosts(16, 4)])
+@pytest.mark.parametrize(("op", "dtype", "wire", "partial"), [
+    ("mean", F32, None, F32), ("sum", F64, None, F64), ("max", F32, None, F32), ("mean", I64, None, I64),
+    ("mean", BF16, None, F32), ("mean", F32, BF16, BF16),
+])  # fmt: skip
+def test_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire, partial):
+    """Members of their own message and packed ones, uneven rows, and rows that fewer ranks have."""
+    eqn = scatter([(LARGE,), (7, 3), (hosts.ranks,), (hosts.ranks + 1, 2)], op, dtype, wire)
+    terms = random_terms(eqn, hosts.ranks)
+    starts, values, _ = values_of(eqn, hosts, terms)
+    if not starts[0].is_by_host:
+        assert dtype is BF16 and hosts.local == 2, "fp32 sums of two ranks in half precision are no smaller"
+        return
+    for k in range(len(eqn.outs)):
+        whole = by_hosts([term[k] for term in terms], op, hosts, wire or dtype, partial, dtype)
+        got = torch.cat([each[k] for each in values])
+        assert torch.equal(got, whole)
+        near = rules(eqn).total(eqn, k, [t[k].to(wire or dtype) for t in terms])
+        rounding = max((torch.finfo(d).eps for d in (partial, dtype) if d.is_floating_point), default=0)
+        largest = max(t[k].abs().max().item() for t in terms) * (1 if op == "mean" else hosts.ranks)
+        assert (got.double() - near.double()).abs().max() <= rounding * largest, "the interpreter's, up to rounding"
+
+
+def test_a_member_that_is_split_along_another_dim():
+    hosts, eqn = Hosts(4, 2), scatter([(3, 8)], "sum", F64, dim=1)
+    terms = random_terms(eqn, 4)
+    _, values, _ = values_of(eqn, hosts, terms)
+    assert torch.equal(torch.cat([each[0] for each in values], 1), by_hosts([t[0] for t in terms], "sum", hosts, F64, F64, F64))
+
+
+def test_the_callers_gradients_are_not_overwritten():
+    hosts, eqn = Hosts(4, 2), scatter([(LARGE,)], "sum", F32)
+    terms = random_terms(eqn, 4)
+    before = [t[0].clone() for t in terms]
+    values_of(eqn, hosts, terms)
+    assert all(torch.equal(a, t[0]) for a, t in zip(before, terms))
+
+
+@pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(6, 2), Hosts(16, 4), Hosts(4), Hosts(4, 4)])
+@pytest.mark.parametrize(("dtype", "wire"), [(F32, None), (BF16, None), (F32, BF16)])
+def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
+    eqn = scatter([(LARGE,), (hosts.ranks * 4,)], "mean", dtype, wire)
+    by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo=True)
+    _, _, (inside, between) = values_of(eqn, hosts, random_terms(eqn, hosts.ranks))
+    assert (inside, between) == (pytest.approx(by.inside * hosts.ranks), pytest.approx(by.between * hosts.ranks))
+
+
+def test_two_hosts_of_two_ranks_send_half_the_bytes_of_an_exchange_and_less_than_a_ring():
+    whole = LARGE * 4
+    _, _, (_, between) = values_of(scatter([(LARGE,)], "mean", F32), Hosts(4, 2), random_terms(scatter([(LARGE,)], "mean", F32), 4))
+    assert between == 2 * whole / 2, "both directions; an exchange sends 2, and a ring 2 * 3/4"
+
+
+def test_the_second_level_begins_with_the_next_start():
+    """Without a wait. A thread that records a step may also wait for the first message meanwhile."""
+    hosts, eqn = Hosts(4, 2), scatter([(LARGE,)], "sum", F32)
+    mail, groups, opened = channels(hosts)
+    starts = [Start(eqn, {"dp": 4}, {"dp": rank}, channel) for rank, channel in enumerate(opened)]
+    terms = random_terms(eqn, 4)
+    first = [start(*term) for start, term in zip(starts, terms)]
+    assert mail.inside_and_between(hosts)[1] == 0
+    second = [start(*term) for start, term in zip(starts, terms)]
+    assert mail.inside_and_between(hosts)[1] == 4 * LARGE * 4 // 4
+    for channel in opened:
+        channel.advance()
+    assert all(torch.equal(wait(a), wait(b)) for (a,), (b,) in zip(first, second))
+    del groups
+
+
+def test_the_program_says_which_way_and_why():
+    hosts = Hosts(4, 2)
+    _, groups, opened = channels(hosts)
+    start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
+    why = "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"
+    assert start.extra_repr() == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=exchange in two levels ({why})"
+    _, groups, opened = channels(Hosts(4))
+    start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
+    assert start.extra_repr() == "reduce_scatter, ranks=4, members=1, wire=torch.float32"
+    del groups
+
+
+def test_a_closed_channel_gives_up_its_messages():
+    hosts, eqn = Hosts(4, 2), scatter([(LARGE,)], "sum", F32)
+    _, groups, opened = channels(hosts)
+    start = Start(eqn, {"dp": 4}, {"dp": 0}, opened[0])
+    (member,) = start(*random_terms(eqn, 1)[0])
+    opened[0].owned = False
+    opened[0].close()
+    assert opened[0].later == []
+    with pytest.raises(RuntimeError, match="given up"):
+        wait(member)
+    del groups

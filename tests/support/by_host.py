@@ -1,0 +1,69 @@
+"""Reductions on two hosts of three ranks, which are one machine here. Run by torchrun on six ranks.
+
+torchrun --standalone --nproc-per-node 6 tests/support/by_host.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.races import Races
+from tests.support.streamed import RANK, trained
+from tests.support.worlds import ALL, batches, distance, slices
+from ztrans.runtime import process_groups
+from ztrans.runtime.cuda.streams import Streams
+
+WORLD, LOCAL = 6, 3
+SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
+RUNS = [("gpt_adam", {}, DOUBLE), ("uneven", {}, DOUBLE), ("gpt_adam", {"reduce_dtype": HALF}, SINGLE)]
+RUNS += [("mlp_momentum", {}, HALF), ("mlp_momentum", {"reduce_dtype": HALF}, HALF)]
+
+
+def main() -> None:
+    process_groups.host_name = lambda: (f"host {RANK // LOCAL}",)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    for name, options, dtype in RUNS:
+        torch.set_default_dtype(dtype)
+        case = CASES[name]
+        step = zt.chain(zt.shard_params(mesh, **options), *ALL)(case.step)
+        local = [slices(batch, WORLD) for batch in batches(case, 2)]
+        low = step.lower(step.shard(case.state()), *local[0][RANK])
+        states = [step.shard(case.state()) for _ in range(2)]
+        plain, text = trained(case, states[0], low, mesh, None)
+        with Races() as cuda:
+            streamed, on_gpu = trained(case, states[1], low, mesh, Streams(cuda))
+        truth = case.state()
+        for each in local:
+            truth, _ = low.lockstep(truth, each)
+        # A recorded step waits for messages in threads, which then begin the second level.
+        recorded, once = step.shard(case.state()), step.shard(case.state())
+        low.compile().profile(recorded, *local[0][RANK], steps=1)
+        low.compile()(once, *local[0][RANK])
+        report = {
+            "case": name,
+            "dtype": str(dtype),
+            "reduce_dtype": str(options.get("reduce_dtype")),
+            "lockstep": distance(step.unshard(states[0]), truth),
+            "streamed": distance(step.unshard(states[1]), step.unshard(states[0])),
+            "bitwise": all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)),
+            "recorded": distance(step.unshard(recorded), step.unshard(once)),
+            "races": cuda.races,
+            "ways": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", text))),
+            "on_gpu": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", on_gpu))),
+        }
+        everywhere = [None] * WORLD
+        dist.all_gather_object(everywhere, report)
+        if RANK == 0:
+            print("\n".join(map(json.dumps, everywhere)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

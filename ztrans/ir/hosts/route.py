@@ -1,0 +1,89 @@
+"""Route: which way the bytes of a collective take between the ranks of several hosts, and why.
+
+    exchange     every rank sends every other rank its part; a reduction sums the parts in rank order
+    ring         the backend passes parts from rank to rank, and reduces them on the way
+    two levels   an exchange inside each host; then the sums of hosts are exchanged, and summed in the order of hosts
+
+Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
+host. The order of both exchanges does not depend on the schedule. The runtime sends as the route says, and the planner
+charges the bytes of the route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..collectives import partial_dtype, rules, wire_dtype
+from ..graph import DTYPES, Eqn
+from .placement import Hosts
+
+EXCHANGE, RING, TWO_LEVELS = "exchange", "ring", "exchange in two levels"
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a collective, its reason, and the bytes that a rank receives from its own host and from others.
+
+    The bytes are means over the ranks of the group.
+    """
+
+    way: str
+    reason: str
+    inside: float
+    between: float
+
+    def __str__(self) -> str:
+        return f"{self.way} ({self.reason})"
+
+
+def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Route:
+    """The route of a collective equation.
+
+    Args:
+        eqn: the equation.
+        sizes: the sizes of the mesh axes.
+        hosts: where the ranks of its axis are.
+        gloo: whether gloo sends it, not NCCL.
+
+    >>> from ztrans.ir import Partial, Split, Var, reduce
+    >>> g = Var("g", torch.float32, (8,), (Partial("dp", "sum"),))
+    >>> scatter = reduce([g], ["f"], "dp", "sum", Split("dp"))
+    >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=True))
+    exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)
+    >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=False))
+    ring (NCCL reduces f32 on the way)
+    """
+    n, local, spans = hosts.ranks, hosts.local if hosts.even else 1, hosts.count > 1
+    wire, reduces, received = wire_dtype(eqn, eqn.ins[0]), "op" in eqn.kwargs, rules(eqn).wire_bytes(eqn, sizes)
+    if not rules(eqn).is_exchanged(eqn, n, gloo):
+        between = received / local if spans else 0.0
+        work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
+        return Route(RING, f"{'gloo' if gloo else 'NCCL'} {work}", received - between, between)
+    whole, partial = received * n / max(n - 1, 1), partial_dtype(eqn, eqn.ins[0])
+    terms = (n - local) / n if spans else 0.0
+    sums = (hosts.count - 1) / n * partial.itemsize / wire.itemsize
+    reason = _reason(hosts, wire, partial, sums < terms) if reduces else "a gather has nothing to sum"
+    if reason:
+        return Route(EXCHANGE, reason, received - terms * whole, terms * whole)
+    sent = f", sent in {DTYPES[partial]}" if partial != wire else ""
+    reason = (
+        f"sums inside each of {hosts.count} hosts first{sent}: {sums:.0%} of the bytes come from other hosts, "
+        f"not {terms:.0%}"
+    )
+    return Route(TWO_LEVELS, reason, whole * (local - 1) / local, whole * sums)
+
+
+def _reason(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:
+    """Why a reduction has one level; empty if it has two. `fewer`: two levels send fewer bytes between hosts."""
+    if hosts.count == 1:
+        return "one host"
+    if not hosts.even:
+        return f"{hosts.count} hosts with different numbers of ranks, or in another order"
+    if hosts.local == 1:
+        return "one rank on each host"
+    if not fewer:
+        return f"the sum of a host in {DTYPES[partial]} has as many bytes as its {hosts.local} terms in {DTYPES[wire]}"
+    return ""
