@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, rules, wait
-from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Var, producers, substitute
+from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers, substitute
 from ...ir.relations import grouped, reachable
 
 
@@ -45,14 +45,12 @@ class Head:
         """Add an equation of the program, with its results."""
         self.values.update(zip(eqn.results, self.add(eqn).results))
 
-    def reduce(self, eqn: Eqn, term: Var, path: str) -> None:
+    def reduce(self, eqn: Eqn, term: Var, op: str, path: str) -> None:
         """Reduce a term, of which each rank has one, to the result of an equation of the program."""
-        (partial,) = term.layout
-        out = eqn.out
+        out, axis = eqn.out, term.layout[0].axis
         name = self.names.fresh(f"{out.name}.all") if out.shape else out.name
-        provenance = Provenance("param", (path,), partial.axis)
-        op = partial.op if isinstance(partial, Partial) else ""
-        start = self.add(reduce([term], [name], partial.axis, op, None, provenance=provenance, source=eqn.source))
+        provenance = Provenance("param", (path,), axis)
+        start = self.add(reduce([term], [name], axis, op, None, provenance=provenance, source=eqn.source))
         self._starts.add(start)
         end = wait(start.out, source=eqn.source)
         end = self.add(end if out.shape else end.replace(outs=(out,)))
