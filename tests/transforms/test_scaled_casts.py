@@ -22,7 +22,9 @@ from tests.support.fp8 import (
     state_of,
     step_of,
 )
+from tests.support.parallel import own
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE
+from ztrans.ir.interpreter import coordinates, lockstep, scatter
 
 FUSE = zt.fuse_cast_gather()
 SCHEDULES = (zt.overlap_grads(), zt.prefetch())
@@ -140,6 +142,29 @@ def test_other_meshes_and_dims(name):
     fused = both(step_of(Recipe()), state_of(), *SCHEDULES, ranks=4, mesh=mesh, **options)
     assert {dtype for dtypes in gathers(fused).values() for dtype in dtypes} == {E4M3}
     assert amaxes(fused) == ([("max", 1)] * 2 if name == "an axis each" else [("max", 2)])
+
+
+def over_tp(w):
+    """The scale of a weight of which each rank of tp has a part."""
+    return 448 / own.wait_tensor(own.all_reduce(w.abs().max(), "max", "tp"))
+
+
+@pytest.mark.parametrize("transforms", [(), SCHEDULES], ids=["plain", "planned"])
+def test_a_scale_over_the_ranks_of_tensor_parallelism_too(transforms):
+    """The maximum over dp comes first, and then the step's own over tp, once for forward and backward."""
+    mesh = zt.AbstractMesh(dp=2, tp=2)
+    states = [pytree.tree_leaves(state_of()) for _ in range(2)]
+    batches = [batch_of() for _ in range(2)]
+    results = []
+    for more in ((), (FUSE,)):
+        lowered = lower(step_of(Recipe(over_tp)), *transforms, *more, mesh=mesh, axis="dp")
+        places = coordinates(lowered.graph.mesh)
+        parts = [scatter(lowered.graph, state) for state in states]
+        ranks = [[*parts[at["tp"]][r], *batches[at["dp"]]] for r, at in enumerate(places)]
+        results.append(lockstep(zt.check(lowered.graph), ranks))
+    assert equal(*results)
+    assert {dtype for dtypes in gathers(lowered).values() for dtype in dtypes} == {E4M3}
+    assert sum("all_reduce(" in line and "max, tp" in line for line in str(lowered).splitlines()) == 2
 
 
 def test_the_transforms_commute():

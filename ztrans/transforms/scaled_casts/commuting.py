@@ -54,11 +54,11 @@ def is_elementwise(eqn: Eqn) -> bool:
     return packet in _ROUNDED and not scaled
 
 
-def extreme(eqn: Eqn) -> tuple[str | None, tuple]:
+def extreme(eqn: Eqn) -> tuple[str, tuple]:
     """The operation max or min, if an equation computes that of all elements of a value, or of all magnitudes.
 
-    Returns: The operation or None, and the arguments of the equation behind the value, without dims.
+    Returns: The operation or an empty text, and the arguments of the equation behind the value, without dims.
     """
     more = eqn.args[1:2] if eqn.op is _NORM else ()
-    known = _EXTREMES.get((eqn.op, *more) if more else eqn.op)
-    return (known if eqn.out.numel == 1 and not eqn.kwargs.get("dtype") else None), more
+    known = _EXTREMES.get((eqn.op, *more) if more else eqn.op, "")
+    return (known if eqn.out.numel == 1 and not eqn.kwargs.get("dtype") else ""), more

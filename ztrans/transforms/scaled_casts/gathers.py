@@ -23,14 +23,14 @@ def cast_on_shards(graph: Graph) -> Graph:
     starts = {e: graph.eqns[s.first_wait].out for e, s in pair(graph).starts.items() if _is_of_leaf(e, graph)}
     while starts:
         walk = OnShards(graph, {whole: start for start, whole in starts.items()})
-        stay = {start for start in starts if walk.problem(start) is not None}
-        for start in stay:
-            notes.setdefault(start.ins[0], walk.note(start) or "")
+        stay = {start: why for start in starts if (why := walk.stays(start)) is not None}
+        for start in filter(stay.get, stay):
+            notes.setdefault(start.ins[0], stay[start])
         if not stay:
             graph = _Narrow(walk).run()
             break
         starts = {start: whole for start, whole in starts.items() if start not in stay}
-    return graph.replace(notes=(*graph.notes, *filter(None, notes.values())))
+    return graph.replace(notes=(*graph.notes, *notes.values()))
 
 
 def _is_of_leaf(start: Eqn, graph: Graph) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, rules, wait
-from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Var, producers, substitute
+from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers, substitute
 from ...ir.relations import grouped, reachable
 
 
@@ -27,6 +27,7 @@ class Head:
         self.eqns: list[Eqn] = []
         self.values: dict[Var, Var] = {v: v for v in graph.inputs if v not in graph.batch and not v.layout}
         self._known: dict[str, Eqn] = {}
+        self._starts: set[Eqn] = set()
         self._round: dict[Var, int] = {}  # how many reductions a value depends on that follow each other
 
     def add(self, eqn: Eqn) -> Eqn:
@@ -44,14 +45,13 @@ class Head:
         """Add an equation of the program, with its results."""
         self.values.update(zip(eqn.results, self.add(eqn).results))
 
-    def reduce(self, eqn: Eqn, term: Var, path: str) -> None:
+    def reduce(self, eqn: Eqn, term: Var, op: str, path: str) -> None:
         """Reduce a term, of which each rank has one, to the result of an equation of the program."""
-        (partial,) = term.layout
-        out = eqn.out
+        out, axis = eqn.out, term.layout[0].axis
         name = self.names.fresh(f"{out.name}.all") if out.shape else out.name
-        provenance = Provenance("param", (path,), partial.axis)
-        op = partial.op if isinstance(partial, Partial) else ""
-        start = self.add(reduce([term], [name], partial.axis, op, None, provenance=provenance, source=eqn.source))
+        provenance = Provenance("param", (path,), axis)
+        start = self.add(reduce([term], [name], axis, op, None, provenance=provenance, source=eqn.source))
+        self._starts.add(start)
         end = wait(start.out, source=eqn.source)
         end = self.add(end if out.shape else end.replace(outs=(out,)))
         self.values[out] = end.out
@@ -69,6 +69,7 @@ class Head:
         rounds = grouped((self._round[e.out], e) for e in self.eqns if e in needed)
         ordered: list[Eqn] = []
         for _, eqns in sorted(rounds.items()):
-            ordered += (e for e in eqns if e.provenance is None)
-            ordered += map(coalesce, grouped((bucket_key(e), e) for e in eqns if e.provenance is not None).values())
+            buckets = grouped((bucket_key(e), e) for e in eqns if e in self._starts)
+            ordered += (e for e in eqns if e not in self._starts)
+            ordered += map(coalesce, buckets.values())
         return ordered

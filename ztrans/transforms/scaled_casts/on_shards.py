@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...ir.collectives import rules
+from ...ir.collectives.user_collectives import is_users
 from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, substitute, users, variables
 from ...ir.layout import cut_over, part
 from ...ir.printer import op_name
@@ -72,8 +73,7 @@ class OnShards:
 
     def _visit(self, e: Eqn) -> None:
         inside = [self.whole[v] for v in e.ins if v in self.whole]
-        known = all(v in self.whole or v in self.head.values for v in e.ins) and not rules(e).remote
-        if not known or len({(x.start, x.views) for x in inside}) > 1:
+        if not self._is_known(e, inside):
             return
         if not inside:
             self.head.repeat(e)
@@ -81,11 +81,20 @@ class OnShards:
             self.whole[e.out] = inside[0]._replace(views=(*inside[0].views, e))
         elif is_elementwise(e) and self._fits(e):
             self.whole[e.out] = self._elementwise(e, inside[0])
-        elif extreme(e)[0] is not None and not self._has_empty_part(inside[0].shards):
+        elif extreme(e)[0] and not self._has_empty_part(inside[0].shards):
             self._extreme(e, inside[0])
         else:
             return
         self.moved.add(e)
+
+    def _is_known(self, e: Eqn, inside: list[Whole]) -> bool:
+        """Whether ranks have what an equation reads: whole values of one gather, seen in the same way, and scalars.
+
+        The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
+        """
+        stays = rules(e).remote and (inside or not is_users(e))
+        alike = len({(x.start, x.views) for x in inside}) <= 1
+        return alike and not stays and all(v in self.whole or v in self.head.values for v in e.ins)
 
     def _fits(self, e: Eqn) -> bool:
         """Whether an elementwise equation reads whole values of the shape of its result, and scalars.
@@ -105,10 +114,10 @@ class OnShards:
     def _extreme(self, e: Eqn, x: Whole) -> None:
         """Compute the maximum or minimum of a whole value: of the shards, and then over the ranks."""
         op, more = extreme(e)
-        layout = (Partial(x.shards.layout[0].axis, op or ""),)
+        layout = (Partial(x.shards.layout[0].axis, op),)
         term = Var(self.head.names.fresh(f"{e.out.name}.shard"), e.out.dtype, (), layout)
         term = self.head.add(e.replace(args=(x.shards, *more), kwargs={}, outs=(term,))).out
-        self.head.reduce(e, term, x.start.ins[0].name)
+        self.head.reduce(e, term, op, x.start.ins[0].name)
 
     def _has_empty_part(self, shards: Var) -> bool:
         """Whether a rank has no elements of a value: nothing has no maximum."""
@@ -118,35 +127,32 @@ class OnShards:
 
     # ---- decisions
 
-    def problem(self, start: Eqn) -> str | None:
-        """Why a gather stays as it is: text for the note, empty if only casts follow it. None if it can change."""
-        needed = self.needed[start]
-        wide = [v for v in needed if v.dtype.itemsize >= start.ins[0].dtype.itemsize]
-        if wide:
-            reading = [(e, v) for v in wide for e in self.readers(v)]
-            reader, v = min(reading, key=lambda read: self._order[read[0]], default=(None, wide[0]))
-            what = f"{op_name(reader.op)} ({where(reader.source)}) reads" if reader else "the step returns"
-            return f"{what} it in {DTYPES.get(v.dtype, v.dtype)}"
-        casts = dict.fromkeys(self.whole[v].shards for v in needed)
-        if len(casts) > 1:
-            return f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
-        return "" if needed and all(self.whole[v].plain for v in needed) else None
+    def stays(self, start: Eqn) -> str | None:
+        """Why a gather stays as it is: a note if the parameter is cast to eight bits behind it, else an empty text.
 
-    def note(self, start: Eqn) -> str | None:
-        """The note about a parameter that is cast to eight bits only behind its gather, or None."""
-        dtype = self._narrow_casts.get(start)
-        problem = self.problem(start)
-        if dtype is None or not problem:
-            return None
+        None if the gather can change.
+        """
+        needed, dtype = self.needed[start], self._narrow_casts.get(start)
+        wide = [v for v in needed if v.dtype.itemsize >= start.ins[0].dtype.itemsize]
+        casts = dict.fromkeys(self.whole[v].shards for v in needed)
+        if not wide and len(casts) <= 1:
+            return "" if needed and all(self.whole[v].plain for v in needed) else None
+        if dtype is None:
+            return ""
+        problem = self._reads(wide) if wide else f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
         return (
             f"{start.ins[0].name} is cast to {DTYPES.get(dtype, dtype)} behind its gather, because {problem}: "
             f"fuse_cast_gather needs a scale that is one number, from a maximum of the whole tensor, of which every "
             f"rank has a part"
         )
 
-    @functools.cached_property
-    def _order(self) -> dict[Eqn, int]:
-        return {e: k for k, e in enumerate(self.graph.eqns)}
+    def _reads(self, wide: list[Var]) -> str:
+        """What reads a wide value first, as text."""
+        readers = {e: v for v in wide for e in self.readers(v)}
+        reader = next((e for e in self.graph.eqns if e in readers), None)
+        what = f"{op_name(reader.op)} ({where(reader.source)}) reads" if reader else "the step returns"
+        dtype = (readers[reader] if reader else wide[0]).dtype
+        return f"{what} it in {DTYPES.get(dtype, dtype)}"
 
     @functools.cached_property
     def _narrow_casts(self) -> dict[Eqn, torch.dtype]:
