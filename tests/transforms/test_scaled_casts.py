@@ -326,6 +326,19 @@ def test_a_note_says_why_a_leaf_is_gathered_wide(use):
     assert "# note: w is cast to f8e4m3 behind its gather" in str(fused)
 
 
+def test_constants_that_print_alike_are_not_the_same():
+    """PyTorch prints four digits of a number, and the ends of a long tensor."""
+
+    def of_constants(w, state):
+        numbers = [torch.tensor(x) for x in (1.00001, 1.00004)]
+        tables = [torch.arange(2000) * (torch.arange(2000) != k) for k in (700, 900)]
+        first, second = ((1e6 * (x - 1) + table[900]) / w.abs().max() for x, table in zip(numbers, tables))
+        return cast(w, first).float() + cast(state["v"], second).float()
+
+    step, state = step_with(of_constants, v=torch.randn(20, 8))
+    both(step, state, ranks=3)
+
+
 def test_a_rank_without_rows_has_no_maximum():
     """5 rows on 4 ranks: 2, 2, 1 and none."""
     step, state = step_with(lambda w, state: quantised(w[:, :8], SCALES["dynamic"]))

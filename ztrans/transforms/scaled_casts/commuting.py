@@ -13,10 +13,9 @@ from collections.abc import Mapping
 import torch
 
 from ...ir.graph import Eqn
-from ...ir.operations import rearranges
+from ...ir.operations import CAST, rearranges
 
 aten = torch.ops.aten
-CAST = aten._to_copy.default
 _ROUNDED = {
     *(aten.abs, aten.neg, aten.mul, aten.div, aten.reciprocal, aten.sqrt, aten.add, aten.sub),
     *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.where, aten.nan_to_num),

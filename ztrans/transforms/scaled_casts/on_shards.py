@@ -17,10 +17,11 @@ from ...ir.collectives import rules
 from ...ir.collectives.user_collectives import is_users
 from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, substitute, users, variables
 from ...ir.layout import cut_over, part
+from ...ir.operations import CAST
 from ...ir.printer import op_name
 from ...ir.relations import grouped
 from ...ir.source import where
-from .commuting import CAST, extreme, is_bijection, is_elementwise
+from .commuting import extreme, is_bijection, is_elementwise
 from .head import Head
 
 
