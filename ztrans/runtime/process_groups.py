@@ -11,6 +11,7 @@ Private torch APIs live here; checked on torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
 from ..ir.collectives import DIRECT
-from ..ir.hosts import Hosts, hosts_of
+from ..ir.hosts import Hosts, common, hosts_of
 from .hosts.host_name import host_name
 
 if TYPE_CHECKING:
@@ -190,6 +191,13 @@ class ProcessGroups:
         group = self._base(next(iter(self._bases)))
         return dist.PrefixStore(f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store())
 
+    @functools.cached_property
+    def _host_names(self) -> dict[int, tuple[str, ...]]:
+        """The host of every rank of the mesh. All ranks must ask for them together."""
+        names: list = [None] * len(self.ranks)
+        dist.all_gather_object(names, (dist.get_rank(), host_name()), group=self.channel(None, "ranks").group)
+        return dict(names)
+
     def _base(self, axis: str) -> dist.ProcessGroup:
         """The mesh's own group along an axis, or along the first of a joint axis."""
         group = self._bases[members(axis)[0]]()
@@ -222,11 +230,10 @@ class ProcessGroups:
 
     def _placed(self, channel: Channel) -> Channel:
         """A channel that has been opened for the first time, with the hosts of its ranks."""
-        group = channel.group
-        if channel.axis is not None and not self.is_alone and group.size() != channel.hosts.ranks:
-            names = [host_name()] * group.size()
-            dist.all_gather_object(names, host_name(), group=group)
-            channel.hosts = hosts_of(names)
+        if channel.axis is not None and not self.is_alone and channel.group.size() != channel.hosts.ranks:
+            ranks, axes = self._places
+            groups = rows(ranks, axes, [channel.axis])
+            channel.hosts = common([hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups])
         return channel
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, hosts_of, route_of
+from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, common, hosts_of, route_of
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 ROWS = 64 * 15  # which all numbers of ranks divide
@@ -90,4 +90,6 @@ def test_hosts_are_even_if_their_ranks_are_neighbours_and_equally_many():
     assert hosts_of("aabb") == Hosts(4, 2)
     assert hosts_of("aaaa") == Hosts(4)
     assert hosts_of("abc") == Hosts(3, 3)
+    assert common([hosts_of("aabb"), hosts_of("ccdd")]) == Hosts(4, 2)
+    assert not common([hosts_of("aabb"), hosts_of("abab")]).even and not common([hosts_of("aa"), hosts_of("ab")]).even
     assert not hosts_of("abab").even and not hosts_of("aab").even and not hosts_of("aabbaa").even

@@ -21,6 +21,18 @@ class Hosts:
         return self.ranks // self.count
 
 
+def common(groups: Sequence[Hosts]) -> Hosts:
+    """The hosts of all groups of a mesh axis. If they differ, they count as not even, so that all send in one way.
+
+    Otherwise copies of a leaf over another axis could differ by rounding.
+
+    >>> common([Hosts(4, 2), Hosts(4, 1)])
+    Hosts(ranks=4, count=2, even=False)
+    """
+    first, most = groups[0], max(group.count for group in groups)
+    return first if len(set(groups)) == 1 else Hosts(first.ranks, most, even=False)
+
+
 def hosts_of(names: Sequence[Hashable]) -> Hosts:
     """The hosts of a group, given the host of each of its ranks.
 
