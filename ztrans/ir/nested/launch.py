@@ -62,39 +62,31 @@ class Launch:
         given = {n: x.clone() if n in self.changed else x for n, x in zip(self.tensors, values, strict=True)}
         kernel, options = self.kernel, {**given, **self.numbers}
         if all(x.is_cpu for x in given.values()):
-            if not _is_interpreted(kernel):
-                raise RuntimeError(self._needs_gpu())
-            kernel = _untimed(kernel)
+            kernel = _interpreted(kernel)
         # Functions that prune the configurations of a kernel get its positional arguments by name.
         positional = [options.pop(name) for name in takewhile(options.__contains__, kernel.arg_names)]
         kernel[self.grid](*positional, **options)
         return [given[name] for name in self.changed]
 
-    def _needs_gpu(self) -> str:
-        code = unwrapped(self.kernel).__code__
-        return (
-            f"triton: kernel {self.name} was compiled for a GPU, and its tensors are on CPUs.\n"
-            f"  at {code.co_filename}:{code.co_firstlineno} in {self.name}\n"
+
+def _interpreted(kernel: Any) -> Any:
+    """A kernel as Triton's interpreter runs it: with the first configuration that is not pruned, and none is timed.
+
+    Raises: RuntimeError if it was compiled for a GPU.
+    """
+    if chooses(kernel):
+        untimed = copy.copy(kernel)
+        untimed.fn, untimed.cache, untimed.cache_results = _interpreted(kernel.fn), {}, False
+        untimed.do_bench = lambda run, quantiles: [0.0] * len(quantiles)
+        return untimed
+    if type(kernel).__name__ != "InterpretedFunction":
+        code = kernel.fn.__code__
+        raise RuntimeError(
+            f"triton: kernel {code.co_name} was compiled for a GPU, and its tensors are on CPUs.\n"
+            f"  at {code.co_filename}:{code.co_firstlineno} in {code.co_name}\n"
             f"Run the step on a GPU, or set TRITON_INTERPRET=1 before Triton is imported."
         )
-
-
-def _is_interpreted(kernel: Any) -> bool:
-    while chooses(kernel):
-        kernel = kernel.fn
-    return type(kernel).__name__ == "InterpretedFunction"
-
-
-def _untimed(kernel: Any) -> Any:
-    """A kernel of Triton's interpreter that takes the first configuration which is not pruned; none is timed."""
-    if not chooses(kernel):
-        return kernel
-    untimed = copy.copy(kernel)
-    untimed.fn = _untimed(kernel.fn)
-    if hasattr(kernel, "configs"):
-        untimed.do_bench = lambda run, quantiles: [0.0] * len(quantiles)
-        untimed.cache, untimed.cache_results = {}, False
-    return untimed
+    return kernel
 
 
 class LaunchModule(torch.nn.Module):

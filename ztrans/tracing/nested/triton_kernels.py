@@ -21,8 +21,8 @@ from torch._library.triton import set_wrap_triton_enabled
 
 from ...ir.ambient import having
 from ...ir.nested.launch import Launch, chooses, unwrapped
-from ..errors import writes_nothing
 from ..functionalize import Builder
+from .errors import writes_nothing
 from .kernel_writes import changed_arguments
 
 
