@@ -141,7 +141,7 @@ def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduc
         received=sum(rules(start).received_bytes(start, k, graph.axes) for k in members),
         freed=0 if in_place else reduction.held,
         sent=rules(start).sent_bytes(start, graph.axes),
-        **vars(value),
+        **value._asdict(),
     )
 
 

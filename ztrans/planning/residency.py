@@ -9,9 +9,11 @@ bytes live than its schedule counts.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
@@ -25,17 +27,21 @@ from .solver.problem import Gather
 _Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
 
 
-@dataclass
-class Value:
+class Value(NamedTuple):
     """The bytes of a reduced value, and of the updates that follow it, as in `Reduction`."""
 
-    value: int
-    second: int
+    value: int = 0
+    second: int = 0
     updated: int = 0
     updating: int = 0
     released: tuple[tuple[int, int], ...] = ()
     waiting: int = 0
     results: tuple[tuple[int, int], ...] = ()
+
+    def plus(self, more: Value) -> Value:
+        """Both together. Their updates run one after the other, so temporaries are not live together."""
+        total = Value(*map(operator.add, self, more))
+        return total._replace(updating=max(self.updating, more.updating))
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,12 @@ def residency(s: Skeleton, gathers: Sequence[Gather], groups: Iterable[Group]) -
     """
     storages, n = _Storages(s, donation(s.graph), tuple(groups)), len(s.ops)
     values = [_value(s, p) for p in s.reductions]
-    _count_updates(storages, values)
+    for i, more in chain(_of_results(storages), _of_temporaries(storages)):
+        values[i] = values[i].plus(more)
     live, across = [0] * (n + 1), [0] * (n + 3)
     for h in held(s.graph, storages.given):
         if (latest := storages.gradient.get(h.value)) is not None:
-            values[latest].waiting += _shared(s, latest, h)
+            values[latest] = values[latest].plus(Value(waiting=_shared(s, latest, h)))
         for first, end, at_end in _fixed(storages, gathers, h):
             if first < end:
                 live[max(first, 0)] += h.bytes
@@ -86,6 +93,11 @@ class _Storages:
     def allocated(self, e: Eqn) -> list[Var]:
         """The storages that an equation allocates."""
         return [v for v in e.results if self.given.owner[v] is v]
+
+    @functools.cached_property
+    def latest(self) -> list[int]:
+        """For each group, the last reduction that it needs; -1 if it needs none."""
+        return [max(group.after, default=-1) for group in self.groups]
 
     @functools.cached_property
     def floating(self) -> dict[Eqn, int]:
@@ -191,36 +203,30 @@ def _value(s: Skeleton, p: Planned) -> Value:
     return Value(allocated(p.wait), first + sent + received + allocated(wait))
 
 
-def _count_updates(storages: _Storages, values: Sequence[Value]) -> None:
-    """Count the bytes that reduced values and eager updates hold after a wait, by the reduction that is waited for."""
-    s = storages.s
-    latest = [max(group.after, default=-1) for group in storages.groups]
+def _of_results(storages: _Storages) -> Iterator[tuple[int, Value]]:
+    """The bytes of reduced values and of the results of eager updates, with the reduction that is waited for."""
+    s, latest, size = storages.s, storages.latest, local_bytes(storages.s.graph)
     slots = [*(2 * k + 2 for k in s.born), 0]  # for each reduction, the first slot at which it may be waited for
     reduced = ((storage, i, _reduced_bytes(s, s.reductions[i])) for storage, i in storages.reduced.items())
-    size = local_bytes(s.graph)
     for storage, i, allocated in [*reduced, *((v, latest[u], size(v)) for v, u in storages.update.items())]:
         others = {latest[u] for u in storages.readers.get(storage, ())} - {i}
         until = max([_end(storages, storage), *(slots[other] for other in others)])
         if until > slots[i] + 1:
-            values[i].results += ((allocated, until),)
+            yield i, Value(results=((allocated, until),))
         if storage in storages.update and storages.outlives(storage):
-            values[i].updated += allocated
+            yield i, Value(updated=allocated)
         for other in others:
-            values[other].waiting += allocated
-            values[other].second += allocated if s.reductions[other].then else 0
-    _count_temporaries(storages, values, latest)
+            yield other, Value(waiting=allocated, second=allocated if s.reductions[other].then else 0)
 
 
-def _count_temporaries(storages: _Storages, values: Sequence[Value], latest: Sequence[int]) -> None:
-    """Count the temporaries of eager updates, by the last reduction that each waits for."""
-    for group, i in zip(storages.groups, latest):
+def _of_temporaries(storages: _Storages) -> Iterator[tuple[int, Value]]:
+    """The bytes of temporaries of eager updates, likewise."""
+    for group, i in zip(storages.groups, storages.latest):
         if group.after:
             most = _temporaries(storages, group)
-            if group.release > storages.s.born[i] + 1:
-                values[i].released += ((most, group.release),)
-            else:
-                values[i].updating = max(values[i].updating, most)
-            values[i].second += most if storages.s.reductions[i].then else 0
+            late = group.release > storages.s.born[i] + 1
+            yield i, Value(released=((most, group.release),)) if late else Value(updating=most)
+            yield i, Value(second=most if storages.s.reductions[i].then else 0)
 
 
 def _end(storages: _Storages, storage: Var) -> int:

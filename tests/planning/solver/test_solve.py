@@ -23,7 +23,7 @@ from ztrans.planning.solver.list_scheduler import Placement
 from ztrans.planning.solver.loads import Choice, kept
 from ztrans.planning.solver.lower_bound import bound
 from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
-from ztrans.planning.solver.solve import Infeasible, one_ahead, solve
+from ztrans.planning.solver.solve import Infeasible, needs, one_ahead, solve
 from ztrans.planning.solver.validate import validate
 
 INF = float("inf")
@@ -144,6 +144,18 @@ def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
     gathers = Gather("w", 4, 0, 0, 0), Gather("w", 4, 0, 1, 1, 1, again=0)
     p = Problem((1.0, 1.0), (3, 3), (True, True), gathers, (), WIRES, memory=3)
     assert bound(p).seconds == 6.0 == evaluate(p, solve(p)).seconds
+
+
+@pytest.mark.parametrize("updating, released, first_wait, peak", [
+    (3, (), 1, 8), (4, (), 3, 7), (0, ((3, 2),), 1, 8), (0, ((4, 3),), 1, 7),
+])  # fmt: skip
+def test_an_update_runs_where_its_temporaries_fit(updating, released, first_wait, peak):
+    """A gradient of 2 bytes is reduced at place 1. Most bytes are live up to place 2, and few after that."""
+    r = Reduction("w", 1, 2, 0, updating=updating, released=released)
+    p = Problem((1.0,) * 3, (5, 5, 1), (True,) * 3, (), (r,), WIRES, memory=8, across=(5, 5, 5, 1))
+    assert needs(p).bytes == evaluate(p, Schedule((), (Bucket((0,), 1, first_wait),))).peak == peak
+    schedule = solve(p)
+    assert schedule.reductions[0].wait >= first_wait and evaluate(p, schedule).peak <= 8
 
 
 # Plans.

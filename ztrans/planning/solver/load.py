@@ -66,7 +66,7 @@ def gather_load(problem: Problem, members: Members) -> Load | None:
     return Load(members, use, use, release, held, held + part, burst, *sending(problem, gathers), spans)
 
 
-def reduction_load(problem: Problem, members: Members, waits: Sequence[int]) -> Load | None:
+def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> Load | None:
     """The load of a bucket of reductions, given the first wait of each; None if a result is needed before that."""
     reductions, first_waits = [problem.reductions[i] for i in members], [waits[i] for i in members]
     end, start = len(problem.seconds), max(r.born for r in reductions) + 1

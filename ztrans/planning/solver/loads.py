@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -62,11 +63,11 @@ class Loads:
         self.starts = sorted({r.born + 1 for r in problem.reductions})
         self.fixed = fixed(problem)
         self.second = max((r.second for r in problem.reductions), default=0)
-        self._gathers: dict[Members, Load | None] = {}
-        self._reductions: dict[Members, Load | None] = {}
         self._alone: dict[frozenset[int], np.ndarray] = {}
         self.waits = tuple(r.born + 1 for r in problem.reductions)
         self.waits = first_waits(problem, self._live(kept(problem, ())))
+        self._gather = functools.cache(functools.partial(gather_load, problem))
+        self._reduction = functools.cache(functools.partial(reduction_load, problem, self.waits))
 
     def of(self, choice: Choice) -> Loaded | None:
         """The loads of a choice; None if a bucket is not possible, or if there is too little room."""
@@ -105,16 +106,6 @@ class Loads:
     def _held(self, dropped: frozenset[int]) -> list[Span]:
         last = self.problem.last_uses(dropped)
         return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(self.problem.gathers) if i not in dropped]
-
-    def _gather(self, members: Members) -> Load | None:
-        if members not in self._gathers:
-            self._gathers[members] = gather_load(self.problem, members)
-        return self._gathers[members]
-
-    def _reduction(self, members: Members) -> Load | None:
-        if members not in self._reductions:
-            self._reductions[members] = reduction_load(self.problem, members, self.waits)
-        return self._reductions[members]
 
     def _often(self, reductions: Sequence[Load]) -> bool:
         """Whether reductions start often enough, from the first birth on."""
