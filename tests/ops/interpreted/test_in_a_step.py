@@ -187,5 +187,6 @@ def test_a_kernel_whose_options_are_chosen_when_it_runs(name):
     seen_blocks.clear()
     assert distance(lowered.compile()(clone(STATE), X)[0], want) < 1e-6
     assert seen_blocks == ([16, 32] * 2 if "autotune" in name else []), "for each launch"
+    assert distance(lowered.compile(backend="inductor")(clone(STATE), X)[0], want) < 1e-6
     for stage in (0, 3):
         assert distance(sharded(make(norm), stage)[1], want) < 1e-6

@@ -14,6 +14,7 @@ from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
+from ...ir.nested.launch import Launch
 from ...ir.operations import compute
 from ...ir.update_groups import is_fused_update
 from .compiler import fake
@@ -62,6 +63,8 @@ def infer_layouts(
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
         elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
+        elif e.args and isinstance(launch := e.args[0], Launch):  # a kernel does not run on fake tensors
+            results = [layouts[v] for name, v in zip(launch.tensors, e.args[1:]) if name in launch.changed]
         else:
             twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
             op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
