@@ -253,11 +253,13 @@ def test_the_planner_charges_what_the_simulation_charges():
 @pytest.mark.parametrize("make, message", [
     (lambda: zt.by_host(0, "nvlink4", "infiniband"), "by_host: a host has at least one rank, not 0."),
     (lambda: zt.by_host(8, "bus", "infiniband"),
-     "cluster: no profile of link 'bus' inside a host; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
+     "by_host: no profile of link 'bus' inside a host; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
     (lambda: zt.by_host(8, "nvlink4", "rail"),
-     "cluster: no profile of link 'rail' between hosts; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
+     "by_host: no profile of link 'rail' between hosts; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
+    (lambda: zt.by_host(8, Link("bus", 1e-6, 0.0), "infiniband"),
+     f"by_host: {Link('bus', 1e-6, 0.0)} inside a host: bandwidth must be positive, latency not negative."),
 ])  # fmt: skip
 def test_wrong_hosts_are_refused(make, message):
     with pytest.raises(ValueError) as caught:

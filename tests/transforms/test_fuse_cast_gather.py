@@ -63,6 +63,25 @@ def test_a_cast_after_views_is_fused(use):
     assert "cast(w" not in str(lowered)
 
 
+def test_a_view_that_the_strides_of_the_gathered_value_do_not_allow_is_fused_too():
+    """The update computes the transpose on shards, so it is gathered by rows, where the trace has it by columns."""
+
+    def step(state, x):
+        b = state["b"].detach().requires_grad_()
+        moved = state["w"].t() * 2.0
+        value = (moved.t().view(-1).to(torch.bfloat16) * b * x).square().mean()
+        (g,) = torch.autograd.grad(value, [b])
+        return {**state, "b": state["b"] - 0.1 * g, "most": moved.abs().max()}, value
+
+    state = {"w": torch.randn(6, 4), "b": torch.ones(()), "most": torch.ones(())}
+    x, results = torch.randn(24), []
+    for more in ((), (zt.fuse_cast_gather(),)):
+        lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *more)(step).lower(state, x)
+        results.append(lowered.lockstep(state, [(x,), (x,)]))
+    assert torch.equal(results[0][0]["b"], results[1][0]["b"])
+    assert {e.outs[0].dtype for e in lowered.graph.eqns if e.op is ALL_GATHER} == {torch.bfloat16}
+
+
 def test_a_parameter_that_is_used_in_two_dtypes_is_gathered_in_fp32():
 
     def step(state, x):

@@ -261,6 +261,10 @@ def through_bf16(w, state):
     return quantised(w.to(torch.bfloat16), SCALES["dynamic"])
 
 
+def of_a_difference(w, state):
+    return quantised(1 - w, SCALES["dynamic"])
+
+
 def of_finite_values(w, state):
     return quantised(torch.where(torch.isnan(w), 0.0, w), SCALES["dynamic"])
 
@@ -270,7 +274,8 @@ def in_blocks(w, state):
     return quantised(w.view(4, 5, 8).permute(2, 0, 1).unsqueeze(0), SCALES["dynamic"]).squeeze(0)
 
 
-USES = [of_two_uses, of_a_kept_scale, of_one_message, of_integers, through_bf16, of_finite_values, in_blocks]
+USES = [of_two_uses, of_a_kept_scale, of_one_message, of_integers, through_bf16, of_a_difference, of_finite_values]
+USES += [in_blocks]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
@@ -301,14 +306,15 @@ def in_two_dtypes(w, state):
     return quantised(w, SCALES["dynamic"]).float() + cast(w, SCALES["dynamic"](w), torch.float8_e5m2).float()
 
 
-def by_the_batch(w, state):
-    return cast(w, state["b"])
+def of_a_function(w, state):
+    return w.tanh().to(E4M3)
 
 
 STAY = {
     by_row: "amax (*) reads it in f32",
     of_the_mean: "mean (*) reads it in f32",
     also_wide: "sum (*) reads it in f32",
+    of_a_function: "tanh (*) reads it in f32",
     in_two_dtypes: "it is used in 2 ways, *",
 }
 
@@ -326,11 +332,38 @@ def test_a_note_says_why_a_leaf_is_gathered_wide(use):
     assert "# note: w is cast to f8e4m3 behind its gather" in str(fused)
 
 
+def test_constants_that_print_alike_are_not_the_same():
+    """PyTorch prints four digits of a number, and the ends of a long tensor."""
+
+    def of_constants(w, state):
+        numbers = [torch.tensor(x) for x in (1.00001, 1.00004)]
+        tables = [torch.arange(2000) * (torch.arange(2000) != k) for k in (700, 900)]
+        first, second = ((1e6 * (x - 1) + table[900]) / w.abs().max() for x, table in zip(numbers, tables))
+        return cast(w, first).float() + cast(state["v"], second).float()
+
+    step, state = step_with(of_constants, v=torch.randn(20, 8))
+    both(step, state, ranks=3)
+
+
 def test_a_rank_without_rows_has_no_maximum():
     """5 rows on 4 ranks: 2, 2, 1 and none."""
     step, state = step_with(lambda w, state: quantised(w[:, :8], SCALES["dynamic"]))
     fused = both(step, {**state, "w": torch.randn(5, 8)}, ranks=4)
     assert gathers(fused) == {"w": [torch.float32]} and "max (" in fused.graph.notes[0]
+
+
+def test_no_note_is_about_a_leaf_that_scales_activations():
+    """As the weight of a norm before a layer in fp8: the activations are cast, and not the leaf."""
+
+    def step(state, batch):
+        x, _ = batch
+        b = state["b"].detach().requires_grad_()
+        value = (quantised(x * state["w"], SCALES["dynamic"]).float() * b).square().mean()
+        (g,) = torch.autograd.grad(value, [b])
+        return {**state, "b": state["b"] - 0.1 * g}, value
+
+    fused = both(step, {"w": torch.randn(8), "b": torch.ones(())})
+    assert gathers(fused) == {"w": [torch.float32]} and not fused.graph.notes
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "zero"])

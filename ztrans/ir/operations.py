@@ -19,6 +19,7 @@ from .graph import Eqn, Var, substitute
 from .nested.call import call_operator
 
 aten = torch.ops.aten
+CAST = aten._to_copy.default
 _LAZY = (aten._conj.default, aten._neg_view.default)
 
 
@@ -46,7 +47,7 @@ def rearranges(eqn: Eqn) -> bool:
 
 def is_view_or_cast(eqn: Eqn) -> bool:
     """Whether an equation is a view or a cast of one value, which is cheap to repeat and to move."""
-    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is aten._to_copy.default)
+    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is CAST)
 
 
 def is_matmul(eqn: Eqn) -> bool:

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from .collectives import rules
+from .collectives import HALF, rules
 from .graph import Eqn, Graph, Primitive, Var, is_random, producers
 
 aten = torch.ops.aten
-_HALF = (torch.bfloat16, torch.float16)
 Group = tuple[Eqn, ...]  # equations that one call computes
 ListCall = tuple[Any, tuple, Mapping[str, Any]]  # an operation over lists, its arguments and its keyword arguments
 
@@ -56,7 +55,7 @@ def has_list_form(e: Eqn) -> bool:
     """
     if not isinstance(e.op, torch._ops.OpOverload) or torch.Tag.pointwise not in e.op.tags:
         return False
-    exact = all(v.dtype not in _HALF for v in (*e.ins, *e.results))
+    exact = all(v.dtype not in HALF for v in (*e.ins, *e.results))
     return exact and hasattr(aten, f"_foreach_{e.op._schema.name.removeprefix('aten::')}")
 
 

@@ -165,12 +165,7 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
     if isinstance(device, str) and device.lower() not in DEVICES:
         raise ValueError(f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}.")
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
-    crossed = []
-    for axis, link in links.items():
-        link = _profile(link, f"for axis {axis!r}")
-        if not link.bandwidth > 0 or link.latency < 0:
-            raise ValueError(f"cluster: {link} for axis {axis!r}: bandwidth must be positive, latency not negative.")
-        crossed.append((axis, link))
+    crossed = ((axis, _profile(link, "cluster", f"for axis {axis!r}")) for axis, link in links.items())
     return Cluster(chosen, tuple(crossed))
 
 
@@ -182,21 +177,25 @@ def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
         inside: the link between the ranks of a host, or the name of a shipped one.
         between: a rank's share of the link between hosts, or the name of a shipped one.
 
-    Raises: ValueError if there is no profile of that name, or `local` is below 1.
+    Raises: ValueError if there is no profile of that name, if a bandwidth is not positive or a latency is negative, or
+        if `local` is below 1.
 
     >>> cluster("h100", dp=by_host(8, "nvlink4", "infiniband")).link("dp").name
     'infiniband'
     """
     if local < 1:
         raise ValueError(f"by_host: a host has at least one rank, not {local}.")
-    wire, bus = _profile(between, "between hosts"), _profile(inside, "inside a host")
+    wire, bus = _profile(between, "by_host", "between hosts"), _profile(inside, "by_host", "inside a host")
     return dataclasses.replace(wire, inside=bus, local=local)
 
 
-def _profile(link: str | Link, where: str) -> Link:
+def _profile(link: str | Link, caller: str, where: str) -> Link:
     if isinstance(link, str) and link not in LINKS:
-        raise ValueError(f"cluster: no profile of link {link!r} {where}; there are {', '.join(LINKS)}.")
-    return LINKS[link] if isinstance(link, str) else link
+        raise ValueError(f"{caller}: no profile of link {link!r} {where}; there are {', '.join(LINKS)}.")
+    link = LINKS[link] if isinstance(link, str) else link
+    if not link.bandwidth > 0 or link.latency < 0:
+        raise ValueError(f"{caller}: {link} {where}: bandwidth must be positive, latency not negative.")
+    return link
 
 
 def assumed(device_type: str, axes: Mapping[str, int]) -> Cluster:

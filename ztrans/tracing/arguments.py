@@ -87,7 +87,7 @@ class Arguments(NamedTuple):
         return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
     def batch_like(self, last: KnownBatch | None) -> tuple[list, KnownBatch]:
-        """The leaves of the batch, and what is known of it: `last`, that of another batch, if it is the same."""
+        """The leaves of the batch, and what is known of it, which is `last` for a batch of the same kind."""
         if last is not None and last.key.names == self.names and (known := last.leaves(self.batch)) is not None:
             return known, last
         leaves, tree = pytree.tree_flatten(self.batch)

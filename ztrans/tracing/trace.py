@@ -183,7 +183,8 @@ def trace(
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
-        refuse_wrappers((*zip(paths, new), *(("the output", x) for x in pytree.tree_leaves(output))))
+        outputs = ((f"the output{pytree.keystr(k)}", x) for k, x in pytree.tree_leaves_with_path(output))
+        refuse_wrappers((*zip(paths, new), *outputs))
         return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
     def record_program() -> Imported:

@@ -145,7 +145,7 @@ class _Marking:
         self.edits.before(start, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
 
     def keep_gathered(self, whole: bool) -> None:
-        """Mark what the first micro-batch brings for all: maxima of parameters, and with `whole` parameters."""
+        """Mark what only the first micro-batch computes: maxima of parameters, and if `whole`, gathered parameters."""
         for e, waited in pair(self.graph).waits.items():
             of_param = role_of(waited.start) == "param" and e.out not in self.roles.changes
             if of_param and (whole or not rules(waited.start).moves):

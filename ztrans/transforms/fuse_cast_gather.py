@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
-from ..ir.operations import rearranges
+from ..ir.operations import CAST, compute, rearranges
 from .base import Transform, constructor
 from .scaled_casts.gathers import cast_on_shards
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 @constructor
@@ -60,7 +57,7 @@ class _FuseCastGather(Transform):
                 views, casts = _narrowed(e, used, outputs)
                 new.update((v, dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])) for v in views)
                 alias.update((c.out, c.args[0]) for c in casts)
-        eqns = (_retyped(e, new) for e in graph.eqns if not (e.op is _CAST and e.outs[0] in alias))
+        eqns = (_retyped(e, new) for e in graph.eqns if not (e.op is CAST and e.outs[0] in alias))
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})
 
 
@@ -96,15 +93,13 @@ def _readers(
     seen: list[Var] = [v]
     casts: list[Eqn] = []
     for e in used.get(v, ()):
-        if e.op is _CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
+        if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
             keep = e.kwargs.get("memory_format") or torch.preserve_format
             if torch.empty_like(x, memory_format=keep).stride() != x.stride():
                 return None
             casts.append(e)
         elif rearranges(e):
-            op: Any = e.op
-            views = op(*(x if a is v else a for a in e.args), **e.kwargs)
-            for out, y in zip(e.outs, views if isinstance(views, (list, tuple)) else (views,)):
+            for out, y in zip(e.outs, compute(e, {v: x})):
                 if out is None:
                     continue
                 readers = _readers(out, y, used, outputs)

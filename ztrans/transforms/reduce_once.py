@@ -17,9 +17,9 @@ import torch
 
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+from ..ir.operations import CAST
 
 aten = torch.ops.aten
-_CAST = aten._to_copy.default
 SUMS = (aten.add.Tensor,)
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
@@ -165,7 +165,7 @@ def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn],
     for v in terms:
         if v.dtype != dtype:
             wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
-            casts.append(at.replace(op=_CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
+            casts.append(at.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
             v = wide
         widened.append(v)
     return casts, widened

@@ -166,6 +166,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # to compile imports Inductor
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_kernel_whose_options_are_chosen_when_it_runs(name):
     """Nothing is timed in the interpreter: of the configurations that are not pruned, the first one runs."""

@@ -9,6 +9,8 @@ from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.hosts import Hosts, route_of
 from ztrans.runtime.collectives import Start, wait
+from ztrans.runtime.hosts.two_levels import Later
+from ztrans.runtime.process_groups import LostRank
 
 F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 LARGE = 6 * 2**15  # rows that are sent in a message of their own
@@ -128,6 +130,18 @@ def test_the_program_says_which_way_and_why():
     start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
     assert start.extra_repr() == "reduce_scatter, ranks=4, members=1, wire=torch.float32"
     del groups
+
+
+def test_a_first_level_that_failed_fails_at_every_wait():
+    """A thread that records a step may have waited before."""
+
+    def begin():
+        raise LostRank("rank 1 has ended")
+
+    later = Later(begin)
+    for wait_for in (later.advance, later.wait):
+        with pytest.raises(LostRank):
+            wait_for()
 
 
 def test_a_closed_channel_gives_up_its_messages():

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from ..graph import Eqn, Graph, Primitive, Var, dce, rename
+from ..operations import CAST
 from .table import rules
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 def erase_trivial(graph: Graph) -> Graph:
@@ -38,7 +35,7 @@ def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
         if dtype is not None and dtype != member.dtype:
             name = f"{out.name.removesuffix(chr(39))}.{dtype}".replace("torch.", "")
             value = Var(name, dtype, member.shape, member.layout)
-            casts.append(Eqn(_CAST, (member,), (value,), {"dtype": dtype}, start.region, start.source))
+            casts.append(Eqn(CAST, (member,), (value,), {"dtype": dtype}, start.region, start.source))
             member = value
     return casts, member
 

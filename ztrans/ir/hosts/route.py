@@ -27,7 +27,7 @@ EXCHANGE, RING, TWO_LEVELS = "exchange", "ring", "exchange in two levels"
 class Route:
     """The way of a collective, its reason, and the bytes that a rank receives from its own host and from others.
 
-    The bytes are means over the ranks of the group.
+    The bytes are means over the ranks of the group. If hosts are not even, each rank counts as a host of its own.
     """
 
     way: str

@@ -21,7 +21,7 @@ def key_parts(keys: Sequence[Any]) -> list[str]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their names. None is none of them.
+    """The leaves of a tree by their names. None has no leaf, and so no name.
 
     Raises: ValueError if two leaves have the same name.
 

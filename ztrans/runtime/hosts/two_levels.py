@@ -3,9 +3,8 @@
 On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
 itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
 
-The second level begins when this rank next starts or waits for a message of the channel, because only then the first
-level is surely on its way on all ranks of the host. The tags of both levels are taken at the start, so a thread that
-waits earlier changes nothing.
+Nothing runs in the background, so the second level begins when this rank next starts or waits for a message of the
+channel. The tags of both levels are taken at the start, so a thread that waits earlier changes nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ class Later:
     def advance(self) -> None:
         """Wait for the first level, and begin the second, unless that has happened."""
         with self._lock:
-            begin, self._begin = self._begin, None
-            if begin is not None:
-                self._works = begin()
+            if self._begin is not None:
+                self._works, self._begin = self._begin(), None
 
     def wait(self) -> None:
         self.advance()

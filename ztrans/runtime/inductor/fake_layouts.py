@@ -63,8 +63,6 @@ def infer_layouts(
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
         elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
-        elif e.args and isinstance(launch := e.args[0], Launch):  # a kernel does not run on fake tensors
-            results = [layouts[v] for name, v in zip(launch.tensors, e.args[1:]) if name in launch.changed]
         else:
             twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
             op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
@@ -75,6 +73,8 @@ def infer_layouts(
 
 def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
+    if e.args and isinstance(launch := e.args[0], Launch):  # a kernel does not run on them
+        return [layouts[v] for name, v in zip(launch.tensors, e.args[1:]) if name in launch.changed]
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
         with fake():

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
+from ...ir.collectives import HALF
 from ...ir.source import user_source, where
 
 State = dict[str, torch.Tensor]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> State:
@@ -85,7 +85,7 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: to
     not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
     found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
     for g in grads:
-        g.copy_((g.float() if g.dtype in _HALF else g) * inverse)
+        g.copy_((g.float() if g.dtype in HALF else g) * inverse)
 
 
 def _update(

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...ir.collectives import HALF
 from .by_value import by_value
 
 _OPERANDS = {
@@ -29,7 +30,6 @@ _OPERANDS = {
     "addcdiv": 3,
 }  # operations with a scalar: how many operands precede it
 _SCALARS = ("alpha", "value", "scalars", "weight")  # the names of the scalar
-_HALF = (torch.float16, torch.bfloat16)
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
 
@@ -78,7 +78,7 @@ def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place
     """The result for one tensor."""
     x, *rest = operands
     dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
-    if dtype in _HALF and (
+    if dtype in HALF and (
         x.device.type != "cpu" or plain.startswith(("addc", "lerp"))
     ):  # computed in fp32, rounded once
         widened = (y.float() if isinstance(y, torch.Tensor) else y for y in (x, *rest))

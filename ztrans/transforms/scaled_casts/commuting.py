@@ -13,12 +13,11 @@ from collections.abc import Mapping
 import torch
 
 from ...ir.graph import Eqn
-from ...ir.operations import rearranges
+from ...ir.operations import CAST, rearranges
 
 aten = torch.ops.aten
-CAST = aten._to_copy.default
 _ROUNDED = {
-    *(aten.abs, aten.neg, aten.mul, aten.div, aten.reciprocal, aten.sqrt, aten.add, aten.sub),
+    *(aten.abs, aten.neg, aten.mul, aten.div, aten.reciprocal, aten.sqrt, aten.add, aten.sub, aten.rsub),
     *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.where, aten.nan_to_num),
     *(aten.round, aten.floor, aten.ceil, aten.trunc, aten.sign, aten.isnan, aten.isinf),
 }
@@ -50,7 +49,7 @@ def is_elementwise(eqn: Eqn) -> bool:
         in_place = eqn.kwargs.get("memory_format") in (None, torch.preserve_format)
         return eqn.kwargs.get("dtype") is not None and in_place and not eqn.kwargs.get("device")
     packet = getattr(eqn.op, "overloadpacket", None)
-    scaled = "alpha" in eqn.kwargs or (packet in (aten.add, aten.sub) and len(eqn.args) > 2)
+    scaled = "alpha" in eqn.kwargs or (packet in (aten.add, aten.sub, aten.rsub) and len(eqn.args) > 2)
     return packet in _ROUNDED and not scaled
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, rules, wait
 from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers, substitute
-from ...ir.relations import grouped, reachable
+from ...ir.relations import grouped, instances, reachable
 
 
 class Head:
@@ -34,7 +34,8 @@ class Head:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
         args, kwargs = (substitute(x, lambda v: self.values.get(v, v)) for x in (eqn.args, eqn.kwargs))
         eqn = eqn.replace(args=args, kwargs=kwargs, region="forward", order=None)
-        known = self._known.setdefault(repr((eqn.op, args, kwargs)), eqn)
+        constants = [x.tolist() for x in instances((args, kwargs), torch.Tensor)]  # in full, which their texts are not
+        known = self._known.setdefault(repr((eqn.op, args, kwargs, constants)), eqn)
         if known is eqn:
             self.eqns.append(eqn)
             before = max((self._round.get(v, 0) for v in eqn.ins), default=0)

@@ -17,10 +17,11 @@ from ...ir.collectives import rules
 from ...ir.collectives.user_collectives import is_users
 from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, substitute, users, variables
 from ...ir.layout import cut_over, part
+from ...ir.operations import CAST
 from ...ir.printer import op_name
 from ...ir.relations import grouped
 from ...ir.source import where
-from .commuting import CAST, extreme, is_bijection, is_elementwise
+from .commuting import extreme, is_bijection, is_elementwise
 from .head import Head
 
 
@@ -160,9 +161,10 @@ class OnShards:
         starts = {v: x.start for v, x in self.whole.items()}
         casts: dict[Eqn, torch.dtype] = {}
         for e in self.graph.eqns:
-            read = next((starts[v] for v in e.ins if v in starts), None)
-            if read is not None and (is_bijection(e) or is_elementwise(e)):
-                starts[e.out] = read
+            pointwise = e.op is CAST or torch.Tag.pointwise in getattr(e.op, "tags", ())
+            alike = [starts[v] for v in e.ins if v in starts and v.numel == e.out.numel]
+            if alike and (is_bijection(e) or pointwise):
+                starts[e.out] = alike[0]
                 if e.op is CAST and e.out.dtype.is_floating_point and e.out.dtype.itemsize == 1:
-                    casts.setdefault(read, e.out.dtype)
+                    casts.setdefault(alike[0], e.out.dtype)
         return casts

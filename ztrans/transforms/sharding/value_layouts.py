@@ -11,16 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
-from ...ir.operations import is_view_or_cast
+from ...ir.operations import CAST, is_view_or_cast
 from ...ir.reshard import Site, redistribute, reduced
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
     from ..shard_params import ShardParams
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 class Values:
@@ -115,7 +111,7 @@ class Values:
         dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
         # If a gradient was cast to a wider dtype and would be sent in its former one, send the value before the cast.
         cast = self.producers.get(x)
-        narrow = cast is not None and cast.op is _CAST and cast.args[0].dtype == dtype
+        narrow = cast is not None and cast.op is CAST and cast.args[0].dtype == dtype
         sent = cast.args[0] if cast is not None and narrow else x
         value = self.local[sent] if sent in self.local else self.laid(sent, None, eqn)
         for axis in over:
