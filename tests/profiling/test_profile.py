@@ -150,6 +150,20 @@ def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
     assert replanned.timeline().seconds <= lowered.timeline(replanned.cluster).seconds
 
 
+def test_the_link_of_a_joint_axis_is_fitted_to_its_own_messages():
+    """A cluster that knows only its axes begins with the slowest of them; an axis of the step itself has no link."""
+    base = zt.cluster("h100", dp="nvlink4", cp="infiniband")
+    slow = [Observed("dp*cp", 8, "all_gather", n, "dp*cp gather", k, k + 1e-3 + n / 1e6) for k, n in enumerate((10**4, 10**6))]
+    own = Observed("tp", 2, "all_reduce", 10**6, "tp", 5.0, 5.1)
+    profiled = zt.Profile(zt.Timeline("f", 1.0, (), ()), {}, ((*slow, own),), 0.0)
+    fitted = profiled.cluster(base)
+    assert [axis for axis, _ in fitted.links] == ["dp", "cp", "dp*cp"]
+    assert fitted.link("dp*cp").bandwidth == pytest.approx(1e6, rel=0.1)
+    assert (fitted.link("dp"), fitted.link("cp")) == (base.link("dp"), base.link("cp"))
+    only_joint = dataclasses.replace(base, links=(("dp*cp", base.link("dp")),))
+    assert profiled.cluster(only_joint).link("dp*cp").bandwidth == pytest.approx(1e6, rel=0.1)
+
+
 def test_the_time_of_a_message_is_counted_from_the_rank_that_starts_it_last(pretended, monkeypatch):
     """A rank that starts a message later than the other may find that its bytes have already arrived."""
     took = [1e-4, 0.02, 0.01, 0.03, 0.015]

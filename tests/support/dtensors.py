@@ -31,6 +31,7 @@ import ztrans as zt
 from benchmarks import llama_dtensor
 from benchmarks.llama_model import Config
 from tests.support.worlds import ALL, distance
+from ztrans.ir.axes import members
 from ztrans.ir.collectives import rules
 from ztrans.ir.graph import Graph, Split, Var, substitute
 from ztrans.ir.interpreter import coordinates
@@ -77,7 +78,7 @@ def lockstep(graphs: Sequence[Graph], inputs: Sequence[Sequence[torch.Tensor]]) 
     """As `ztrans.ir.interpreter.lockstep`, for programs of equal names whose numbers may differ from rank to rank."""
     names = [[[v.name for v in e.results] for e in graph.eqns] for graph in graphs]
     assert names == names[:1] * len(names)
-    first, places = graphs[0], coordinates(graphs[0].mesh)
+    first, places = graphs[0], coordinates(graphs[0].mesh, graphs[0].joint)
     assert {rules(e).axis(e) for graph in graphs for e in graph.eqns} <= {None, *first.axes}
     values: list[dict[Var, Any]] = [dict(zip(first.inputs, mine, strict=True)) for mine in inputs]
     by_name = {v.name: v for v in (*first.inputs, *(v for e in first.eqns for v in e.results))}
@@ -93,7 +94,8 @@ def lockstep(graphs: Sequence[Graph], inputs: Sequence[Sequence[torch.Tensor]]) 
 
 def _others(at: dict[str, int], axis: str | None) -> tuple:
     """The place of a rank along the other axes; if each rank computes alone, its whole place."""
-    return tuple((a, i) for a, i in at.items() if a != axis)
+    own = members(axis) if axis else ()
+    return tuple((a, i) for a, i in at.items() if a not in own and len(members(a)) == 1)
 
 
 def joined(program: zt.Lowered, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -105,7 +107,7 @@ def joined(program: zt.Lowered, ranks: Sequence[Sequence[torch.Tensor]]) -> list
         cuts += [(a, p.dim) for a, p in zip(own.axes, own.placements) if isinstance(p, Shard)] if own else []
         parts = {tuple(at.items()): ranks[rank][i] for rank, at in enumerate(places)}
         for axis, dim in cuts:  # the cut of the transform first, because it was made last
-            together = grouped((tuple((a, n) for a, n in at if a != axis), x) for at, x in parts.items())
+            together = grouped((tuple((a, n) for a, n in at if a not in members(axis)), x) for at, x in parts.items())
             parts = {at: torch.cat(xs, dim) for at, xs in together.items()}
         first, *others = parts.values()
         assert all(torch.equal(first, x) for x in others), f"{v.name} differs between ranks that hold the same of it"

@@ -21,7 +21,7 @@ from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import is_cut, parts
-from ..ir.nested.work import inner_work
+from ..ir.nested.work import inner_work, scores
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 from .launches import launches
@@ -162,7 +162,8 @@ def held(graph: Graph, given: Donation) -> list[Held]:
 
     Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
     """
-    size, n = local_bytes(graph), len(graph.eqns)
+    size, n, at = local_bytes(graph), len(graph.eqns), dict.fromkeys(graph.axes, 0)
+    shape = lambda v: local_shape(v, graph.axes, at)
     starts = pair(graph).starts
     lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
     every = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
@@ -171,6 +172,8 @@ def held(graph: Graph, given: Donation) -> list[Held]:
             if out is not None and given.owner[out] is out:
                 allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
                 every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
+        if computed := scores(e, shape):
+            every.append(Held(i, i, e.results[0], computed, "scores of attention"))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
     return every

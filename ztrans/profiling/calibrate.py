@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir import collectives
+from ..ir.axes import joint_axis, members, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..planning.cluster import Cluster, Device, Link
 from ..runtime.collectives import Future, channel
@@ -36,14 +40,22 @@ _BURST = 0.25  # seconds for which one size is timed, and for which matmuls run 
 StartMessage = Callable[[], Future]
 
 
-def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Cluster:
+def calibrate(
+    mesh: DeviceMesh, links: Mapping[str, str] | None = None, joint: Sequence[Sequence[str]] = ()
+) -> Cluster:
     """Measure this machine: matmul rates, memory bandwidth, launch overhead, and the link of every mesh axis.
 
     All ranks must call it. All get the same `Cluster`, which has medians over the ranks. No measurement shows which
     axes share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
-    "local". `links` gives the link of an axis another name.
+    "local".
 
-    Raises: ValueError if the mesh is abstract, or `links` names an axis that the mesh does not have.
+    Args:
+        mesh: the mesh, whose process groups send the messages.
+        links: gives the link of an axis another name, and those of the joint axes that it is the first of.
+        joint: axes that act as one, as in `shard_params(axis=("dp", "cp"))`, to be measured too: [("dp", "cp")]. The
+            link of a joint axis that is not measured is the slowest one of its axes.
+
+    Raises: ValueError if the mesh is abstract, or `links` or `joint` name an axis that the mesh does not have.
 
     >>> from ztrans.runtime.mesh import make_mesh
     >>> cluster = calibrate(make_mesh("cpu", dp=-1))  # a mesh of one: the device alone
@@ -52,17 +64,20 @@ def calibrate(mesh: DeviceMesh, links: Mapping[str, str] | None = None) -> Clust
     """
     check_runs(mesh)
     axes = mesh.mesh_dim_names or ()
-    for axis in links or {}:
+    for axis in (*(links or {}), *itertools.chain(*joint)):
         if axis not in axes:
             raise ValueError(f"calibrate: no mesh axis {axis!r}; there are {', '.join(map(repr, axes))}.")
+    sizes = with_joint_sizes(dict(zip(axes, mesh.shape)), [joint_axis(names, axes) for names in joint])
     on = torch.device(mesh.device_type)
     device = _device(on)
     if mesh.size() == 1:
         return Cluster(device, ())
     meet(mesh, Call("zt.calibrate"))
-    wires = [_measure_axis(axis, mesh, on) for k, axis in enumerate(axes) if mesh.size(k) > 1]
+    wires = [_measure_axis(axis, mesh, on) for axis, size in sizes.items() if size > 1]
     by_rank = everywhere(_Measured(device, host_name(), wires), mesh)
     mine = _agreed(dict(zip(mesh.mesh.flatten().tolist(), by_rank)), links or {})
+    alone = [(axis, Link("local", 0.0, math.inf)) for axis, size in sizes.items() if size == 1]  # joint ones ask for it
+    mine = dataclasses.replace(mine, links=(*mine.links, *alone))
     return everywhere(mine, mesh)[0]  # the last bit of a sum may differ between machines
 
 
@@ -96,7 +111,8 @@ def _agreed(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> Clust
             for messages in zip(*(wire.samples for wire in same_axis))
         ]
         host, call = median(wire.host for wire in same_axis), median(wire.call for wire in same_axis)
-        guess = Link(names.get(axis, "network" if is_network else "local"), 1e-4, 1e9, host=host, call=call)
+        name = next((names[a] for a in members(axis) if a in names), "network" if is_network else "local")
+        guess = Link(name, 1e-4, 1e9, host=host, call=call)
         links.append((axis, fit(guess, samples, ranks)))
     return Cluster(_agreed_device(list(by_rank.values())), tuple(links))
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.axes import members
 from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
 from ..ir.printer import format_seconds, op_name
@@ -54,9 +55,11 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        usual = [_combined(same, median) for same in zip(*self.messages) if same[0].axis in axes]
+        has_link = lambda axis: axis in axes or axes.issuperset(members(axis))
+        usual = [_combined(same, median) for same in zip(*self.messages) if has_link(same[0].axis)]
+        known = dict(base.links) | {m.axis: base.link(m.axis) for m in usual}  # of joint axes, the slowest at first
         links = []
-        for axis, link in explain(base.links, usual):
+        for axis, link in explain(tuple(known.items()), usual):
             over = [m for m in usual if m.axis == axis]
             link = dataclasses.replace(link, inside=None)  # the fitted figures are those of whole messages
             link = sending(link, [(m.received, m.spent) for m in over])

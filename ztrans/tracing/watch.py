@@ -36,6 +36,7 @@ from ..ir.source import Source, user_source, where
 from . import errors
 from .lifting.scalars import tensors_in
 from .nested.checkpoints import mark_of_operation, take_policy
+from .nested.errors import differentiates_loop, mask_from_before
 from .nested.recorded_calls import record_call
 from .operation import Operation, Origin, Seen
 from .overloads import is_written
@@ -107,9 +108,12 @@ class Watch(TorchDispatchMode):
         """Record the call of a higher-order operator, and its functions, as a graph."""
         origin = self.inside or self._origin()
         line = origin.source or user_source(3)
+        mask = tensors_in(args[4]) if func is torch.ops.higher_order.flex_attention else []
+        if any(getattr(x, "fake_mode", None) is not self.mode for x in mask):
+            raise mask_from_before(line, self.step)
         self._check_tensors(func, tensors_in((args, kwargs)), line)
         if func is torch.ops.higher_order.while_loop_stack_output:
-            raise errors.differentiates_loop(line, self.step)
+            raise differentiates_loop(line, self.step)
         with _errors_of(func, line, self.step):
             call = record_call(func, args, kwargs, origin.source, Seen.of)
         results = pytree.tree_leaves(call.result)

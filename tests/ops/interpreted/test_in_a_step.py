@@ -136,3 +136,58 @@ def test_a_kernel_may_change_its_argument():
     with pytest.raises(ValueError, match=r"(?s)triton has no sharding rule for f32\[8@dp,4\].*test_in_a_step.py:\d+.*triton_op"):
         sharded(step, 3)
     assert torch.equal(sharded(step, 0)[1]["w"], 2 * STATE["w"])
+
+
+CONFIGS = [triton.Config({"BLOCK": 8}, num_warps=2), triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})]
+EVEN = {"EVEN": lambda given: given["x"].numel() % given["BLOCK"] == 0}
+seen_blocks: list[int] = []
+
+
+def large_blocks(configs, arguments, **options):
+    """Prune configurations by the arguments, as users do."""
+    kept = [config for config in configs if config.kwargs["BLOCK"] * 2 >= arguments["n"]]
+    seen_blocks.extend(config.kwargs["BLOCK"] for config in kept)
+    return kept
+
+
+def doubled(x, out, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = None if EVEN else k < n
+    tl.store(out + k, 2 * tl.load(x + k, mask=mask), mask=mask)
+
+
+plain_kernel = triton.jit(doubled)
+tune = triton.autotune(CONFIGS, key=["n"], prune_configs_by={"early_config_prune": large_blocks}, restore_value=["out"])
+CHOSEN = {
+    "heuristics": triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"]), **EVEN})(plain_kernel),
+    "autotune": tune(triton.heuristics(EVEN)(plain_kernel)),
+    "autotune inside": triton.heuristics({"EVEN": lambda given: False})(tune(plain_kernel)),
+    "autotune, wrapped": wrap_triton(tune(triton.heuristics(EVEN)(plain_kernel))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # to compile imports Inductor
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_kernel_whose_options_are_chosen_when_it_runs(name):
+    """Nothing is timed in the interpreter: of the configurations that are not pruned, the first one runs."""
+
+    def twice(x):
+        out, n = torch.empty_like(x), x.numel()
+        CHOSEN[name][lambda given: (triton.cdiv(n, given["BLOCK"]),)](x, out, n)
+        return out
+
+    class Twice(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: twice(x))
+        backward = staticmethod(lambda ctx, dy: twice(dy.contiguous()))
+
+    norm = lambda x, w: Twice.apply(x) * w
+    lowered = zt.Step.of(make(norm)).lower(STATE, X)
+    assert [e.region for e in lowered.graph.eqns if e.op is TRITON] == ["forward", "backward"]
+    assert "= triton(doubled[...](n=24), " in str(lowered)
+    want, _ = make(lambda x, w: 2 * x * w)(clone(STATE), X)
+    seen_blocks.clear()
+    assert distance(lowered.compile()(clone(STATE), X)[0], want) < 1e-6
+    assert seen_blocks == ([16, 32] * 2 if "autotune" in name else []), "for each launch"
+    assert distance(lowered.compile(backend="inductor")(clone(STATE), X)[0], want) < 1e-6
+    for stage in (0, 3):
+        assert distance(sharded(make(norm), stage)[1], want) < 1e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.func import grad
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 import ztrans as zt
 from tests.support.worlds import ALL, clone, distance, slices
@@ -248,6 +251,85 @@ def test_attention_with_a_mask_and_a_learned_score(documents):
         _, outputs = on_ranks(evaluation(flexible(documents)), stage, ATTENTION, batch)
         assert distance(outputs[0], eager) < 1e-5
         assert distance(on_ranks(by_autograd(flexible(documents)), stage, ATTENTION, batch)[0], want) < 1e-5
+
+
+def with_constants(params, x, of):
+    """A learned slope, a fixed one, and documents: one of the three tensors that `score_mod` reads has a gradient."""
+    q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
+    fixed = x.new_tensor([0.3, 0.1])
+
+    def score_mod(score, b, h, i, j):
+        return torch.where(of[b, i] == of[b, j], score * fixed[h] + params["slope"][h] * (j - i), -torch.inf)
+
+    return flex_attention(q, q.tanh(), q.sin(), score_mod=score_mod).square().mean()
+
+
+def dense_with_constants(params, x, of):
+    q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
+    i, fixed = torch.arange(LENGTH), torch.tensor([0.3, 0.1])
+    score = q @ q.tanh().transpose(-1, -2) / DIM**0.5 * fixed[:, None, None]
+    score = score + params["slope"][:, None, None] * (i - i[:, None])
+    seen = (of[:, :, None] == of[:, None])[:, None]
+    return (score.masked_fill(~seen, -torch.inf).softmax(-1) @ q.sin()).square().mean()
+
+
+def test_a_score_that_reads_tensors_without_a_gradient():
+    want, _ = by_autograd(dense_with_constants)(ATTENTION, TOKENS, DOCUMENTS)
+    lowered = zt.Step.of(by_autograd(with_constants)).lower(ATTENTION, TOKENS, DOCUMENTS)
+    assert distance(lowered.compile()(clone(ATTENTION), TOKENS, DOCUMENTS)[0], want) < 1e-5
+    assert distance(on_ranks(by_autograd(with_constants), 3, ATTENTION, (TOKENS, DOCUMENTS))[0], want) < 1e-5
+
+
+MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
+
+
+def causal():
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
+
+
+MASKS = {"closure": lambda mask: MASK, "batch": lambda mask: mask, "cache": functools.cache(lambda mask: causal())}
+MASK = causal()
+
+
+@pytest.mark.parametrize("where", MASKS)
+def test_a_mask_that_was_made_before_the_step_is_refused(where):
+    """Of a cache, that of an earlier trace."""
+
+    def loss(params, x, mask):
+        q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
+        return flex_attention(q, q, q, block_mask=MASKS[where](mask)).mean() + params["slope"].sum()
+
+    trace = lambda: zt.Step.of(by_autograd(loss)).trace(ATTENTION, TOKENS, MASK if where == "batch" else None)
+    if where == "cache":
+        with pytest.warns(UserWarning, match="leaves a tensor in a BlockMask"):
+            trace()
+    before = rf"(?s)step gives flex_attention a BlockMask that was made before.*{FILE}:\d+ in .*loss.*Make it in the step: create_block"
+    with pytest.raises(ValueError, match=before):
+        trace()
+
+
+@pytest.mark.parametrize(("loss", "factor"), [(evaluation, 3), (by_autograd, 7)])
+def test_memory_counts_the_scores_of_attention(loss, factor):
+    """As PyTorch's allocator does: three tensors of scores in forward, and seven in backward."""
+    x, of = TOKENS.repeat(1, 4, 1), DOCUMENTS.repeat(1, 4)
+
+    def attend(params, x, of):
+        q = (x @ params["w"]).view(*x.shape[:2], HEADS, DIM).transpose(1, 2)
+        sloped = lambda score, b, h, i, j: score + params["slope"][h] * (j - i)
+        return flex_attention(q, q.tanh(), q.sin(), score_mod=sloped).square().mean()
+
+    lowered = zt.Step.of(loss(attend)).lower(ATTENTION, x, of)
+    compiled, counted = lowered.compile(), lowered.memory_analysis()
+    scores = 4 * HEADS * x.shape[0] * x.shape[1] ** 2
+    assert (counted.holders[0][1:]) == (factor * scores, "scores of attention")
+    compiled(clone(ATTENTION), x, of)
+    state = clone(ATTENTION)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compiled(state, x, of)
+    changes = (e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    arguments = sum(t.nbytes for t in (*ATTENTION.values(), x, of))
+    measured = max(itertools.accumulate(changes)) + arguments
+    assert counted.peak == pytest.approx(measured, rel=0.1)
 
 
 def test_attention_is_planned_from_meta_tensors():

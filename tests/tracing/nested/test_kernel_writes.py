@@ -70,6 +70,10 @@ def doubled(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + k, 2 * tl.load(x + k, mask=k < n), mask=k < n)
 
 
+tuned = triton.autotune([triton.Config({"BLOCK": n}) for n in (16, 32)], key=["n"])(doubled)
+blocked = triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"])})(doubled)
+
+
 @triton.jit
 def summed(x, n, BLOCK: tl.constexpr):
     tl.sum(tl.load(x + tl.arange(0, BLOCK)))
@@ -78,8 +82,9 @@ def summed(x, n, BLOCK: tl.constexpr):
 def launching(kernel):
     def step(state, x):
         y = torch.empty_like(x)
-        arguments = (x, y) if kernel is doubled else (x,)
-        kernel[lambda given: (triton.cdiv(given["n"], given["BLOCK"]),)](*arguments, x.numel(), BLOCK=16)
+        arguments = (x,) if kernel is summed else (x, y)
+        options = {} if kernel in (tuned, blocked) else {"BLOCK": 16}
+        kernel[lambda given: (triton.cdiv(given["n"], given["BLOCK"]),)](*arguments, x.numel(), **options)
         return state, y.mean()
 
     return step
@@ -92,6 +97,21 @@ def test_a_kernel_is_traced_and_costed_without_a_gpu():
     assert lowered.cost_analysis().bytes >= 3 * 48 * 4
     traced = zt.Step.of(launching(doubled)).trace(torch.ones((), device="meta"), torch.ones(6, 8, device="meta"))
     assert "triton(doubled" in str(traced)
+
+
+@pytest.mark.parametrize("kernel", [tuned, blocked])
+def test_a_kernel_whose_options_are_chosen_when_it_runs_is_one_equation(kernel):
+    for device in ("cpu", "meta"):
+        traced = zt.Step.of(launching(kernel)).trace(torch.ones((), device=device), torch.ones(6, 8, device=device))
+        assert str(traced).count("= triton(doubled[...](n=48), x, empty_like)") == 1
+
+
+@pytest.mark.parametrize("kernel", [doubled, tuned, blocked])
+def test_a_kernel_that_was_compiled_for_a_gpu_does_not_run_on_cpus(kernel):
+    compiled = zt.Step.of(launching(kernel)).lower(torch.ones(()), torch.ones(6, 8)).compile()
+    message = rf"(?s)kernel doubled was compiled for a GPU.*{Path(__file__).name}:\d+ in doubled.*set TRITON_INTERPRET=1"
+    with pytest.raises(RuntimeError, match=message):
+        compiled(torch.ones(()), torch.ones(6, 8))
 
 
 def test_a_kernel_that_writes_nothing_is_refused():

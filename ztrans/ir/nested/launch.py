@@ -1,12 +1,15 @@
 """Launch: an equation of a Triton kernel, `out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)`.
 
-A kernel writes into its arguments. The equation copies those that it changes, and its results are the copies.
+A kernel writes into its arguments. The equation copies those that it changes, and its results are the copies. The
+wrappers of a kernel, `triton.autotune` and `triton.heuristics`, choose some of its arguments when it runs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,13 +22,18 @@ def unwrapped(kernel: Any) -> Callable:
     return kernel
 
 
+def chooses(kernel: Any) -> bool:
+    """Whether wrappers choose arguments of a kernel when it runs. Then its grid may depend on their choice."""
+    return hasattr(getattr(kernel, "fn", None), "fn")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Launch:
     """The launch of a Triton kernel, the first argument of its equation.
 
     Attributes:
         kernel: the kernel, compiled for a GPU, or run by Triton's interpreter.
-        grid: the numbers of programs, or, for a kernel that is tuned when it first runs, a function that returns them.
+        grid: the numbers of programs, or, for a kernel whose wrappers choose arguments, a function that returns them.
         tensors: the names of the arguments that are tensors, in the order in which the equation has them.
         changed: the names of those that the kernel changes.
         numbers: the other arguments, and options such as `num_warps`.
@@ -47,10 +55,38 @@ class Launch:
         return unwrapped(self.kernel).__name__
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """The new values of the arguments that the kernel changes."""
+        """The new values of the arguments that the kernel changes.
+
+        Raises: RuntimeError if the tensors are on CPUs, and the kernel was compiled for a GPU.
+        """
         given = {n: x.clone() if n in self.changed else x for n, x in zip(self.tensors, values, strict=True)}
-        self.kernel[self.grid](**given, **self.numbers)
+        kernel, options = self.kernel, {**given, **self.numbers}
+        if all(x.is_cpu for x in given.values()):
+            kernel = _interpreted(kernel)
+        # Functions that prune the configurations of a kernel get its positional arguments by name.
+        positional = [options.pop(name) for name in takewhile(options.__contains__, kernel.arg_names)]
+        kernel[self.grid](*positional, **options)
         return [given[name] for name in self.changed]
+
+
+def _interpreted(kernel: Any) -> Any:
+    """A kernel as Triton's interpreter runs it: with the first configuration that is not pruned, and none is timed.
+
+    Raises: RuntimeError if it was compiled for a GPU.
+    """
+    if chooses(kernel):
+        untimed = copy.copy(kernel)
+        untimed.fn, untimed.cache, untimed.cache_results = _interpreted(kernel.fn), {}, False
+        untimed.do_bench = lambda run, quantiles: [0.0] * len(quantiles)
+        return untimed
+    if type(kernel).__name__ != "InterpretedFunction":
+        code = kernel.fn.__code__
+        raise RuntimeError(
+            f"triton: kernel {code.co_name} was compiled for a GPU, and its tensors are on CPUs.\n"
+            f"  at {code.co_filename}:{code.co_firstlineno} in {code.co_name}\n"
+            f"Run the step on a GPU, or set TRITON_INTERPRET=1 before Triton is imported."
+        )
+    return kernel
 
 
 class LaunchModule(torch.nn.Module):

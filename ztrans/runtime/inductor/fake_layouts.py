@@ -14,6 +14,7 @@ from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
+from ...ir.nested.launch import Launch
 from ...ir.operations import compute
 from ...ir.update_groups import is_fused_update
 from .compiler import fake
@@ -72,6 +73,8 @@ def infer_layouts(
 
 def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
+    if e.args and isinstance(launch := e.args[0], Launch):  # a kernel does not run on them
+        return [layouts[v] for name, v in zip(launch.tensors, e.args[1:]) if name in launch.changed]
     key = as_text([e], e.ins, (), layouts)
     if key not in known:
         with fake():

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from ...ir.graph import Graph, Names, Var, dce
 from ...ir.nested.functions import Function
 from ...ir.source import Source
-from ..errors import no_nested
 from ..functionalize import Alias, Builder, Storage
+from .errors import no_nested
 from .functions import letters, no_function
 from .triton_kernels import import_launch
 
@@ -59,6 +59,9 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     seen, tree = pytree.tree_flatten(_seen(node))
     read = lambda x: builder.read(x) if isinstance(x, Alias) else x
     args, kwargs = pytree.tree_map(read, (args, kwargs))
+    if node.target is torch.ops.higher_order.flex_attention_backward:
+        joint = args[8].graph.outputs  # None for a tensor that score_mod reads without a gradient, which fakes have
+        seen[3:] = [x if grad is not None else None for x, grad in zip(seen[3:], joint[5:])]
     results = builder.emit(node.target, args, kwargs, seen)
     return pytree.tree_unflatten([v and Alias(Storage(v), value=v) for v in results], tree)
 

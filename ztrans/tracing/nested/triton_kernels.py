@@ -20,9 +20,9 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
 
 from ...ir.ambient import having
-from ...ir.nested.launch import Launch, unwrapped
-from ..errors import writes_nothing
+from ...ir.nested.launch import Launch, chooses, unwrapped
 from ..functionalize import Builder
+from .errors import writes_nothing
 from .kernel_writes import changed_arguments
 
 
@@ -41,8 +41,7 @@ def record_launches() -> Iterator[None]:
 def _recorded_launch(kernel: Any, grid: Any) -> Callable:
     def launch(*args: Any, **options: Any) -> None:
         given = dict(zip(kernel.arg_names, args)) | options
-        is_tuned = hasattr(kernel, "configs")  # then the grid depends on the configuration that is chosen
-        size = grid(given) if callable(grid) and not is_tuned else grid
+        size = grid(given) if callable(grid) and not chooses(kernel) else grid
         numbers = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
         launched = {"grid": (size,) if isinstance(size, int) else size, "numbers": numbers}
         torch.ops.higher_order.triton_kernel_wrapper_mutation(
