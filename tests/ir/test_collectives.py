@@ -10,12 +10,16 @@ import torch
 
 import ztrans as zt
 from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALONE,
     PRIMITIVES,
     STARTS,
     Start,
     bucket_key,
+    buffers,
     coalesce,
     erase_trivial,
+    is_alone,
     is_start,
     lane,
     pair,
@@ -190,3 +194,21 @@ def test_starts_are_paired_with_their_waits():
     unread = replace(graph, eqns=(start, own, early, late))
     assert pair(unread, own=True).starts[own].first_wait == 4, "nothing waits for it"
     assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == ("tp (step)", "tp", True, False)
+
+
+def gather_of(*rows: int) -> Eqn:
+    members = [Var(f"v{k}", torch.float32, (n,)) for k, n in enumerate(rows)]
+    return Eqn(ALL_GATHER, (members,), tuple(replace(v, future=True) for v in members), {"axis": "dp"})
+
+
+@pytest.mark.parametrize("rows, alone", [
+    ((8, ALONE), [True, True]), ((8, 8, ALONE), [False, False, True]), ((ALONE, ALONE), [True, True]), ((8,), [True]),
+])  # fmt: skip
+def test_small_members_are_packed_if_there_are_several(rows, alone):
+    assert [is_alone(gather_of(*rows), k, {"dp": 2}) for k in range(len(rows))] == alone
+
+
+def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch):
+    gather, calls, counted = gather_of(*[8] * 100), [], buffers.buffer_bytes
+    monkeypatch.setattr(buffers, "buffer_bytes", lambda *given: calls.append(given) or counted(*given))
+    assert not any(is_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300

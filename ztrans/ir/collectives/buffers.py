@@ -41,6 +41,6 @@ def is_alone(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
     It does so for a large member, because a copy would cost more than a message, and for the only small one, because
     there is no other to pack it with.
     """
-    enough = ALONE * sizes[eqn.kwargs["axis"]]
-    small = [k for k in range(len(eqn.outs)) if buffer_bytes(eqn, k, sizes) < enough]
-    return index not in small or len(small) == 1
+    is_small = lambda k: buffer_bytes(eqn, k, sizes) < ALONE * sizes[eqn.kwargs["axis"]]
+    # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
+    return not is_small(index) or not any(is_small(k) for k in range(len(eqn.outs)) if k != index)
