@@ -73,3 +73,9 @@ def test_printing_does_not_change_the_fingerprint():
     changed = start.replace(args=([*members[:-1], last],))
     moved = graph.replace(eqns=(changed, *waits), inputs=(*members[:-1], last))
     assert fingerprint(moved) != fingerprint(graph)
+
+
+def test_a_long_note_wraps():
+    plan = zt.Plan("program", notes=("word " * 60,))
+    lines = str(plan).splitlines()
+    assert lines[1].startswith("  note: word") and all(len(line) <= WIDTH for line in lines) and len(lines) == 4

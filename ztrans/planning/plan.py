@@ -136,7 +136,7 @@ class Plan:
         lines += _buckets("reduce", "waited for before", self.reductions, full)
         if self.dropped:
             lines += _members("  kept from forward, not gathered again: ", self.dropped, "", full)
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(line for note in self.notes for line in wrap(f"  note: {note}"))])
 
     def __str__(self) -> str:
         return self.as_text()

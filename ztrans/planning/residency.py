@@ -39,7 +39,7 @@ class Value(NamedTuple):
     results: tuple[tuple[int, int], ...] = ()
 
     def plus(self, more: Value) -> Value:
-        """Both together. Their updates run one after the other, so temporaries are not live together."""
+        """Add the bytes of another value. Updates run one after the other, so only the most temporaries count."""
         total = Value(*map(operator.add, self, more))
         return total._replace(updating=max(self.updating, more.updating))
 
@@ -220,7 +220,7 @@ def _of_results(storages: _Storages) -> Iterator[tuple[int, Value]]:
 
 
 def _of_temporaries(storages: _Storages) -> Iterator[tuple[int, Value]]:
-    """The bytes of temporaries of eager updates, likewise."""
+    """The temporaries of eager updates, with the last reduction that each group needs."""
     for group, i in zip(storages.groups, storages.latest):
         if group.after:
             most = _temporaries(storages, group)

@@ -227,10 +227,10 @@ class _Play:
         if reduction.until == place:
             self._decide_wait(reduction, place, stall=True)
         else:
-            self._see_at(reduction.until, reduction)
+            self._check_at(reduction.until, reduction)
 
-    def _see_at(self, place: int, reduction: ReductionInFlight) -> None:
-        """Put on the agenda that at a place it is seen whether a reduction has arrived."""
+    def _check_at(self, place: int, reduction: ReductionInFlight) -> None:
+        """Add to the agenda a check, at a place, whether a reduction has arrived."""
         heapq.heappush(self.agenda, (place, _ARRIVE, reduction.index, reduction))
 
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:
@@ -267,7 +267,7 @@ class _Play:
             reduction.expected = max(reduction.expected, self.clock)
             self._hold(reduction, place)
         elif place < reduction.load.wait:
-            self._see_at(reduction.load.wait, reduction)
+            self._check_at(reduction.load.wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
         """Run the updates that are released here."""
@@ -284,7 +284,7 @@ class _Play:
                 self.clock = end
                 for reduction in self.behind:  # at the next place, see which have arrived during the stall
                     if self.network.end[reduction.number] <= end and reduction.until > place:
-                        self._see_at(place + 1, reduction)
+                        self._check_at(place + 1, reduction)
             self.clock += self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _Rejected
