@@ -34,7 +34,7 @@ def route(kind, op, wire, partial, hosts, gloo) -> Route:
     (REDUCE_SCATTER, "max", I64, I64, Hosts(16, 4), True, TWO_LEVELS,
      "sums inside each of 4 hosts first: 19% of the bytes come from other hosts, not 75%"),
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(5, 2, False), True, EXCHANGE,
-     "2 hosts with different numbers of ranks, or in another order"),
+     "the ranks of 2 hosts are not equally many, and neighbours, in every group of the axis"),
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(64, 8), False, RING, "NCCL reduces f32 on the way"),
     (REDUCE_SCATTER, "mean", BF16, F32, Hosts(8), False, EXCHANGE, "one host"),
     (REDUCE_SCATTER, "mean", BF16, F32, Hosts(64, 8), False, TWO_LEVELS,

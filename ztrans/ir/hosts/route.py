@@ -81,7 +81,7 @@ def _reason(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) 
     if hosts.count == 1:
         return "one host"
     if not hosts.even:
-        return f"{hosts.count} hosts with different numbers of ranks, or in another order"
+        return f"the ranks of {hosts.count} hosts are not equally many, and neighbours, in every group of the axis"
     if hosts.local == 1:
         return "one rank on each host"
     if not fewer:
