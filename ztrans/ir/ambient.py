@@ -27,16 +27,11 @@ def _devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-@functools.cache
-def _autocasts() -> tuple[str, ...]:
-    return tuple(f"autocast on {device}" for device in _devices())
-
-
 def ambient() -> dict[str, Any]:
     """The settings of PyTorch on which a trace depends, by name."""
-    casts = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else "off" for d in _devices()]
+    cast = lambda device: torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
     return {
-        **dict(zip(_autocasts(), casts)),
+        **{f"autocast on {device}": cast(device) for device in _devices()},
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
     }

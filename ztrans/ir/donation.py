@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from .collectives import pair, rules
 from .graph import Eqn, Graph, Var, is_random
 from .liveness import liveness
+from .operations import is_written, overloads
 from .write_order import first_write
 
 Written = list[tuple[Var, Var | None]]  # arguments that are overwritten, each with the result that replaces it
@@ -61,8 +62,7 @@ class _Storages:
         live = liveness(graph)
         self.root, self.last = live.root, dict(live.last)
         self.state, self.writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
-        donated = {v for v, _ in graph.donated}
-        self.filling = self.state | donated  # values that fill a storage which the program may write
+        self.filling = self.state | {v for v, _ in graph.donated}  # they fill a storage which the program may write
         self.taken: dict[Var, Var] = {}  # results, each with the owner of the storage that it took
         self.read: dict[Var, int] = {}
 
@@ -74,14 +74,11 @@ class _Storages:
         return v
 
     def may_write(self, place: int, e: Eqn, written: Written) -> bool:
-        """Whether nothing else needs the storages that an equation would write."""
+        """Whether each written argument fills a storage of its own, which nothing else needs any more."""
         owners = [self.owner(v) for v, _ in written]
-        return self._are_apart(e, written, owners) and all(self._is_free(place, v) for v in owners)
-
-    def _are_apart(self, e: Eqn, written: Written, owners: Sequence[Var]) -> bool:
-        """Whether each written argument fills a storage of its own, which no other argument shares."""
-        distinct = len(set(owners)) == len(owners) and all(v in self.filling for v, _ in written)
-        return distinct and not any(self.owner(v) in owners for v in _others(e, written))
+        fill = len(set(owners)) == len(owners) and all(v in self.filling for v, _ in written)
+        shared = any(self.owner(v) in owners for v in _others(e, written))
+        return fill and not shared and all(self._is_free(place, v) for v in owners)
 
     def _is_free(self, place: int, storage: Var) -> bool:
         """Whether the equation at `place` is the last that needs a storage, and no collective still reads it."""
@@ -134,16 +131,12 @@ def _fits(e: Eqn, written: Written) -> bool:
     The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
     scalars = len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
-    return bool(written) and not scalars and all(_alike(v, out) for v, out in written)
+    return bool(written) and not scalars and all(v.is_like(out) for v, out in written)
 
 
 def _others(e: Eqn, written: Written) -> list[Var]:
     """The arguments of an equation that are not written."""
     return [v for v in e.ins if all(v is not target for target, _ in written)]
-
-
-def _alike(v: Var, out: Var | None) -> bool:
-    return out is not None and (v.shape, v.dtype, v.layout) == (out.shape, out.dtype, out.layout)
 
 
 def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
@@ -193,8 +186,7 @@ def _into(op: Any) -> tuple[Any, str] | None:
     if not isinstance(op, torch._ops.OpOverload) or not (torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
-    packet = getattr(getattr(torch.ops, op._schema.name.split("::")[0]), op._schema.name.split("::")[1])
-    forms = [getattr(packet, name) for name in packet.overloads()]
+    forms = overloads(op.overloadpacket)
     for form in (f for f in forms if torch.Tag.generated not in f.tags):  # generated forms allocate a result and copy
         *given, last = form._schema.arguments or [None]
         if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == signature:
@@ -246,5 +238,4 @@ def updated(e: Eqn, twin: Any) -> Written:
 @functools.cache
 def _declared(twin: Any) -> tuple[bool, list[bool]]:
     """Whether the twin is that of a fused optimizer, and which arguments it writes."""
-    writes = [s.alias_info is not None and s.alias_info.is_write for s in twin._schema.arguments]
-    return twin._schema.name.startswith("aten::_fused_"), writes
+    return twin._schema.name.startswith("aten::_fused_"), list(map(is_written, twin._schema.arguments))

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,6 +90,11 @@ class Var:
     def split(self) -> Split | None:
         """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
+
+    def is_like(self, other: Any) -> bool:
+        """Whether another value has the same type, except that it may be a future."""
+        type_of = lambda v: (v.dtype, v.shape, v.layout)
+        return isinstance(other, Var) and type_of(self) == type_of(other)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
@@ -168,6 +175,10 @@ class Eqn:
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
 
+    def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
+        """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
+        return self.replace(args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes)
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -212,6 +223,11 @@ class Graph:
     def axes(self) -> dict[str, int]:
         return with_joint_sizes(dict(self.mesh), self.joint)
 
+    @property
+    def values(self) -> Iterator[Var]:
+        """Every value of the program: the inputs, and the results of equations."""
+        return itertools.chain(self.inputs, *(e.results for e in self.eqns))
+
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module
 
@@ -231,12 +247,12 @@ class Names:
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
-        self._count: dict[str, int] = {}
+        self._count: Counter[str] = Counter()
 
     def fresh(self, name: str) -> str:
         unique = name
         while unique in self._taken:
-            self._count[name] = self._count.get(name, 0) + 1
+            self._count[name] += 1
             unique = f"{name}_{self._count[name]}"
         self._taken.add(unique)
         return unique
@@ -293,6 +309,5 @@ def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
             var = alias[var]
         return var
 
-    renamed = lambda e: e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
-    eqns = (renamed(e) if any(v in alias for v in e.ins) else e for e in graph.eqns)
+    eqns = (e.reading(read) if any(v in alias for v in e.ins) else e for e in graph.eqns)
     return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))

@@ -21,6 +21,8 @@ from .layout import cut, localize
 from .micro_batches import Carry, parts
 from .relations import grouped
 
+Place = Mapping[str, int]  # the index of a rank along each axis
+
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
     """The outputs of a program on one rank, from its flat inputs.
@@ -62,7 +64,7 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
     with torch.no_grad(), without_autocast():
         for i, eqn in enumerate(graph.eqns):
-            _run(eqn, graph.axes, places, values)
+            _run(eqn, graph, places, values)
             for dead in {v for v in eqn.ins if last[v] == i}:
                 for env in values:
                     del env[dead]
@@ -79,11 +81,9 @@ def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> lis
     return lockstep(programs.last, [carry.inputs() for carry in carries])
 
 
-def _run(
-    eqn: Eqn, sizes: Mapping[str, int], places: Sequence[Mapping[str, int]], values: Sequence[dict[Var, Any]]
-) -> None:
+def _run(eqn: Eqn, graph: Graph, places: Sequence[Place], values: Sequence[dict[Var, Any]]) -> None:
     """Compute one equation on every rank, group by group, and add its results to `values`."""
-    rule = rules(eqn)
+    rule, sizes = rules(eqn), graph.axes
     for group in _groups(places, rule.axis(eqn)):
         localized = [localize(eqn, sizes, places[rank]) for rank in group]
         results = rule.meaning(localized, [values[rank] for rank in group])
@@ -114,7 +114,7 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
     return full
 
 
-def _groups(places: Sequence[Mapping[str, int]], axis: str | None) -> list[list[int]]:
+def _groups(places: Sequence[Place], axis: str | None) -> list[list[int]]:
     """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
     if axis is None:
         return [[rank] for rank in range(len(places))]

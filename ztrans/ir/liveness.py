@@ -26,13 +26,11 @@ def liveness(graph: Graph) -> Liveness:
     waits = pair(graph).waits
     root: dict[Var, Var] = {v: v for v in graph.inputs}
     last: dict[Var, int] = {}
-    for e in graph.eqns:
+    for i, e in enumerate(graph.eqns):
         waited = waits.get(e)
         shares = rules(waited.start).shares_buffer(waited.start, waited.member) if waited else rules(e).shares(e)
         root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.results)
-    for i, e in enumerate(graph.eqns):
         last.update((root[v], i) for v in e.ins)
-        waited = waits.get(e)
         if waited and rules(waited.start).sends_own(waited.start, waited.member, graph.axes):
             last[root[waited.start.ins[waited.member]]] = i
         for out in e.results:

@@ -35,6 +35,16 @@ def shows_argument(op: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def is_written(argument: Any) -> bool:
+    """Whether an operation changes this argument, according to its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def overloads(packet: Any) -> list[Any]:
+    """The overloads of an operation; none if there is no such operation."""
+    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+
+
 def rearranges(eqn: Eqn) -> bool:
     """Whether an equation is a view that shows the elements of its argument unchanged.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
 
-from .graph import Eqn, Graph, Names, Var, is_random, producers, substitute, variables
+from .graph import Eqn, Graph, Names, Var, is_random, producers, variables
 from .liveness import liveness
 from .relations import reachable
 
@@ -27,7 +27,7 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     """
     makers, root = producers(graph.eqns), liveness(graph).root
     place = {e: i for i, e in enumerate(graph.eqns)}
-    names = Names(v.name for v in (*graph.inputs, *makers))
+    names = Names(v.name for v in graph.values)
     eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 
@@ -43,15 +43,12 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
                 for out in e.results
                 if root[out] in chosen
             )
-            args, kwargs = (substitute(x, lambda v: copies.get(v, v)) for x in (e.args, e.kwargs))
             outs = tuple(out and copies.get(out) for out in e.outs)
-            eqns.append(e.replace(args=args, kwargs=kwargs, outs=outs, region="backward"))
+            eqns.append(e.reading(lambda v: copies.get(v, v), outs=outs, region="backward"))
         return copies.get(v, v)
 
     for e in graph.eqns:
-        if e.region == "backward":
-            e = e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
-        eqns.append(e)
+        eqns.append(e.reading(read) if e.region == "backward" else e)
     return graph.replace(eqns=tuple(eqns))
 
 

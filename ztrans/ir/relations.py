@@ -1,8 +1,10 @@
-"""relations: values by a key that they share, and all that is reached from some values."""
+"""relations: values by a key that they share, all that is reached from some values, and an order of them."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
 from typing import Any, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -37,6 +39,22 @@ def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Ite
             if y not in seen:
                 seen.add(y)
                 stack.append(y)
+
+
+def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T]:
+    """The keys of `needs` sorted by `key`, as far as each can follow all that it needs.
+
+    >>> sorted_by(lambda n: n, {1: [3], 2: [], 3: [4], 4: []})
+    [2, 4, 3, 1]
+    """
+    sorter, ready, order = TopologicalSorter(needs), list[tuple[Any, T]](), list[T]()
+    sorter.prepare()
+    while sorter.is_active():
+        for x in sorter.get_ready():
+            heapq.heappush(ready, (key(x), x))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
+    return order
 
 
 def instances(tree: Any, kind: type[V]) -> Iterator[V]:

@@ -43,22 +43,23 @@ def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name
         return _norm(v, float(have.op.removeprefix("norm")), split, axis, site, name)
     if isinstance(have, Partial):
         return reduced(v, have.op, split, axis, site, name)
-    if isinstance(have, Split) and v.numel == 0:  # nothing needs to move
-        whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
-        empty = Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)
-        more, out = redistribute(whole, to, axis, site, name)
-        return [empty, *more], out
     if isinstance(have, Split):
-        start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
-        end = wait(start.results[0], **site.eqn)
-        if to is None:
-            return [start, end], end.results[0]
-        more, out = redistribute(end.results[0], to, axis, site, name)
-        return [start, end, *more], out
+        eqns = _gathered(v, axis, site, name)
+        more, out = redistribute(eqns[-1].out, to, axis, site, name)
+        return [*eqns, *more], out
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
     out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
     return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
+
+
+def _gathered(v: Var, axis: str, site: Site, name: str) -> list[Eqn]:
+    """The equations that gather `v`; if it has no elements, nothing moves."""
+    if v.numel == 0:
+        whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
+        return [Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)]
+    start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
+    return [start, wait(start.out, **site.eqn)]
 
 
 def reduced(
@@ -68,8 +69,8 @@ def reduced(
     if to is not None and to.dim >= len(v.shape):
         to = None
     start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
-    end = wait(start.results[0], **site.eqn)
-    return [start, end], end.results[0]
+    end = wait(start.out, **site.eqn)
+    return [start, end], end.out
 
 
 def _norm(v: Var, p: float, to: Split | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:

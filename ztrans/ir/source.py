@@ -22,14 +22,9 @@ from types import FrameType
 import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # ztrans; ops is its sibling, linked into it
-_LIBRARIES = tuple(
-    os.path.realpath(path) + os.sep
-    for path in (
-        os.path.dirname(torch.__file__),
-        sysconfig.get_path("stdlib"),
-        _PACKAGE,
-        os.path.join(os.path.dirname(_PACKAGE), "ops"),
-    )
+_OURS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "ops") + os.sep)
+_TORCH, _STANDARD = (
+    os.path.realpath(path) + os.sep for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 )
 
 TRACED = "run_traced"  # the function of ztrans.tracing.record that calls a step to trace it
@@ -74,13 +69,17 @@ def where(source: Source | None, otherwise: str = "an unknown line") -> str:
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file of code belongs to torch, the standard library, ztrans or an installed package."""
-    installed = "site-packages" in file or "dist-packages" in file
-    return installed or (not file.startswith("<") and os.path.realpath(file).startswith(_LIBRARIES))
+    ours = not file.startswith("<") and os.path.realpath(file).startswith((_TORCH, _STANDARD, *_OURS))
+    return ours or _is_installed(file)
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
 
 
 def is_ztrans(file: str) -> bool:
     """Whether a file of code belongs to ztrans itself."""
-    return os.path.realpath(file).startswith(_LIBRARIES[2:])
+    return os.path.realpath(file).startswith(_OURS)
 
 
 def is_plumbing(frame: FrameType) -> bool:
@@ -89,11 +88,8 @@ def is_plumbing(frame: FrameType) -> bool:
     The code of other installed packages, such as a library of models, is none.
     """
     file = frame.f_code.co_filename
-    if file.startswith("<"):
-        return not is_users(frame)
-    file = os.path.realpath(file)
-    installed = "site-packages" in file or "dist-packages" in file
-    return file.startswith((_LIBRARIES[0], *_LIBRARIES[2:]) if installed else _LIBRARIES)
+    of_others = _is_installed(file) and not os.path.realpath(file).startswith((_TORCH, *_OURS))
+    return not is_users(frame) and not of_others
 
 
 def is_users(frame: FrameType) -> bool:

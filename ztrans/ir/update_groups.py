@@ -14,15 +14,17 @@ forward, backward and all messages stay where they are.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from .collectives import HALF, rules
 from .graph import Eqn, Graph, Primitive, Var, is_random, producers
+from .operations import overloads
+from .relations import sorted_by
 
 aten = torch.ops.aten
 Group = tuple[Eqn, ...]  # equations that one call computes
@@ -61,15 +63,13 @@ def has_list_form(e: Eqn) -> bool:
 
 def _runs(graph: Graph) -> Iterator[list[Eqn]]:
     """The equations of a program, cut into runs of updates that may change places, and single other equations."""
-    run: list[Eqn] = []
-    for e in graph.eqns:
-        if e.region == "update" and not isinstance(e.op, Primitive) and not rules(e).remote and not is_random(e.op):
-            run.append(e)
-            continue
-        yield from ([run] if run else [])
-        yield [e]
-        run = []
-    yield from ([run] if run else [])
+
+    def may_change_places(e: Eqn) -> bool:
+        return e.region == "update" and not (isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op))
+
+    for movable, run in groupby(graph.eqns, may_change_places):
+        eqns = list(run)
+        yield from [eqns] if movable else [[e] for e in eqns]
 
 
 class _Keys:
@@ -120,24 +120,12 @@ def _regrouped(run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn]
 
 def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
     """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
-    place, maker = {e: i for i, e in enumerate(run)}, producers(run)
+    maker = producers(run)
     part_of = {e: k for k, part in enumerate(parts) for e in part}
-    needs = [{part_of[maker[v]] for e in part for v in e.ins if v in maker} for part in parts]
-    readers: dict[int, list[int]] = {}
-    for k, needed in enumerate(needs):
-        for needed_group in needed:
-            readers.setdefault(needed_group, []).append(k)
-    ready = [(place[part[-1]], k) for k, part in enumerate(parts) if not needs[k]]
-    heapq.heapify(ready)
-    ordered = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        ordered.append(parts[k])
-        for reader in readers.get(k, ()):
-            needs[reader].discard(k)
-            if not needs[reader]:
-                heapq.heappush(ready, (place[parts[reader][-1]], reader))
-    return ordered
+    needs = {k: {part_of[maker[v]] for e in part for v in e.ins if v in maker} for k, part in enumerate(parts)}
+    place = {part_of[e]: i for i, e in enumerate(run)}  # of the last equation of each part
+    return [parts[k] for k in sorted_by(place.__getitem__, needs)]
+
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
@@ -150,13 +138,12 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
     """
     first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or (in_place and _is_literal(first.args)):
+    if not isinstance(op, torch._ops.OpOverload) or (in_place and not isinstance(first.args[0], Var)):
         return None
     packet = getattr(aten, f"_foreach_{op._schema.name.removeprefix('aten::')}{'_' * in_place}")
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
     kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
     for args in _arguments(eqns):
-        overload = next((o for o in overloads if _accepts(o, args, kwargs)), None)
+        overload = next((o for o in overloads(packet) if _accepts(o, args, kwargs)), None)
         if overload is not None:
             return overload, tuple(args), kwargs
     return None
@@ -167,21 +154,13 @@ def _arguments(eqns: Sequence[Eqn]) -> Iterator[list[Any]]:
 
     Those of the first argument are always in a list. `value` is a keyword of operations on one tensor alone.
     """
-    columns = [list(column) for column in zip(*(e.args for e in eqns))]
+    first, *columns = zip(*(e.args for e in eqns))
     value = [v for k, v in eqns[0].kwargs.items() if k == "value"]
-    for is_passed_once in (_is_shared, _is_literal):
-        first = columns[0][0] if _is_literal(columns[0]) else columns[0]
-        yield [first, *(column[0] if is_passed_once(column) else column for column in columns[1:]), *value]
-
-
-def _is_shared(column: Sequence[Any]) -> bool:
-    """Whether an argument of equal equations is the same in all of them: a literal, or one scalar."""
-    first = column[0]
-    return _is_literal(column) or (not first.shape and all(x is first for x in column))
-
-
-def _is_literal(column: Sequence[Any]) -> bool:
-    return not isinstance(column[0], Var)
+    is_literal = lambda column: not isinstance(column[0], Var)
+    is_shared = lambda column: is_literal(column) or (not column[0].shape and len(set(column)) == 1)
+    for is_passed_once in (is_shared, is_literal):
+        rest = (column[0] if is_passed_once(column) else list(column) for column in columns)
+        yield [first[0] if is_literal(first) else list(first), *rest, *value]
 
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -19,18 +19,17 @@ def check(graph: Graph) -> Graph:
 
     Raises: ProgramError that names the equation.
     """
-    bound: set[Var] = set()
-    names: set[str] = set()
+    bound: dict[str, Var] = {}
     waited: dict[Var, bool] = {}
     for var in graph.inputs:
-        _bind(var, bound, names, waited, None)
+        _bind(var, bound, waited, None)
     for eqn in graph.eqns:
         _check_reads(eqn, bound, waited)
         problem = rules(eqn).problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
         for out in eqn.results:
-            _bind(out, bound, names, waited, eqn)
+            _bind(out, bound, waited, eqn)
     _check_outputs(graph, bound)
     for var, done in waited.items():
         if not done:
@@ -44,33 +43,32 @@ def _wrong(problem: str, at: Eqn | None) -> ProgramError:
     return ProgramError(f"{problem}, {where}")
 
 
-def _bind(var: Var, bound: set[Var], names: set[str], waited: dict[Var, bool], at: Eqn | None) -> None:
-    if var in bound or var.name in names:
+def _bind(var: Var, bound: dict[str, Var], waited: dict[Var, bool], at: Eqn | None) -> None:
+    if var.name in bound:
         raise _wrong(f"{var} is bound twice", at)
-    bound.add(var)
-    names.add(var.name)
+    bound[var.name] = var
     if var.future:
         waited[var] = False
 
 
-def _check_reads(eqn: Eqn, bound: set[Var], waited: dict[Var, bool]) -> None:
+def _check_reads(eqn: Eqn, bound: dict[str, Var], waited: dict[Var, bool]) -> None:
     for var in eqn.ins:
-        if var not in bound:
+        if bound.get(var.name) is not var:
             raise _wrong(f"{var} is read before it is bound", eqn)
-        if not rules(eqn).reads_futures:
-            if var.future:
-                raise _wrong(f"{var} is a future and is read before its wait", eqn)
-            continue
-        if not var.future:
+        waits = rules(eqn).reads_futures
+        if var.future and not waits:
+            raise _wrong(f"{var} is a future and is read before its wait", eqn)
+        if waits and not var.future:
             raise _wrong(f"{var} is waited for but is not a future", eqn)
-        if waited[var]:
+        if waits and waited[var]:
             raise _wrong(f"{var} is waited for twice", eqn)
-        waited[var] = True
+        if waits:
+            waited[var] = True
 
 
-def _check_outputs(graph: Graph, bound: set[Var]) -> None:
+def _check_outputs(graph: Graph, bound: dict[str, Var]) -> None:
     for var in variables(graph.outputs):
-        if var not in bound:
+        if bound.get(var.name) is not var:
             raise ProgramError(f"output {var} is not bound")
         if var.future:
             raise ProgramError(f"output {var} is still a future")
@@ -81,7 +79,7 @@ def _check_state(graph: Graph) -> None:
     if len(graph.outputs) < len(state):
         raise ProgramError(f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs")
     for old, new in zip(state, graph.outputs):
-        if not isinstance(new, Var) or (old.shape, old.dtype, old.layout) != (new.shape, new.dtype, new.layout):
+        if not old.is_like(new):
             raise ProgramError(f"state {old} comes back as {new}")
 
 

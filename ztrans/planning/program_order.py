@@ -10,15 +10,14 @@ gradient.
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
 from ..ir.liveness import Liveness, liveness
+from ..ir.relations import sorted_by
 from ..ir.write_order import first_write
 from .cost import local_bytes
 
@@ -36,21 +35,8 @@ def hoist(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = _sorted({e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}, keys)
+    eqns = sorted_by(keys.__getitem__, {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns})
     return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
-
-
-def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]:
-    """The equations sorted by key, as far as the equations allow that each of them needs before it."""
-    sorter, ready, order = TopologicalSorter(needs), list[tuple[Key, Eqn]](), list[Eqn]()
-    sorter.prepare()
-    while sorter.is_active():
-        for e in sorter.get_ready():
-            heapq.heappush(ready, (keys[e], e))
-        _, e = heapq.heappop(ready)
-        order.append(e)
-        sorter.done(e)
-    return order
 
 
 @dataclass(frozen=True, eq=False)

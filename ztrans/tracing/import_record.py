@@ -20,14 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.graph import Eqn, Names, Var
-from ..ir.operations import shows_argument
+from ..ir.operations import is_written, shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.import_graph import import_graph
 from .operation import Operation, Place
-from .overloads import functional, is_written, member, outs, with_defaults
+from .overloads import functional, member, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
 

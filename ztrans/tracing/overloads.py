@@ -7,12 +7,13 @@ functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..ir.graph import Var
+from ..ir.operations import is_written, overloads
 
 aten = torch.ops.aten
 # Operations over lists whose one-tensor form has another name.
@@ -24,19 +25,9 @@ _MEMBERS = {
 }
 
 
-def is_written(argument: Any) -> bool:
-    """Whether an operation changes this argument, according to its schema."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def outs(op: Any) -> list[str]:
     """The names of the arguments `out=` of an operation."""
     return [a.name for a in op._schema.arguments if a.kwarg_only and is_written(a)]
-
-
-def _overloads(packet: Any) -> Iterator[Any]:
-    for name in packet.overloads() if packet is not None else ():
-        yield getattr(packet, name)
 
 
 @functools.cache
@@ -46,7 +37,7 @@ def functional(op: Any) -> Any:
     short, library = name.removesuffix("_"), getattr(torch.ops, namespace)
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs(op)]
     for packet in (getattr(library, short, None), getattr(library, f"{short}_functional", None)):
-        for form in _overloads(packet):
+        for form in overloads(packet):
             given = form._schema.arguments
             if [(a.name, str(a.type)) for a in given] == wanted and not any(map(is_written, given)):
                 return form
@@ -64,7 +55,7 @@ def member(op: Any, values: Sequence[Any]) -> Any:
     """`_foreach_pow.Scalar` for (tensor, number) -> `pow.Tensor_Scalar`; None if there is none."""
     short = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
     for name in _MEMBERS.get(short, (short,)):
-        for plain in _overloads(getattr(aten, name, None)):
+        for plain in overloads(getattr(aten, name, None)):
             positional = [a for a in plain._schema.arguments if not a.kwarg_only]
             rest = positional[len(values) :] + [a for a in plain._schema.arguments if a.kwarg_only]
             fits = all(isinstance(v, Var) == (str(a.type) == "Tensor") for v, a in zip(values, positional))

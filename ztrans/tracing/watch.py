@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from ..ir.operations import is_written
 from ..ir.source import Source, user_source, where
 from . import errors
 from .lifting.scalars import tensors_in
@@ -39,7 +40,6 @@ from .nested.checkpoints import mark_of_operation, take_policy
 from .nested.errors import differentiates_loop, mask_from_before
 from .nested.recorded_calls import record_call
 from .operation import Operation, Origin, Seen
-from .overloads import is_written
 from .parallel import c10d
 from .regions import Fact
 

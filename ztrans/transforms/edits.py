@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..ir.graph import Eqn, Graph, Var, substitute
+from ..ir.graph import Eqn, Graph, Var
 
 
 class Edits:
@@ -49,7 +49,4 @@ class Edits:
 
     def _edited(self, e: Eqn) -> Eqn:
         instead = self._read.get(e)
-        if instead is None:
-            return e
-        args, kwargs = (substitute(x, lambda v: instead.get(v, v)) for x in (e.args, e.kwargs))
-        return e.replace(args=args, kwargs=kwargs)
+        return e.reading(lambda v: instead.get(v, v)) if instead is not None else e

@@ -17,20 +17,13 @@ class Wait(Memberwise):
 
     waits = True
     reads_futures = True
-    remote = True
     strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         if len(eqn.ins) != len(eqn.outs):
             return "a wait has another number of results than of futures"
-        wrong = (future for future, out in zip(eqn.ins, eqn.outs) if not _is_value_of(out, future))
-        return next((f"wait changes the type of {future}" for future in wrong), None)
-
-
-def _is_value_of(out: Var | None, future: Var) -> bool:
-    if out is None or out.future:
-        return False
-    return (out.dtype, out.shape, out.layout) == (future.dtype, future.shape, future.layout)
+        values = [out is not None and not out.future and out.is_like(future) for future, out in zip(eqn.ins, eqn.outs)]
+        return None if all(values) else f"wait changes the type of {eqn.ins[values.index(False)]}"
 
 
 WAIT = Primitive("wait", Wait())

@@ -25,7 +25,6 @@ class Rules:
         waits: it waits for a result of a collective.
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
-        remote: other ranks take part, so it may block, and it fails if they fail.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
         over_all: its results belong to all micro-batches (see `micro_marks`), so they do not differ between these.
         lane: the name of its queue, which it shares with the other collectives of this kind on its mesh axis.
@@ -36,11 +35,15 @@ class Rules:
     waits: ClassVar[bool] = False
     reads_futures: ClassVar[bool] = False
     packs: ClassVar[bool] = False
-    remote: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     over_all: ClassVar[bool] = False
     lane: ClassVar[str | None] = None
     strides: ClassVar[Literal["contiguous", "argument"] | None] = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether other ranks take part, so it may block, and it fails if they fail."""
+        return self.starts or self.waits
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         """An error in the types of an equation, as text for the verifier, or None."""

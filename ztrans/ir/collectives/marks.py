@@ -35,21 +35,17 @@ class Gradient(Mark):
         return over.get(gradient, _NOWHERE) & over.get(value, _NOWHERE)
 
 
-class Mean(Mark):
-    """Rules of pmean: the mean over an axis, which is the same on all ranks of that axis."""
+class Reduced(Mark):
+    """Rules of pmean and psum: the mean, or the sum, over an axis, which is the same on all ranks of that axis."""
 
     def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
         value, axis = eqn.args
         return _NOWHERE if axis == EVERY_AXIS else over.get(value, _NOWHERE) - {*members(axis)}
 
 
-class Sum(Mean):
-    """Rules of psum: the sum over an axis."""
-
-
 GRADIENT = Primitive("gradient", Gradient())
-PMEAN = Primitive("pmean", Mean())
-PSUM = Primitive("psum", Sum())
+PMEAN = Primitive("pmean", Reduced())
+PSUM = Primitive("psum", Reduced())
 MARKS = (GRADIENT, PMEAN, PSUM)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from ..graph import Eqn, Primitive
 from .interface import Memberwise
+from .marks import Mark
 
 
 class Accumulate(Memberwise):
@@ -23,9 +24,7 @@ class Accumulate(Memberwise):
     strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
-        (term,), out = eqn.ins, eqn.out
-        same = (term.dtype, term.shape, term.layout) == (out.dtype, out.shape, out.layout)
-        return None if same else "a sum over micro-batches has another type than its terms"
+        return None if eqn.out.is_like(*eqn.ins) else "a sum over micro-batches has another type than its terms"
 
 
 class Join(Memberwise):
@@ -40,16 +39,7 @@ class Join(Memberwise):
         return None if fits else "the parts of micro-batches do not make up the joined value"
 
 
-class Keep(Memberwise):
-    """Rules of keep: a view of the value of the first micro-batch."""
-
-    strides = "argument"
-
-    def shares(self, eqn: Eqn) -> bool:
-        return True
-
-
 ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
-KEEP = Primitive("keep", Keep())
+KEEP = Primitive("keep", Mark())  # a view of the value of the first micro-batch
 MICRO_MARKS = (ACCUMULATE, JOIN, KEEP)

@@ -20,7 +20,6 @@ class Start(Memberwise):
 
     starts = True
     packs = True
-    remote = True
     strides = "contiguous"
     crossings: ClassVar[int] = 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..graph import Eqn, Graph, Primitive, Var, dce, rename
+from ..graph import Eqn, Graph, Primitive, Var, dce, rename, substitute
 from ..operations import CAST
 from .table import rules
 
@@ -42,13 +42,11 @@ def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
 
 def _without_axes(graph: Graph, axes: set[str]) -> Graph:
     """The program without `axes`, of one rank each, in the layouts of its values."""
-    values = {*graph.inputs, *(out for e in graph.eqns for out in e.results)}
     whole = {
         v: dataclasses.replace(v, layout=tuple(part for part in v.layout if part.axis not in axes))
-        for v in values
+        for v in graph.values
         if v.layout
     }
-    eqns = tuple(e.replace(outs=tuple(whole.get(o, o) if o is not None else None for o in e.outs)) for e in graph.eqns)
-    inputs = tuple(whole.get(v, v) for v in graph.inputs)
-    batch = frozenset(whole.get(v, v) for v in graph.batch)
-    return dce(rename(graph.replace(inputs=inputs, eqns=eqns, batch=batch), whole))
+    eqns = tuple(e.replace(outs=substitute(e.outs, lambda v: whole.get(v, v))) for e in graph.eqns)
+    inputs, batch = (map(lambda v: whole.get(v, v), values) for values in (graph.inputs, graph.batch))
+    return dce(rename(graph.replace(inputs=tuple(inputs), eqns=eqns, batch=frozenset(batch)), whole))

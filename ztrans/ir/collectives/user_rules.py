@@ -24,7 +24,6 @@ class UserStart(Memberwise):
     """Rules of a collective of the user's own step."""
 
     starts = True
-    remote = True
     lane = "(step)"
 
     def axis(self, eqn: Eqn) -> str:
@@ -63,7 +62,6 @@ class UserWait(Memberwise):
     """Rules of the wait for a collective of the user's own step."""
 
     waits = True
-    remote = True
 
 
 def _total(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -69,8 +69,7 @@ class _Marks(NamedTuple):
 def parts(graph: Graph) -> Parts:
     """Write a program of several micro-batches as the programs that run one after the other."""
     root = liveness(graph).root
-    by_op = grouped((e.op, e) for e in graph.eqns)
-    shown = {e.out: e.args[0] for e in by_op.get(KEEP, ()) if root[e.out] in graph.inputs}
+    shown = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
     plain = rename(graph, shown)  # an input need not be kept
     by_op = grouped((e.op, e) for e in plain.eqns if e.out not in shown)
     marks = _Marks(*(by_op.get(op, []) for op in (ACCUMULATE, JOIN, KEEP)))
@@ -88,9 +87,8 @@ def _first(graph: Graph, marks: _Marks) -> Graph:
     state, copied = _state(graph), _copied(graph, marks.sums)
     own = [e.out if e in copied else e.args[0] for e in marks.sums]
     clones = {e: e.replace(op=aten.clone.default, kwargs={"memory_format": torch.contiguous_format}) for e in copied}
-    new = _with(graph, clones, ()).replace(
-        outputs=(*state, *own, *(e.args[0] for e in marks.joins), *(e.out for e in marks.kept)), donated=()
-    )
+    outputs = (*state, *own, *(e.args[0] for e in marks.joins), *(e.out for e in marks.kept))
+    new = _with(graph, clones, ()).replace(outputs=outputs)
     return _without_update(rename(new, {e.out: e.args[0] for e in marks.kept}))
 
 

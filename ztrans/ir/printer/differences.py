@@ -74,10 +74,14 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
     places = list(matcher.get_grouped_opcodes(context))
     if not places:
         return ""
-    changes = _changes(places, old, new)
+    codes = [code for place in places for code in place if code[0] != "equal"]
+    removed = [part for _, i, end, _, _ in codes for part in old[i:end]]
+    added = [part for _, _, _, j, end in codes for part in new[j:end]]
+    forms = Counter(short for short, _ in {(part.short, part.text) for part in (*removed, *added)})
+    alike = {short for short, texts in forms.items() if texts > 1}
     shown = places if full or len(places) <= _PLACES else places[:_PLACES]
-    lines = [*_summary(changes), *_sent(*map(traffic, graphs))]
-    lines += [line for place in shown for line in _place(place, changes, full)]
+    lines = [*_summary(removed, added), *_sent(*map(traffic, graphs))]
+    lines += [line for place in shown for line in _place(place, old, new, alike, full)]
     if shown is not places:
         lines.append(f"... {len(places) - len(shown)} more places, with full=True")
     return "\n".join(lines)
@@ -98,49 +102,34 @@ class _Part(NamedTuple):
     short: tuple[str, ...]  # the lines of the short form
     long: tuple[str, ...]  # the lines of the long form, one for each member of a bucket
     eqn: Eqn | None
-
-
-class _Changes(NamedTuple):
-    """Two programs and the entries that only one of them has."""
-
-    old: list[_Part]
-    new: list[_Part]
-    removed: list[_Part]
-    added: list[_Part]
-    alike: set[tuple[str, ...]]  # short forms that a removed and an added entry share although they differ
-    old_numbers: list[int]  # for each entry of the old program, the number of lines before it
-    new_numbers: list[int]
+    line: int  # the number of its first line in the printed program
 
 
 def _parts(graph: Graph, full: bool) -> list[_Part]:
     long = list(entries(graph, full=True))
-    short = long if full else entries(graph)
-    return [_Part(a.text, b.lines, a.lines, a.eqn) for a, b in zip(long, short)]
+    short = long if full else list(entries(graph))
+    numbers = accumulate((len(entry.lines) for entry in short), initial=1)
+    return [_Part(a.text, b.lines, a.lines, a.eqn, number) for a, b, number in zip(long, short, numbers)]
 
 
-def _changes(places: Sequence[Sequence[Code]], old: list[_Part], new: list[_Part]) -> _Changes:
-    codes = [code for place in places for code in place if code[0] != "equal"]
-    removed = [part for _, i, end, _, _ in codes for part in old[i:end]]
-    added = [part for _, _, _, j, end in codes for part in new[j:end]]
-    texts = [{part.text for part in parts} for parts in (removed, added)]
-    apart = [{p.short for p in parts if p.text not in others} for parts, others in zip((removed, added), texts[::-1])]
-    numbers = [[0, *accumulate(len(part.short) for part in parts)] for parts in (old, new)]
-    return _Changes(old, new, removed, added, apart[0] & apart[1], *numbers)
-
-
-def _place(codes: Sequence[Code], changes: _Changes, full: bool) -> list[str]:
+def _place(
+    codes: Sequence[Code], old: list[_Part], new: list[_Part], alike: set[tuple[str, ...]], full: bool
+) -> list[str]:
     """One place: its line numbers in the printed programs, then its lines."""
     (_, i, _, j, _), (_, _, i_end, _, j_end) = codes[0], codes[-1]
-    ranges = (i, i_end, changes.old_numbers), (j, j_end, changes.new_numbers)
-    was, now = (f"{numbers[first] + 1},{numbers[end] - numbers[first]}" for first, end, numbers in ranges)
-    lines = [f"@@ -{was} +{now} @@"]
+    lines = [f"@@ -{_range(old, i, i_end)} +{_range(new, j, j_end)} @@"]
     for action, i, i_end, j, j_end in codes:
         if action == "equal":
-            lines += [f" {line}" for part in changes.old[i:i_end] for line in part.short]
+            lines += [f" {line}" for part in old[i:i_end] for line in part.short]
         else:
-            lines += _run("-", changes.old[i:i_end], changes.alike, full)
-            lines += _run("+", changes.new[j:j_end], changes.alike, full)
+            lines += _run("-", old[i:i_end], alike, full)
+            lines += _run("+", new[j:j_end], alike, full)
     return lines
+
+
+def _range(parts: list[_Part], first: int, end: int) -> str:
+    """The lines of some entries in the printed program: the number of the first, and how many there are."""
+    return f"{parts[first].line},{sum(len(part.short) for part in parts[first:end])}"
 
 
 def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool) -> list[str]:
@@ -153,15 +142,15 @@ def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool)
     return lines if few is parts else [*lines, f"{sign}  ... {len(parts) - len(few)} more"]
 
 
-def _summary(changes: _Changes) -> list[str]:
+def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
-    removed, added = (Counter(part.text for part in parts if part.eqn) for parts in (changes.removed, changes.added))
+    old_texts, new_texts = (Counter(part.text for part in parts if part.eqn) for parts in (removed, added))
     names = lambda parts, others: Counter(
         tuple(out.name for out in part.eqn.results) for part in parts if part.eqn and part.text not in others
     )
-    old, new = names(changes.removed, added), names(changes.added, removed)
+    old, new = names(removed, new_texts), names(added, old_texts)
     counts = {
-        "moved": (removed & added).total(),
+        "moved": (old_texts & new_texts).total(),
         "rewritten": (old & new).total(),
         "added": (new - old).total(),
         "removed": (old - new).total(),

@@ -55,7 +55,7 @@ def one_line(function: Function) -> str:
     return f" {{{_signature(function)} {body}; return {', '.join(map(value, function.graph.outputs))}}}"
 
 
-def nested_lines(eqn: Eqn, full: bool = False, column: int = _MARGIN) -> list[str]:
+def nested_lines(eqn: Eqn, full: bool, column: int) -> list[str]:
     """The functions that an equation calls, in lines that print beneath it."""
     text: list[str] = []
     for function in functions(eqn):

@@ -238,7 +238,7 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
 
     def may_overwrite(new: Var) -> bool:
         v = old.get(new)
-        if v is None or (v.shape, v.dtype, v.layout) != (new.shape, new.dtype, new.layout):
+        if v is None or not v.is_like(new):
             return False
         last_read = max(lifetimes.last.get(v, -1), lifetimes.read.get(v, -1))
         if lifetimes.owner[new] is not new or last_read > end:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, rules, wait
-from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers, substitute
+from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers
 from ...ir.relations import grouped, instances, reachable
 
 
@@ -23,7 +23,7 @@ class Head:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.names = Names([v.name for v in graph.inputs] + [out.name for e in graph.eqns for out in e.results])
+        self.names = Names(v.name for v in graph.values)
         self.eqns: list[Eqn] = []
         self.values: dict[Var, Var] = {v: v for v in graph.inputs if v not in graph.batch and not v.layout}
         self._known: dict[str, Eqn] = {}
@@ -32,10 +32,10 @@ class Head:
 
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
-        args, kwargs = (substitute(x, lambda v: self.values.get(v, v)) for x in (eqn.args, eqn.kwargs))
-        eqn = eqn.replace(args=args, kwargs=kwargs, region="forward", order=None)
-        constants = [x.tolist() for x in instances((args, kwargs), torch.Tensor)]  # in full, which their texts are not
-        known = self._known.setdefault(repr((eqn.op, args, kwargs, constants)), eqn)
+        eqn = eqn.reading(lambda v: self.values.get(v, v), region="forward", order=None)
+        arguments = eqn.args, eqn.kwargs
+        constants = [x.tolist() for x in instances(arguments, torch.Tensor)]  # in full, which their texts are not
+        known = self._known.setdefault(repr((eqn.op, *arguments, constants)), eqn)
         if known is eqn:
             self.eqns.append(eqn)
             before = max((self._round.get(v, 0) for v in eqn.ins), default=0)

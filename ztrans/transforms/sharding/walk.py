@@ -18,7 +18,7 @@ from ...ir.axes import members, members_of
 from ...ir.collectives import GRADIENT, PMEAN, PSUM
 from ...ir.collectives.user_collectives import is_users, on_parts
 from ...ir.collectives.varying import INVARIANT, differing, varying
-from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, users
 from ...ir.layout import is_worth_cutting
 from ...ir.printer import op_name
 from ...ir.reshard import on_axis
@@ -100,8 +100,7 @@ class Sharding:
 
     def on_whole(self, eqn: Eqn) -> None:
         """Add an equation of forward or backward, or one whose arguments vary: it runs on whole values, unchanged."""
-        args, kwargs = (substitute(x, lambda v: self.values.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
-        self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs))
+        self.values.eqns.append(eqn.reading(lambda v: self.values.whole(v, eqn)))
         for out in eqn.results:
             self.values.bind(out, out)
 
@@ -122,9 +121,8 @@ class Sharding:
             raise self.no_rule(eqn, error) from None
         ready = iter(wanted)
         read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
-        args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
-        self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs, outs=outs))
+        self.values.eqns.append(eqn.reading(read, outs=outs))
         for old, new in zip(eqn.results, self.values.eqns[-1].results):
             self.values.bind(old, new)
 
