@@ -92,14 +92,15 @@ def lift(
     if scaler is not None:
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
-    counted = [is_number(x) for x in pytree.tree_leaves(today["optimizer"])]
+    counted = pytree.tree_map(is_number, today["optimizer"])  # whether each leaf is a number, such as a count of steps
     hyperparameters, updates = Hyperparameters(optimizers), RepeatedUpdates()
     had = {name for name, p in own.items() if p.grad is not None}
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
-        leaves = pytree.tree_leaves(state["optimizer"])
-        numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
+        pairs = [(of_parameter, counted.get(name, ())) for name, of_parameter in state["optimizer"].items()]
+        counts = [x for pair in pairs for x, is_count in zip(*map(pytree.tree_leaves, pair)) if is_count]
+        numbers = [*((x, None) for x in counts), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as params:
             gradients = KeptGradients(params, state.get("grads"), had)
@@ -132,6 +133,7 @@ def lift(
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
         _check_held(model, optimizers)
         present = state_of(model, optimizers, names, carry_grads)
+        counted.update(pytree.tree_map(is_number, present["optimizer"]))
         entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
         lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
         return {entry: leaves for entry, leaves in lacking.items() if leaves}
