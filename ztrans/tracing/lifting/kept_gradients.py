@@ -127,11 +127,8 @@ class KeptGradients(TorchFunctionMode):
             as None is not None in every call.
         """
         for name, source in self._as_none.items():
-            ends_with_one = self.params[name].grad is not None
-            if ends_with_one and self.carried is not None:
-                raise _early(name, source)
-            if self.carried is None and (ends_with_one or name in self.had):
-                raise _kept(name, "adds to", source)
+            if self.params[name].grad is not None or (self.carried is None and name in self.had):
+                raise _early(name, source) if self.carried is not None else _kept(name, "adds to", source)
         self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
         if self.carried is None:
             return None
