@@ -131,7 +131,7 @@ def _fits(e: Eqn, written: Written) -> bool:
     The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
     scalars = len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
-    return bool(written) and not scalars and all(v.is_like(out) for v, out in written)
+    return bool(written) and not scalars and all(out is not None and v.is_like(out) for v, out in written)
 
 
 def _others(e: Eqn, written: Written) -> list[Var]:

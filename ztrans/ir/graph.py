@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,9 +33,8 @@ if TYPE_CHECKING:  # the module of the rules imports this one, because rules tak
 Region = Literal["forward", "backward", "update"]
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
-    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
 
 
@@ -91,10 +88,9 @@ class Var:
         """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
 
-    def is_like(self, other: Any) -> bool:
-        """Whether another value has the same type, except that it may be a future."""
-        type_of = lambda v: (v.dtype, v.shape, v.layout)
-        return isinstance(other, Var) and type_of(self) == type_of(other)
+    def is_like(self, other: Var) -> bool:
+        """Whether another value has the same dtype, shape and layout."""
+        return (self.dtype, self.shape, self.layout) == (other.dtype, other.shape, other.layout)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
@@ -172,8 +168,7 @@ class Eqn:
         """The variable that it binds, or the first of several."""
         return self.results[0]
 
-    def replace(self, **changes: Any) -> Eqn:
-        return dataclasses.replace(self, **changes)
+    replace = dataclasses.replace
 
     def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
         """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
@@ -216,26 +211,18 @@ class Graph:
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def replace(self, **changes: Any) -> Graph:
-        return dataclasses.replace(self, **changes)
+    replace = dataclasses.replace
 
     @property
     def axes(self) -> dict[str, int]:
         return with_joint_sizes(dict(self.mesh), self.joint)
 
-    @property
-    def values(self) -> Iterator[Var]:
-        """Every value of the program: the inputs, and the results of equations."""
-        return itertools.chain(self.inputs, *(e.results for e in self.eqns))
-
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module
-
         return program(self)
 
     def _repr_html_(self) -> str:
         from .printer import html  # as above
-
         return html(self)
 
     def __repr__(self) -> str:
@@ -247,12 +234,12 @@ class Names:
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
-        self._count: Counter[str] = Counter()
+        self._count: dict[str, int] = {}
 
     def fresh(self, name: str) -> str:
         unique = name
         while unique in self._taken:
-            self._count[name] += 1
+            self._count[name] = self._count.get(name, 0) + 1
             unique = f"{name}_{self._count[name]}"
         self._taken.add(unique)
         return unique

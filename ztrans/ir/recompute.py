@@ -27,7 +27,7 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     """
     makers, root = producers(graph.eqns), liveness(graph).root
     place = {e: i for i, e in enumerate(graph.eqns)}
-    names = Names(v.name for v in graph.values)
+    names = Names(v.name for v in (*graph.inputs, *makers))
     eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 

@@ -79,7 +79,7 @@ def _check_state(graph: Graph) -> None:
     if len(graph.outputs) < len(state):
         raise ProgramError(f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs")
     for old, new in zip(state, graph.outputs):
-        if not old.is_like(new):
+        if not isinstance(new, Var) or not old.is_like(new):
             raise ProgramError(f"state {old} comes back as {new}")
 
 

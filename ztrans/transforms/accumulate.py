@@ -84,7 +84,7 @@ class _Marking:
 
     def __init__(self, graph: Graph, whole: bool) -> None:
         self.graph, self.whole, self.roles, self.edits = graph, whole, Roles(graph), Edits(graph)
-        self.names = Names(v.name for v in graph.values)
+        self.names = Names(v.name for v in (*graph.inputs, *self.roles.makers))
         self.readers = users(graph)
 
     def run(self, kept: bool) -> Graph:

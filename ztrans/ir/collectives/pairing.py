@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import Eqn, Graph
+from ..graph import Eqn, Graph, Var
 from .table import is_start, rules
 
 
@@ -61,10 +61,14 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
     """
     waiting = [(i, e) for i, e in enumerate(graph.eqns) if rules(e).waits and (own or rules(e).reads_futures)]
     indices = {e.ins[0]: i for i, e in reversed(waiting)}  # for each future, the index of its first wait
-    starts: dict[Eqn, Started] = {}
-    for i, e in enumerate(graph.eqns):
-        if rules(e).starts and (own or is_start(e)):
-            waits = tuple(indices[out] for out in e.results if out in indices)
-            starts[e] = Started(e, i, waits, min(waits, default=len(graph.eqns)))
+    starting = ((i, e) for i, e in enumerate(graph.eqns) if rules(e).starts and (own or is_start(e)))
+    starts = {e: _started(graph, i, indices) for i, e in starting}
     members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
     return Pairs(starts, {e: members[e.ins[0]] for _, e in waiting if e.ins[0] in members})
+
+
+def _started(graph: Graph, index: int, indices: Mapping[Var, int]) -> Started:
+    """The collective that equation `index` starts, given the indices of the waits for each future."""
+    start = graph.eqns[index]
+    waits = tuple(indices[out] for out in start.results if out in indices)
+    return Started(start, index, waits, min(waits, default=len(graph.eqns)))

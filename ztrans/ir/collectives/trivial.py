@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..graph import Eqn, Graph, Primitive, Var, dce, rename, substitute
+from ..graph import Eqn, Graph, Primitive, Var, dce, producers, rename, substitute
 from ..operations import CAST
 from .table import rules
 
@@ -44,7 +44,7 @@ def _without_axes(graph: Graph, axes: set[str]) -> Graph:
     """The program without `axes`, of one rank each, in the layouts of its values."""
     whole = {
         v: dataclasses.replace(v, layout=tuple(part for part in v.layout if part.axis not in axes))
-        for v in graph.values
+        for v in (*graph.inputs, *producers(graph.eqns))
         if v.layout
     }
     eqns = tuple(e.replace(outs=substitute(e.outs, lambda v: whole.get(v, v))) for e in graph.eqns)

@@ -69,7 +69,8 @@ class _Marks(NamedTuple):
 def parts(graph: Graph) -> Parts:
     """Write a program of several micro-batches as the programs that run one after the other."""
     root = liveness(graph).root
-    shown = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
+    by_op = grouped((e.op, e) for e in graph.eqns)
+    shown = {e.out: e.args[0] for e in by_op.get(KEEP, ()) if root[e.out] in graph.inputs}
     plain = rename(graph, shown)  # an input need not be kept
     by_op = grouped((e.op, e) for e in plain.eqns if e.out not in shown)
     marks = _Marks(*(by_op.get(op, []) for op in (ACCUMULATE, JOIN, KEEP)))

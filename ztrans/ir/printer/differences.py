@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ..collectives import is_start, rules
@@ -74,14 +74,13 @@ def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *,
     places = list(matcher.get_grouped_opcodes(context))
     if not places:
         return ""
-    codes = [code for place in places for code in place if code[0] != "equal"]
-    removed = [part for _, i, end, _, _ in codes for part in old[i:end]]
-    added = [part for _, _, _, j, end in codes for part in new[j:end]]
-    forms = Counter(short for short, _ in {(part.short, part.text) for part in (*removed, *added)})
-    alike = {short for short, texts in forms.items() if texts > 1}
+    codes = [code for code in chain(*places) if code[0] != "equal"]
+    removed = list(chain(*(old[i:end] for _, i, end, _, _ in codes)))
+    added = list(chain(*(new[j:end] for _, _, _, j, end in codes)))
+    alike = _alike([*removed, *added])
     shown = places if full or len(places) <= _PLACES else places[:_PLACES]
     lines = [*_summary(removed, added), *_sent(*map(traffic, graphs))]
-    lines += [line for place in shown for line in _place(place, old, new, alike, full)]
+    lines += chain(*(_place(place, old, new, alike, full) for place in shown))
     if shown is not places:
         lines.append(f"... {len(places) - len(shown)} more places, with full=True")
     return "\n".join(lines)
@@ -110,6 +109,12 @@ def _parts(graph: Graph, full: bool) -> list[_Part]:
     short = long if full else list(entries(graph))
     numbers = accumulate((len(entry.lines) for entry in short), initial=1)
     return [_Part(a.text, b.lines, a.lines, a.eqn, number) for a, b, number in zip(long, short, numbers)]
+
+
+def _alike(parts: list[_Part]) -> set[tuple[str, ...]]:
+    """The short forms that several entries share although they differ."""
+    forms = Counter(short for short, _ in {(part.short, part.text) for part in parts})
+    return {short for short, texts in forms.items() if texts > 1}
 
 
 def _place(
