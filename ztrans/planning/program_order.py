@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import accumulate
@@ -55,7 +55,7 @@ def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A collective that a plan places."""
+    """A collective of one member that a plan places."""
 
     start: Eqn
     wait: Eqn
@@ -66,6 +66,12 @@ class Planned:
     def value(self) -> Var:
         """The value that it returns."""
         return (self.then[1] if self.then else self.wait).out
+
+
+def in_flight(planned: Iterable[Planned], sizes: Iterable[int]) -> float:
+    """The limit on the bytes of planned collectives under way. It always allows the largest one, given all `sizes`."""
+    asked = [p.order.in_flight for p in planned if p.order.in_flight is not None]
+    return max(min(asked), *sizes) if asked else float("inf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +100,15 @@ class Skeleton:
         return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
 
     @functools.cached_property
-    def needed(self) -> dict[Planned, int]:
-        return dict(zip(self.reductions, self.need))
+    def names(self) -> tuple[str, ...]:
+        """The name of each place in a plan: the first result of the operation behind it, or "" for the end."""
+        return (*(next((out.name for out in e.results), f"#{k}") for k, e in enumerate(self.ops)), "")
 
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
         """For each reduction, the bytes of its gradient on a rank."""
         size = local_bytes(self.graph)
-        return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
+        return tuple(size(p.start.ins[0]) for p in self.reductions)
 
     @functools.cached_property
     def asked_update(self) -> str:
@@ -109,10 +116,9 @@ class Skeleton:
         return self.reductions[0].order.update if self.reductions else "last"
 
     @functools.cached_property
-    def in_flight(self) -> int | None:
-        """The limit of `overlap_grads` on the bytes of gradients under way; the largest gradient is always allowed."""
-        asked = [p.order.in_flight for p in self.reductions if p.order.in_flight is not None]
-        return max(min(asked), *self.held) if asked else None
+    def in_flight(self) -> float:
+        """The limit of `overlap_grads` on the bytes of gradients under way."""
+        return in_flight(self.reductions, self.held)
 
     @functools.cached_property
     def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
@@ -165,13 +171,6 @@ class Skeleton:
 def _may_float(e: Eqn) -> bool:
     """Whether an eager update may take an equation from its place."""
     return e.region == "update" and not rules(e).remote and not is_random(e.op)
-
-
-def place_name(s: Skeleton, place: int) -> str:
-    """The name of a place in a plan: the first result of the operation behind it, or "" for the end."""
-    if place == len(s.ops):
-        return ""
-    return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
 @functools.lru_cache(maxsize=2)  # as `fingerprint`

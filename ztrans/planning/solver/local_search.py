@@ -64,7 +64,7 @@ class Search:
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
         """Sort key: smaller is better."""
-        buckets = len(placed.gathers) + len(placed.reductions)
+        buckets = len(placed.choice.gathers) + len(placed.choice.reductions)
         return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
 
     def try_(self, choice: Choice, slower: float = math.inf) -> Placed | None:
