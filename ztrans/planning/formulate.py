@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
-from ..ir.collectives import bucket_key, is_small, rules
+from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
+from .cost import local_bytes
 from .eager_updates import Group, deadlines, groups
 from .event_simulator import Message
-from .program_order import Skeleton, in_flight
+from .program_order import Planned, Skeleton
 from .residency import residency
-from .simulate import COPIES, NO_COPIES, lane, messages, seconds
+from .simulate import COPIES, messages, seconds
 from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
@@ -60,18 +61,18 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
     """The frame of a problem, and the equations of the update that leave their places."""
     gathers = _gathers(s)
     leaving = groups(s) if (update or s.asked_update) == "eager" else ()
-    floating = {e for group in leaving for e in group.eqns}
+    reductions = _reductions(s, {e for group in leaving for e in group.eqns})
     between = s.reductions[0].order.between if s.reductions else None
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
         live=(0,) * len(s.ops),
         matmul=tuple(map(is_matmul, s.ops)),
         gathers=gathers,
-        reductions=_reductions(s, floating),
+        reductions=reductions,
         wires={},
         max_between=float("inf") if between is None else between,
-        gathers_in_flight=in_flight(s.gathers, (g.held for g in gathers)),
-        reductions_in_flight=s.in_flight,
+        gathers_in_flight=_limit(s.gathers, gathers),
+        reductions_in_flight=_limit(s.reductions, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in leaving),
         names=s.names,
     )
@@ -113,9 +114,9 @@ def _phase(s: Skeleton, region: str, use: int) -> int:
 
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     open_buckets: dict[tuple, tuple[int, int]] = {}
-    planned, needs = [], deadlines(s, floating)
+    planned, needs, axes, size = [], deadlines(s, floating), s.graph.axes, local_bytes(s.graph)
     for i, p in enumerate(s.reductions):
-        start, held, cap, axes = p.start, s.held[i], p.order.bucket, s.graph.axes
+        start, held, cap = p.start, size(p.start.ins[0]), p.order.bucket
         key = (*bucket_key(start), p.then is not None)
         if cap is not None:  # the user has set the size of a bucket: fill buckets in order of birth
             group, filled = open_buckets.get(key, (0, 0))
@@ -155,7 +156,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     kind = op_name(start.op)
     latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
     known = dict(link.unpack).get(kind)
-    copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
+    copies = COPIES[start.op].times if known is None else 0
     return Wire(
         lane(start),
         link.name,
@@ -168,3 +169,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         pack=2 / device.bandwidth,
         copy=copies / device.bandwidth,
     )
+
+
+def _limit(planned: Sequence[Planned], messages: Sequence[Gather | Reduction]) -> float:
+    """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
+    asked = [p.order.in_flight for p in planned if p.order.in_flight is not None]
+    return max(min(asked), *(message.held for message in messages)) if asked else float("inf")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import accumulate
@@ -20,7 +20,6 @@ from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
-from .cost import local_bytes
 
 # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
 Key = tuple[int, int, int]
@@ -68,12 +67,6 @@ class Planned:
         return (self.then[1] if self.then else self.wait).out
 
 
-def in_flight(planned: Iterable[Planned], sizes: Iterable[int]) -> float:
-    """The limit on the bytes of planned collectives under way. It always allows the largest one, given all `sizes`."""
-    asked = [p.order.in_flight for p in planned if p.order.in_flight is not None]
-    return max(min(asked), *sizes) if asked else float("inf")
-
-
 @dataclass(frozen=True, eq=False)
 class Skeleton:
     """A program without its planned collectives: `ops[k]` is operation k, right behind place k."""
@@ -105,20 +98,9 @@ class Skeleton:
         return (*(next((out.name for out in e.results), f"#{k}") for k, e in enumerate(self.ops)), "")
 
     @functools.cached_property
-    def held(self) -> tuple[int, ...]:
-        """For each reduction, the bytes of its gradient on a rank."""
-        size = local_bytes(self.graph)
-        return tuple(size(p.start.ins[0]) for p in self.reductions)
-
-    @functools.cached_property
     def asked_update(self) -> str:
         """When updates run according to `overlap_grads`: "eager" or "last"."""
         return self.reductions[0].order.update if self.reductions else "last"
-
-    @functools.cached_property
-    def in_flight(self) -> float:
-        """The limit of `overlap_grads` on the bytes of gradients under way."""
-        return in_flight(self.reductions, self.held)
 
     @functools.cached_property
     def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:

@@ -31,7 +31,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         The program, which has no hints and is not verified.
     """
     emit = _Emission(s, problem)
-    gather_starts = grouped((bucket.start, bucket) for bucket in schedule.gathers)
+    gather_starts = grouped((b.start, coalesce([s.gathers[i].start for i in b.members])) for b in schedule.gathers)
     gather_waits = grouped((s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members)
     reduction_starts = grouped((bucket.start, bucket) for bucket in schedule.reductions)
     reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
@@ -44,7 +44,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
             while waits and waits[0] is not bucket and not emit.fits(bucket):
                 emit.wait(waits.popleft(), k)
             emit.reduce(bucket)
-        starts = [coalesce([s.gathers[i].start for i in bucket.members]) for bucket in gather_starts.get(k, ())]
+        starts = gather_starts.get(k, ())
         if not limited:
             emit.write(*starts)
         emit.update(k)
@@ -60,7 +60,7 @@ class _Emission:
     """The equations that have been written so far, and the reductions that are under way behind them."""
 
     def __init__(self, s: Skeleton, problem: Problem) -> None:
-        self.s = s
+        self.s, self.problem = s, problem
         self.eqns: dict[Eqn, None] = {}
         self.groups = groups(s) if problem.updates else ()
         self.updates = Updates(problem)
@@ -75,20 +75,23 @@ class _Emission:
         """The members of a bucket of reductions."""
         return [self.s.reductions[i] for i in bucket.members]
 
+    def _held(self, bucket: Bucket) -> int:
+        return sum(self.problem.reductions[i].held for i in bucket.members)
+
     def fits(self, bucket: Bucket) -> bool:
         """Whether a bucket of gradients may start while those under way still are."""
-        return self.under_way + sum(self.s.held[i] for i in bucket.members) <= self.s.in_flight
+        return self.under_way + self._held(bucket) <= self.problem.reductions_in_flight
 
     def reduce(self, bucket: Bucket) -> None:
         """Start a bucket of reductions."""
         self.write(coalesce([p.start for p in self.planned(bucket)]))
-        self.under_way += sum(self.s.held[i] for i in bucket.members)
+        self.under_way += self._held(bucket)
 
     def wait(self, bucket: Bucket, place: int) -> None:
         """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
         members = self.planned(bucket)
         self.write(*(p.wait for p in members))
-        self.under_way -= sum(self.s.held[i] for i in bucket.members)
+        self.under_way -= self._held(bucket)
         if members[0].then is None:
             self.updates.meet(bucket.members)
         else:

@@ -20,7 +20,7 @@ from ..ir.relations import grouped
 from .cost import Held, held, local_bytes
 from .eager_updates import Group
 from .program_order import Planned, Skeleton
-from .solver.problem import Gather, Problem
+from .solver.problem import Problem
 
 _Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
 _More = tuple[int, str, Any]  # a reduction, a field of it, and what is added to that field
@@ -39,8 +39,8 @@ def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem
     live, across = [0] * (n + 1), [0] * (n + 3)
     for h in held(s.graph, storages.given):
         if (latest := storages.gradient.get(h.value)) is not None:
-            more.append((latest, "waiting", _shared(s, latest, h)))
-        for first, end, at_end in _fixed(storages, problem.gathers, h):
+            more.append((latest, "waiting", _shared(problem, latest, h)))
+        for first, end, at_end in _fixed(storages, problem, h):
             if first < end:
                 live[max(first, 0)] += h.bytes
                 live[end] -= h.bytes
@@ -56,36 +56,21 @@ def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem
     return dataclasses.replace(problem, live=tuple(live), across=tuple(across), reductions=tuple(reductions))
 
 
-class _Storages:
-    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
+class _UpdateStorages:
+    """The storages that eager updates need, each by the first value that has it."""
 
     def __init__(self, s: Skeleton, groups: Sequence[Group]) -> None:
         self.s, self.groups, self.given = s, groups, donation(s.graph)
-        owner = self.given.owner
         # For each group, the last reduction that it needs; -1 if it needs none.
         self.latest = [max(group.after, default=-1) for group in groups]
         # For each equation of an eager update, its group.
         self.floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
-        # For each storage that an operation at a fixed place needs, the place behind the last one.
-        operations = ((k, e) for k, e in enumerate(s.ops) if e not in self.floating)
-        self.fixed = {storage: k + 1 for k, e in operations for storage in self.of(e)}
-        # For each storage that planned gathers send, the place of the last wait for one of them, because `use` ascends.
-        self.sent = {owner[v]: use for p, use in zip(s.gathers, s.use) for v in p.start.ins}
         # For each storage that eager updates need, their groups.
         self.readers = grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
         # For each storage that an eager update allocates after a reduction, its group.
         self.update = {v: u for e, u in self.floating.items() if groups[u].after for v in self.allocated(e)}
         # The storages of values that eager updates need and that depend on the state only.
         self.state_only = {v for e in s.floating[1].values() if e in self.floating for v in self.allocated(e)}
-        # For each result of a planned gather, the gather.
-        self.gather = {v: i for i, p in enumerate(s.gathers) for v in (p.start.out, p.wait.out)}
-        # For each storage of gradients, the last reduction of one of them; for each of a reduced value, its reduction.
-        self.gradient = {owner[v]: i for i, p in enumerate(s.reductions) for v in p.start.ins}
-        self.reduced = {owner[p.value]: i for i, p in enumerate(s.reductions)}
-        # The results of planned reductions.
-        self.planned = {e.out for p in s.reductions for e in (p.start, p.wait, *(p.then or ()))}
-        # The storages of the results of the program.
-        self.outputs = {owner[v] for v in variables(s.graph.outputs)}
 
     def of(self, e: Eqn) -> set[Var]:
         """The storages that an equation reads or writes."""
@@ -95,13 +80,35 @@ class _Storages:
         """The storages that an equation allocates."""
         return [v for v in e.results if self.given.owner[v] is v]
 
+
+class _Storages(_UpdateStorages):
+    """All storages of a program, and the parts of it that need them."""
+
+    def __init__(self, s: Skeleton, groups: Sequence[Group]) -> None:
+        super().__init__(s, groups)
+        owner = self.given.owner
+        # For each storage that an operation at a fixed place needs, the place behind the last one.
+        operations = ((k, e) for k, e in enumerate(s.ops) if e not in self.floating)
+        self.fixed = {storage: k + 1 for k, e in operations for storage in self.of(e)}
+        # For each storage that a planned gather sends, the place of the last wait for one that does, as `use` ascends.
+        self.sent = {owner[p.start.ins[0]]: use for p, use in zip(s.gathers, s.use)}
+        # For each result of a planned gather, the gather.
+        self.gather = {v: i for i, p in enumerate(s.gathers) for v in (p.start.out, p.wait.out)}
+        # For each storage of gradients, the last reduction of one of them; for each of a reduced value, its reduction.
+        self.gradient = {owner[p.start.ins[0]]: i for i, p in enumerate(s.reductions)}
+        self.reduced = {owner[p.value]: i for i, p in enumerate(s.reductions)}
+        # The results of planned reductions.
+        self.planned = {e.out for p in s.reductions for e in (p.start, p.wait, *(p.then or ()))}
+        # The storages of the results of the program.
+        self.outputs = {owner[v] for v in variables(s.graph.outputs)}
+
     def outlives(self, storage: Var) -> bool:
         """Whether something else than the group that allocates a storage needs it."""
         elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent))
         return elsewhere or len({*self.readers[storage]}) > 1
 
 
-def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[_Span]:
+def _fixed(storages: _Storages, problem: Problem, h: Held) -> Iterator[_Span]:
     """The operations during which a storage is live in every order."""
     s, v = storages.s, h.value
     n, first, end = len(s.ops), s.before[h.first], s.before[h.last + 1]
@@ -111,13 +118,13 @@ def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[
         yield first if v in storages.update else min(first, s.born[0] + 1), n, True
     elif v in storages.gather:
         i = storages.gather[v]
-        after = max(gathers[i].last + 1, first)
+        after = max(problem.gathers[i].last + 1, first)
         # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
-        kept = end > after and any(g.again == i for g in gathers)
+        kept = end > after and any(g.again == i for g in problem.gathers)
         yield after - kept, max(after, end), False
     elif v in storages.gradient:
         latest = storages.gradient[v]
-        born, shared = s.born[latest], _shared(s, latest, h) > 0
+        born, shared = s.born[latest], _shared(problem, latest, h) > 0
         yield first, born + shared, shared or first < born
         yield born + 1, storages.fixed.get(v, 0), False
     elif v not in storages.update and v not in storages.planned:
@@ -125,9 +132,9 @@ def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[
         yield first, n if v in storages.readers else max(end, sent), sent >= end
 
 
-def _shared(s: Skeleton, latest: int, h: Held) -> int:
+def _shared(problem: Problem, latest: int, h: Held) -> int:
     """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
-    return max(h.bytes - s.held[latest], 0)
+    return max(h.bytes - problem.reductions[latest].held, 0)
 
 
 def _of_waits(s: Skeleton) -> Iterator[_More]:

@@ -29,18 +29,18 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
     measured, waits, launched = dict(cluster.measured), pair(graph).waits, launches(graph)
 
-    def timed(e: Eqn, part: str, estimate: Callable[[Eqn, Graph, Cluster], float]) -> float:
-        known = measured.get(signature(e, graph) + part) if measured else None
-        return estimate(e, graph, cluster) if known is None else known
-
     def duration(e: Eqn) -> float:
         waited = waits.get(e)
-        if waited is not None:
-            # The wait for the first member unpacks the whole bucket.
-            return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
-        return timed(e, "", _packing if rules(e).packs else computing)
-
-    def computing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+        if waited and waited.member:
+            return 0.0  # the wait for the first member unpacks the whole bucket
+        timed, part = (waited.start, " wait") if waited else (e, "")
+        known = measured.get(signature(timed, graph) + part) if measured else None
+        if known is not None:
+            return known
+        if waited:
+            return _unpacking(timed, graph, cluster)
+        if rules(e).packs:
+            return _packing(e, graph, cluster)
         if rules(e).shares(e):
             return cluster.device.call * launched[e].calls
         return cluster.device.launch * launched[e].kernels + _roofline(e, graph, cluster.device)
@@ -102,7 +102,7 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
         return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
-    copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
+    copied = COPIES[e.op].exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 
 
@@ -125,11 +125,10 @@ class Copies(NamedTuple):
     times: int  # the planner's estimate of how often a received byte is copied
 
 
-NO_COPIES = Copies(lambda e, graph: 0, 0)
 COPIES: Mapping[Any, Copies] = {
     ALL_GATHER: Copies(_packed_members, 2),
     REDUCE_SCATTER: Copies(_terms_and_sums, 1),
-    ALL_REDUCE: NO_COPIES,
+    ALL_REDUCE: Copies(lambda e, graph: 0, 0),
 }
 
 

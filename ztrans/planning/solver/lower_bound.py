@@ -55,7 +55,7 @@ def bound(problem: Problem) -> Bound:
     jobs = _jobs(problem)
     compute = _earliest(problem, jobs, wire=False)
     wire = _earliest(problem, jobs)
-    memory = wire if problem.memory == float("inf") else _earliest(problem, jobs, room=_room(problem))
+    memory = _earliest(problem, jobs, room=_room(problem))
     binds: Literal["compute", "wire", "memory"]
     binds = "compute" if compute > 0.99 * memory else "wire" if wire > 0.99 * memory else "memory"
     return Bound(memory, compute, wire, memory, binds)
