@@ -20,7 +20,7 @@ from .eager_updates import Group, deadlines, groups
 from .event_simulator import Message
 from .program_order import Planned, Skeleton
 from .residency import residency
-from .simulate import COPIES, messages, seconds
+from .simulate import COPIES, NO_COPIES, messages, seconds
 from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
@@ -156,7 +156,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     kind = op_name(start.op)
     latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
     known = dict(link.unpack).get(kind)
-    copies = COPIES[start.op].times if known is None else 0
+    copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
     return Wire(
         lane(start),
         link.name,

@@ -102,7 +102,7 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if known is not None:
         return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
-    copied = COPIES[e.op].exact(e, graph)
+    copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 
 
@@ -125,10 +125,11 @@ class Copies(NamedTuple):
     times: int  # the planner's estimate of how often a received byte is copied
 
 
+NO_COPIES = Copies(lambda e, graph: 0, 0)
 COPIES: Mapping[Any, Copies] = {
     ALL_GATHER: Copies(_packed_members, 2),
     REDUCE_SCATTER: Copies(_terms_and_sums, 1),
-    ALL_REDUCE: Copies(lambda e, graph: 0, 0),
+    ALL_REDUCE: NO_COPIES,
 }
 
 
