@@ -82,8 +82,7 @@ def to_fx(
     donated = donation(graph, {e for group in kernels for e in group}) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     instead = {**donated.twins, **calls}
-    apart = {*instead, *(e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)}
-    forms = _Forms(kernels, instead, emitters, *_localized(graph, at, apart))
+    forms = _Forms(kernels, instead, emitters, *_localized(graph, at, units, instead))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     ends = []  # by unit, how many nodes there are after it
     for unit in units:
@@ -162,15 +161,16 @@ class _Forms(NamedTuple):
     calls: Calls
 
 
-def _localized(graph: Graph, at: Mapping[str, int], apart: Collection[Eqn]) -> tuple[dict[Eqn, Eqn], Calls]:
-    """The equations with the sizes of the rank at these coordinates, and what is called for them there.
-
-    Those in `apart` are called as they are.
-    """
+def _localized(
+    graph: Graph, at: Mapping[str, int], units: Sequence[_Unit], instead: Collection[Eqn]
+) -> tuple[dict[Eqn, Eqn], Calls]:
+    """The equations with the sizes of the rank at these coordinates, and what is called for them there."""
     local = {e: localize(e, graph.axes, at) for e in graph.eqns}
+    together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
+    apart = {local[e] for e in (*instead, *together)}
     shape = functools.partial(local_shape, sizes=graph.axes, at=at)
     on_this_rank = graph.replace(eqns=tuple(local.values()))
-    return local, simpler_calls(on_this_rank, shape, {local[e] for e in apart})
+    return local, simpler_calls(on_this_rank, shape, apart)
 
 
 def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:

@@ -35,14 +35,10 @@ from .process_groups import Channel, Work, process_groups
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def renamed(owner: Any, *names: str) -> Callable:
-    """A function or a method, by the first of these names that this torch has. Torch 2.13 renamed some."""
-    return next(getattr(owner, name) for name in names if hasattr(owner, name))
-
-
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
-    """Gather one buffer of each rank."""
-    return renamed(dist, "all_gather_single", "all_gather_into_tensor")(received, send, **options)
+    """Gather one buffer of each rank. Torch 2.13 renamed the function, so this calls it by the name that exists."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(received, send, **options)
 
 
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:

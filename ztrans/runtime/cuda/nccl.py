@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
-from ..collectives import REDUCE_OPS, Future, Member, Start, renamed
+from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 from .transport import BY_HOST, Transport
@@ -87,7 +87,7 @@ class StreamedStart(Start):
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
-            call = renamed(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+            call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
             work = call(*pairs, options)
         elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
@@ -100,7 +100,7 @@ class StreamedStart(Start):
             for into, out in zip(received, sent):
                 dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), group=self.group)
         else:
-            call = renamed(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+            call = _method(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
             work = call(received, sent, self._options(ReduceScatterOptions()))
         if work is not None:  # NCCL runs on this stream and returns none; the work of another backend is waited for
             work.wait()
@@ -218,6 +218,11 @@ class StreamedStart(Start):
             numels = [math.prod(shape) for shape in shapes]
             for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
+
+
+def _method(group: dist.ProcessGroup, *names: str) -> Callable:
+    """A method of a process group, by the first of these names that this torch has (2.13 renamed some)."""
+    return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def moved_back(shape: Sequence[int], dim: int) -> tuple[int, ...]:

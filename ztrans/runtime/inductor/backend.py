@@ -86,6 +86,11 @@ class _LaidOut:
     donation: Donation
     layouts: Mapping[Var, Strided]
 
+    @property
+    def compiled_groups(self) -> list[Group]:
+        """The groups that become kernels: all but those of fused optimizers, which PyTorch computes."""
+        return [group for group in self.groups if not group.updates]
+
 
 def executable(
     graph: Graph,
@@ -181,7 +186,7 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
     varies, maker, state = _varies(graph), producers(graph.eqns), set(graph.inputs[: graph.num_state])
     compiled: dict[str, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
-    for group in (group for group in program.groups if not group.updates):  # PyTorch computes those of optimizers
+    for group in program.compiled_groups:
         begin, end = position[group.eqns[0]], position[group.eqns[-1]]
         old_state = _overwritten(program, group, end) if begin >= writes_from else {}
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
