@@ -13,6 +13,7 @@ from torch import nn
 
 from ..ir.graph import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
+from .overloads import named
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -223,8 +224,7 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
     if not is_random(func) or func._schema.name.endswith("_backward"):
         return False
-    given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
-    given.update(zip(given, args))
+    given = {a.name: a.default_value for a in func._schema.arguments} | named(func, args, kwargs)
     return given.get("dropout_p", given.get("dropout")) != 0.0
 
 

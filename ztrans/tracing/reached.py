@@ -84,9 +84,8 @@ def _mentions(code: types.CodeType) -> _Mentions:
                 names[step.argval] = line
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):  # an inner function or a comprehension
-            nested = _mentions(inner)
-            for names, more in zip(mentions, nested):
-                names.update({k: line for k, line in more.items() if k not in names})
+            for names, nested in zip(mentions, _mentions(inner)):
+                names.update(nested | names)
     return mentions
 
 
@@ -261,13 +260,9 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         variables[name] = value
 
 
+@functools.cache
 def is_own(kind: Any) -> bool:
     """Whether a class or a Python module is the user's."""
-    return _is_own(kind)
-
-
-@functools.cache
-def _is_own(kind: Any) -> bool:
     if isinstance(kind, types.ModuleType):
         is_plain = type(kind) is types.ModuleType  # namespaces of operators, such as torch.ops.aten, are not
         return is_plain and not is_library(getattr(kind, "__file__", None) or sys.executable)
