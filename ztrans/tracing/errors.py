@@ -242,14 +242,13 @@ def warn_of_many_programs(step: str, count: int, leaves: Sequence[Any]) -> None:
     if count <= _MANY_PROGRAMS:
         return
     shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-    text = (
-        f"{step} has been traced for {count} different arguments, the last one "
-        f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
-        f"batches to a few sizes. So is every new value of a number that the step reads besides its "
-        f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-        f"and the whole numbers and signs in the optimizer's parameter groups."
+    warn(
+        f"{step} has been traced for {count} different arguments, the last one {', '.join(shapes)}. Every new shape is "
+        f"traced and compiled: pad batches to a few sizes. So is every new value of a number that the step reads "
+        f"besides its arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
+        f"and the whole numbers and signs in the optimizer's parameter groups.",
+        user_source(),
     )
-    warn(text, user_source())
 
 
 def warn_of_trace(text: str, source: Source | None) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,14 +29,8 @@ class NoForm(Exception):
     """A collective has no functional form; the message says why."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(dict[str, Any]):
     """The arguments of one call of a collective, by name."""
-
-    given: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.given[name]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -80,14 +73,14 @@ def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:
     if name not in _FORMS:
         moves_nothing = "it moves no values, and a program runs as soon as its values are there"
         raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
-    given = {a.name: a.default_value for a in op._schema.arguments} | named(op, args, kwargs)
-    written = _FORMS[name](Call(given))
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    written = _FORMS[name](Call(defaults | named(op, args, kwargs)))
     work = torch._C._distributed_c10d.FakeWork().boxed()
     return (written, work) if len(op._schema.returns) == 2 else work
 
 
 def _all_reduce(call: Call) -> list[torch.Tensor]:
-    if call.given.get("sparse_indices") is not None:
+    if call.get("sparse_indices") is not None:
         raise NoForm("its tensor is sparse")
     for x in call["tensors"]:
         x.copy_(call.run(functional.all_reduce.default, x, call.reduction))
