@@ -260,8 +260,7 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         variables[name] = value
 
 
-@functools.cache
-def is_own(kind: Any) -> bool:
+def _is_own(kind: Any) -> bool:
     """Whether a class or a Python module is the user's."""
     if isinstance(kind, types.ModuleType):
         is_plain = type(kind) is types.ModuleType  # namespaces of operators, such as torch.ops.aten, are not
@@ -270,3 +269,6 @@ def is_own(kind: Any) -> bool:
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and not is_library(file))
+
+
+is_own: Callable[[Any], bool] = functools.cache(_is_own)

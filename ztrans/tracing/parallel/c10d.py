@@ -42,10 +42,10 @@ class Call(dict[str, Any]):
 
     @property
     def reduction(self) -> str:
-        kind = dist.ReduceOp.RedOpType(self["reduce_op"].op())
-        if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
+        name = dist.ReduceOp.RedOpType(self["reduce_op"].op()).name
+        if name == "PREMUL_SUM":
             raise NoForm("a sum of scaled terms is no reduction of a program; scale the tensor first")
-        return kind.name.lower()  # functional collectives write these names in lower case
+        return name.lower()  # functional collectives write these names in lower case
 
     def run(self, op: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Run a functional collective on `x`, wait for it, and return its result."""
