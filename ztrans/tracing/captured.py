@@ -138,14 +138,10 @@ class _Readings:
 
 def _containers(values: Sequence[Any]) -> dict[int, list | None]:
     """By position, the entries of the values that can change; None for those in which that is not seen by identity."""
-    containers: dict[int, list | None] = {}
-    for k, value in enumerate(values):
-        entries = _entries(value)
-        if isinstance(value, numpy.ndarray) or any(isinstance(x, _CHANGING) for x in entries or ()):
-            containers[k] = None
-        elif isinstance(value, list | dict | set):
-            containers[k] = entries
-    return containers
+    entries = {k: _entries(value) for k, value in enumerate(values) if isinstance(value, _CHANGING)}
+    nested = {k for k, held in entries.items() if held is None or any(isinstance(x, _CHANGING) for x in held)}
+    fixed = {k for k in entries if k not in nested and isinstance(values[k], (tuple, frozenset))}
+    return {k: None if k in nested else held for k, held in entries.items() if k not in fixed}
 
 
 def _entries(value: Any) -> list | None:

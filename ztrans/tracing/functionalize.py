@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
@@ -105,7 +106,7 @@ class Builder:
         if like is None:
             like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         many = isinstance(like, (tuple, list))
-        tensors = [x for each in (like if many else (like,)) for x in (each if isinstance(each, list) else (each,))]
+        tensors = pytree.tree_leaves(like)
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
             outs.append(None)
@@ -177,7 +178,8 @@ class Builder:
             return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
         if name in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            start = _start(args[0], view.number)
+            sizes = args[0]  # one number is the size of every part
+            start = sizes * view.number if isinstance(sizes, int) else sum(sizes[: view.number])
             return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
         if name == "expand" and base.shape == new.shape:
             return new
@@ -203,8 +205,3 @@ def _is_arithmetic(op: Any, args: Sequence) -> bool:
         return False
     is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
     return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
-
-
-def _start(sizes: int | Sequence[int], index: int) -> int:
-    """The first row of part `index` of a split into parts of these sizes; one number is the size of every part."""
-    return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
