@@ -178,8 +178,7 @@ class Builder:
             return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
         if name in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            sizes = args[0]  # one number is the size of every part
-            start = sizes * view.number if isinstance(sizes, int) else sum(sizes[: view.number])
+            start = _start(args[0], view.number)
             return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
         if name == "expand" and base.shape == new.shape:
             return new
@@ -205,3 +204,8 @@ def _is_arithmetic(op: Any, args: Sequence) -> bool:
         return False
     is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
     return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
+
+
+def _start(sizes: int | Sequence[int], index: int) -> int:
+    """The first row of part `index` of a split into parts of these sizes; one number is the size of every part."""
+    return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
