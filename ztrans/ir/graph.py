@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,8 +166,17 @@ class Eqn:
         """The variable that it binds, or the first of several."""
         return self.results[0]
 
+    @property
+    def role(self) -> str:
+        """The role of a collective, or "" for any other equation."""
+        return self.provenance.role if self.provenance else ""
+
     def replace(self, **changes: Any) -> Eqn:
         return dataclasses.replace(self, **changes)
+
+    def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
+        """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
+        return self.replace(args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +221,11 @@ class Graph:
     @property
     def axes(self) -> dict[str, int]:
         return with_joint_sizes(dict(self.mesh), self.joint)
+
+    @property
+    def values(self) -> Iterator[Var]:
+        """Every value of the program: the inputs, and the results of equations."""
+        return itertools.chain(self.inputs, *(e.results for e in self.eqns))
 
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module

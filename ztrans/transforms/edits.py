@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
-from ..ir.graph import Eqn, Graph, Var, substitute
+import torch
+
+from ..ir.graph import Eqn, Graph, Var
+from ..ir.operations import CAST
 
 
 class Edits:
@@ -44,12 +48,15 @@ class Edits:
         """The program with the changes; its inputs and outputs stay."""
         eqns: list[Eqn] = []
         for e in self.graph.eqns:
-            eqns += (*self._before.get(e, ()), self._edited(e), *self._after.get(e, ()))
+            instead = self._read.get(e, {})
+            edited = e.reading(lambda v, instead=instead: instead.get(v, v)) if instead else e
+            eqns += (*self._before.get(e, ()), edited, *self._after.get(e, ()))
         return self.graph.replace(eqns=(*eqns, *self._before.get(None, ())))
 
-    def _edited(self, e: Eqn) -> Eqn:
-        instead = self._read.get(e)
-        if instead is None:
-            return e
-        args, kwargs = (substitute(x, lambda v: instead.get(v, v)) for x in (e.args, e.kwargs))
-        return e.replace(args=args, kwargs=kwargs)
+
+def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn], Var]:
+    """A cast of a value, with the place and the line of `like`, and its result; no cast if the value has that dtype."""
+    if v.dtype == dtype:
+        return [], v
+    wide = dataclasses.replace(v, name=name, dtype=dtype)
+    return [like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)], wide

@@ -12,7 +12,6 @@ the same bits as in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -24,12 +23,7 @@ from ..ir.relations import reachable
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten
-_FACTORS: dict[Any, slice] = {
-    aten.mm: slice(0, 2),
-    aten.bmm: slice(0, 2),
-    aten.addmm: slice(1, 3),
-    aten.baddbmm: slice(1, 3),
-}
+_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 
 
 def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple[str, ...]]:
@@ -65,7 +59,7 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
     """Whether an equation is a product that sums over the sharded dim of one of its factors."""
-    factors = e.args[_FACTORS.get(getattr(e.op, "overloadpacket", None), slice(0))] if is_matmul(e) else ()
+    factors = e.args[-2:] if getattr(e.op, "overloadpacket", None) in _PRODUCTS else ()
     summed = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
     return any(isinstance(p, Split) and p.dim == dim for p, dim in summed)
 

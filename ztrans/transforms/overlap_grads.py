@@ -80,7 +80,7 @@ class _OverlapGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)
-        starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in _REDUCED]
+        starts = [e for e in graph.eqns if e.role in _REDUCED]
         if not starts and not graph.mesh:
             raise ValueError(
                 "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"

@@ -49,7 +49,5 @@ class _Prefetch(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None
-        params = (e for e in graph.eqns if e.provenance is not None and e.provenance.role == "param")
-        gathers = {e for e in params if rules(e).moves}
-        eqns = tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns)
-        return graph.replace(eqns=eqns, budget=budget)
+        hinted = lambda e: e.replace(order=hint) if e.role == "param" and rules(e).moves else e
+        return graph.replace(eqns=tuple(map(hinted, graph.eqns)), budget=budget)
