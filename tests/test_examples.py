@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support import torchrun as support
+from tests.support.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -112,7 +112,7 @@ def test_the_hf_trainer_example_has_the_losses_of_the_trainer_alone_and_resumes(
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert len((EXAMPLES / "hf_trainer.py").read_text().splitlines()) <= 80
-    (report,) = support.torchrun(2, "hf_training.py", str(tmp_path))
+    (report,) = run_ranks(2, "hf_training.py", str(tmp_path))
     assert len(report["plain"]) == 6 and report["plain"][-1] < report["plain"][0]
     assert report["resumed"] == pytest.approx(report["plain"], abs=1e-5)
     assert report["first"] == report["resumed"][:3]

@@ -139,12 +139,16 @@ class Compiled(Printed):
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
-            graph, mesh = self._bound[0].lowered.graph, self._mesh
-            micro = run.run if isinstance(run, Capture) else run
-            together: Any = () if mesh is None else (functools.partial(everywhere, None, mesh),)
-            more: Any = {"prepare": micro.before_last} if isinstance(micro, MicroBatches) else {}
-            graph = micro.last if isinstance(micro, MicroBatches) else graph
-            measured = profile(graph, run.program, local, steps, *together, **more)
+            mesh, micro = self._mesh, run.run if isinstance(run, Capture) else run
+            graph = micro.last if isinstance(micro, MicroBatches) else self._bound[0].lowered.graph
+
+            def prepared(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                given = micro.before_last(inputs) if isinstance(micro, MicroBatches) else inputs
+                if mesh is not None:
+                    everywhere(None, mesh)
+                return given
+
+            measured = profile(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ztrans as zt
-from tests.support.torchrun import ROOT
+from tests.support.processes import ROOT
 from ztrans.report.tracebacks import ends_at_user
 from ztrans.runtime.process_groups import LostRank
 from ztrans.runtime.uncaught import print_once

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.support.torchrun import torchrun
+from tests.support.processes import run_ranks
 
 MiB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    return torchrun(2, "ranks.py", "two")
+    return run_ranks(2, "ranks.py", "two")
 
 
 def of(figures: list[dict], check: str) -> list[dict]:
@@ -44,7 +44,7 @@ def test_fp8_is_gathered_over_gloo(two):
 
 @pytest.fixture(scope="module")
 def four() -> list[dict]:
-    return torchrun(4, "ranks.py", "four")
+    return run_ranks(4, "ranks.py", "four")
 
 
 @pytest.mark.distributed

@@ -137,10 +137,7 @@ def _check_value(transform: Transform, step: Any) -> None:
 
 
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        n = x.shape[0] // ranks if x.ndim else 0
-        return x[rank * n : (rank + 1) * n] if x.ndim else x
-
+    rows = lambda x: x[rank * (len(x) // ranks) :][: len(x) // ranks] if x.ndim else x
     return pytree.tree_map_only(torch.Tensor, rows, batch)
 
 

@@ -12,7 +12,7 @@ import ztrans as zt
 from tests.faults.launch import launch
 from tests.runtime.checkpoints.test_save_and_load import same
 from tests.support.lifted import lifted
-from tests.support.torchrun import torchrun
+from tests.support.processes import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder) -> list[dict]:
-    return torchrun(4, "checkpoints.py", str(folder))
+    return run_ranks(4, "checkpoints.py", str(folder))
 
 
 def of(reports: list[dict], check: str) -> list[dict]:

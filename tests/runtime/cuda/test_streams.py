@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from tests.support.fake_cuda import TimedEvent
+from tests.support.processes import run_ranks
 from tests.support.programs import CASES
 from tests.support.races import Races
-from tests.support.torchrun import torchrun
 from tests.support.worlds import ALL, batches, slices
 from ztrans import ops
 from ztrans.ir import donation
@@ -318,7 +318,7 @@ def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatc
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose collectives have the same names and results as NCCL's."""
-    figures = torchrun(2, "streamed.py")
+    figures = run_ranks(2, "streamed.py")
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
     assert [f["times"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.support.torchrun import torchrun
+from tests.support.processes import run_ranks
 
 
 @pytest.mark.distributed
 def test_reductions_of_two_hosts_of_three_ranks():
-    figures = torchrun(6, "by_host.py")
+    figures = run_ranks(6, "by_host.py")
     cases = {(f["case"], f["dtype"].removeprefix("torch."), f["reduce_dtype"].removeprefix("torch.")) for f in figures}
     assert len(figures) == 6 * 5 and len(cases) == 5
     for f in figures:

@@ -9,8 +9,8 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.processes import run_ranks
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
-from tests.support.torchrun import torchrun
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
 from ztrans.runtime.inductor import cpu_matmul as products
@@ -226,7 +226,7 @@ def test_products_can_use_another_library():
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    return torchrun(2, "ranks.py", "inductor")
+    return run_ranks(2, "ranks.py", "inductor")
 
 
 @pytest.mark.distributed

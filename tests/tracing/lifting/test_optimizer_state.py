@@ -6,9 +6,7 @@
 import copy
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,9 @@ from torch import nn, optim
 
 import ztrans as zt
 from tests.support import optimizers as written
+from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
 
-ROOT = Path(__file__).parents[3]
 WRITTEN = {
     "ones": lambda m: written.RMSpropTF(m.parameters(), lr=0.01),
     "python count": lambda m: written.Counting(m.parameters()),
@@ -153,11 +151,7 @@ def test_an_optimizer_that_counts_in_an_attribute_is_refused():
 @pytest.mark.distributed
 def test_the_advice_works_on_two_ranks():
     """Each rank takes its first step on its own batch, and then all ranks start from rank 0's state."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    rows = run_ranks(2, __file__)
     assert [row["stage"] for row in rows] == [0, 3]
     for row in rows:
         assert row["apart before"] > 1e-3, "the first steps must differ, else source=0 has nothing to do"
@@ -165,7 +159,7 @@ def test_the_advice_works_on_two_ranks():
 
 
 def follow_the_advice() -> None:
-    """Run by torchrun: take the first step on every rank, shard with `source=0`, train, and report distances."""
+    """On each rank: take the first step on every rank, shard with `source=0`, train, and report distances."""
     rank, mesh = int(os.environ["RANK"]), zt.make_mesh(dp=2)
 
     def gathered(x: torch.Tensor) -> list[torch.Tensor]:

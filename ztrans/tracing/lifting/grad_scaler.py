@@ -45,12 +45,8 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
         return
     fresh: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
     held = {"_scale": state["scale"], "_growth_tracker": state["growth"], "_per_optimizer_states": fresh}
-    with having(scaler, **held), _Selecting():
-        vars(scaler)["_maybe_opt_step"] = _step
-        try:
-            yield
-        finally:
-            del vars(scaler)["_maybe_opt_step"]
+    with having(scaler, **held, _maybe_opt_step=_step), _Selecting():
+        yield
 
 
 def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -81,8 +81,8 @@ def _states_after_zeros(optimizer: Optimizer, params: list[torch.Tensor]) -> lis
     """
     if not optimizer.state and not any(isinstance(p, DTensor) for p in params):
         with contextlib.suppress(Exception):  # an optimizer that reads values, or a fused one
-            return _trial(optimizer, params, None, None, "meta").states
-    return _trial(optimizer, params, None, None).states
+            return _trial(optimizer, params, device="meta").states
+    return _trial(optimizer, params).states
 
 
 def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
@@ -129,8 +129,8 @@ class _Trial(NamedTuple):
 def _trial(
     optimizer: Optimizer,
     params: list[torch.Tensor],
-    begin: list[State] | None,
-    seed: int | None,
+    seed: int | None = None,
+    begin: list[State] | None = None,
     device: str | None = None,
 ) -> _Trial:
     """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`, else zeros.
@@ -179,9 +179,9 @@ def _tried(
     if any(p.is_meta for p in params):
         raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
     try:
-        first_step, second_draw = (_trial(optimizer, params, None, seed) for seed in (0, 1))
+        first_step, second_draw = (_trial(optimizer, params, seed) for seed in (0, 1))
         begin = [_before(a.first, b.first) for a, b in zip(first_step.states, second_draw.states)]
-        from_begin = _trial(optimizer, params, begin, 0)
+        from_begin = _trial(optimizer, params, 0, begin)
     except Exception as error:
         raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
     for k, p in enumerate(params):
@@ -199,9 +199,8 @@ def _before(stored: State, stored_for_other_gradients: State) -> State:
 
     A value that differs between the two depends on the gradient, so it was already updated, from zeros.
     """
-    updated = {k: not _same(v, stored_for_other_gradients.get(k)) for k, v in stored.items()}
-    zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
-    return {k: pytree.tree_map(zeros, v) if updated[k] else v for k, v in stored.items()}
+    zeros = lambda value: pytree.tree_map_only(torch.Tensor, torch.zeros_like, value)
+    return {k: v if _same(v, stored_for_other_gradients.get(k)) else zeros(v) for k, v in stored.items()}
 
 
 def _same(a: Any, b: Any) -> bool:
