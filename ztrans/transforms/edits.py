@@ -48,10 +48,12 @@ class Edits:
         """The program with the changes; its inputs and outputs stay."""
         eqns: list[Eqn] = []
         for e in self.graph.eqns:
-            instead = self._read.get(e, {})
-            edited = e.reading(lambda v, instead=instead: instead.get(v, v)) if instead else e
-            eqns += (*self._before.get(e, ()), edited, *self._after.get(e, ()))
+            eqns += (*self._before.get(e, ()), self._edited(e), *self._after.get(e, ()))
         return self.graph.replace(eqns=(*eqns, *self._before.get(None, ())))
+
+    def _edited(self, e: Eqn) -> Eqn:
+        instead = self._read.get(e)
+        return e.reading(lambda v: instead.get(v, v)) if instead is not None else e
 
 
 def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn], Var]:
