@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, rules
+from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, role, rules
 from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
 from ..ir.source import Source, where
 from .base import Transform, check_number, constructor
@@ -84,7 +84,7 @@ class _Marking:
 
     def __init__(self, graph: Graph, whole: bool) -> None:
         self.graph, self.whole, self.roles, self.edits = graph, whole, Roles(graph), Edits(graph)
-        self.names = Names(v.name for v in graph.values)
+        self.names = Names(v.name for v in (*graph.inputs, *self.roles.makers))
         self.readers = users(graph)
 
     def run(self, kept: bool) -> Graph:
@@ -143,7 +143,7 @@ class _Marking:
     def keep_gathered(self, whole: bool) -> None:
         """Mark what only the first micro-batch computes: maxima of parameters, and if `whole`, gathered parameters."""
         for e, waited in pair(self.graph).waits.items():
-            of_param = waited.start.role == "param" and e.out not in self.roles.changes
+            of_param = role(waited.start) == "param" and e.out not in self.roles.changes
             if of_param and (whole or not rules(waited.start).moves):
                 value = self.new(e.out, "kept")
                 self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))

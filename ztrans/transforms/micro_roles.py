@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
+from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair, role
 from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.micro_batches import changing
@@ -44,11 +44,11 @@ def gradients(graph: Graph) -> dict[Var, Gradient]:
     averaged = {e.out: Gradient(e.args[0], e, paths=tuple(leaf.name for leaf in e.ins[1:])) for e in marks}
     for e, waited in pair(graph).waits.items():
         start = waited.start
-        if start.role == "grad" or (start.role == "pmean" and start.kwargs["op"] == "mean"):
+        if role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean"):
             member = start.ins[waited.member]
             first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
             planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
-            paths = start.provenance.paths if start.provenance and start.role == "grad" else ()
+            paths = start.provenance.paths if start.provenance and role(start) == "grad" else ()
             averaged[e.out] = first._replace(end=e) if first else Gradient(member, e, start, planned, paths)
     return averaged
 
@@ -78,7 +78,7 @@ class Roles:
     def _once(self) -> set[Eqn]:
         """The equations of the update."""
         state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
-        update = self._needed(state) | {e for e in self.graph.eqns if e.role == "output"}
+        update = self._needed(state) | {e for e in self.graph.eqns if role(e) == "output"}
         results = {v for v, g in self.gradients.items() if g.paths}
         once = set[Eqn]()
         for e in self.graph.eqns:
@@ -130,4 +130,4 @@ class Roles:
 
 def _brings(start: Eqn) -> bool:
     """Whether a reduction is of state, or of outputs that are no scalars."""
-    return start.role == "state" or (start.role == "output" and any(v.shape for v in start.ins))
+    return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ir.collectives import pair
+from ..ir.collectives import pair, role
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
 from .edits import widened
 
@@ -76,7 +76,7 @@ class _Uses:
         if end is None or end not in self.waits:
             return None
         start = self.waits[end].start
-        return _Reduced(start.ins[0], start, end) if start.role == "grad" and len(start.ins) == 1 else None
+        return _Reduced(start.ins[0], start, end) if role(start) == "grad" and len(start.ins) == 1 else None
 
     def holds(self, v: object, r: _Reduced) -> bool:
         """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""

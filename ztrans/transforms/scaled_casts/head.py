@@ -23,7 +23,7 @@ class Head:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.names = Names(v.name for v in graph.values)
+        self.names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
         self.eqns: list[Eqn] = []
         self.values: dict[Var, Var] = {v: v for v in graph.inputs if v not in graph.batch and not v.layout}
         self._known: dict[str, Eqn] = {}

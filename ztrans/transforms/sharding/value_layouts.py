@@ -30,8 +30,8 @@ class Values:
     def __init__(self, graph: Graph, options: ShardParams) -> None:
         self.opt = options
         self.eqns: list[Eqn] = []
-        self.names = Names(v.name for v in graph.values)
         self.producers = producers(graph.eqns)
+        self.names = Names(v.name for v in (*graph.inputs, *self.producers))
         self.placed: dict[Var, Var] = {}
         self.local: dict[Var, Var] = {}
         self._laid: dict[tuple[Var, Split | Partial | None], Var] = {}
