@@ -61,18 +61,21 @@ class Roles:
 
     @functools.cached_property
     def _repeated(self) -> set[Eqn]:
-        """The equations that every micro-batch runs: forward and backward, and what they need.
+        """The equations that every micro-batch runs: forward and backward, and what they need."""
+        independent = self._independent()
+        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in independent)
 
-        Of the update, these are also the means that the user asked for, and what brings values of forward into the new
-        state or the output, unless they depend on a gradient.
+    def _independent(self) -> set[Eqn]:
+        """The equations of the update that every micro-batch runs, because they depend on no gradient.
+
+        These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
         from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
         means = {g.end for g in self.gradients.values() if not g.paths}
         forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
         brought = {e for e, waited in pair(self.graph).waits.items() if _brings(waited.start)}
         cut = {e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward}
-        early = {e for e in means | brought | cut if from_gradients.isdisjoint(e.ins)}
-        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in early)
+        return {e for e in means | brought | cut if from_gradients.isdisjoint(e.ins)}
 
     @functools.cached_property
     def _once(self) -> set[Eqn]:

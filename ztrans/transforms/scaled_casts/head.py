@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ...ir.collectives import bucket_key, coalesce, is_start, reduce, rules, wait
+from ...ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
 from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers
 from ...ir.relations import grouped, instances, reachable
 
@@ -68,7 +68,7 @@ class Head:
         rounds = grouped((self._round[e.out], e) for e in self.eqns if e in needed)
         ordered: list[Eqn] = []
         for _, eqns in sorted(rounds.items()):
-            buckets = grouped((bucket_key(e), e) for e in eqns if is_start(e))
-            ordered += (e for e in eqns if not is_start(e))
+            buckets = grouped((bucket_key(e), e) for e in eqns if role(e) == "param")
+            ordered += (e for e in eqns if role(e) != "param")
             ordered += map(coalesce, buckets.values())
         return ordered
