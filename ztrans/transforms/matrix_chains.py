@@ -109,16 +109,17 @@ def _runs_anywhere(e: Eqn) -> bool:
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
     """The names of the leaves from whose gradients `sources` are computed; the name of a source that has none."""
     makers, names = producers(graph.eqns), set[str]()
+    leaf_of = {e.out: e.args[1].name for e in graph.eqns if e.op is GRADIENT}
 
     def alike(v: Var) -> list[Var]:
         """The values of the shape of `v`, up to the order of its dims, from which the update computes it."""
         e = makers.get(v)
-        computed = e is not None and e.op is not GRADIENT and e.region == "update"
-        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)] if e is not None and computed else []
+        if e is None or v in leaf_of or e.region != "update":
+            return []
+        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)]
 
     for source in sources:
-        before = (makers[v] for v in reachable([source], alike) if v in makers)
-        names |= {e.args[1].name for e in before if e.op is GRADIENT} or {source.name}
+        names |= {leaf_of[v] for v in reachable([source], alike) if v in leaf_of} or {source.name}
     order = {v.name: k for k, v in enumerate(graph.inputs)}
     return tuple(sorted(names, key=lambda name: (order.get(name, len(order)), name)))
 
