@@ -30,7 +30,7 @@ from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
-from .runtime.known_state import LastState, StateLeaves
+from .runtime.known_state import KnownState, LastState, StateLeaves
 from .runtime.leaves import check_inputs
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
@@ -122,7 +122,7 @@ class Compiled(Printed):
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
         self._accepted[key] = pytree.tree_structure(opened(output))
-        last.remember(state, outputs[:n], given.state_key)
+        last.known = KnownState(state, outputs[:n], given.state_key)
         return state, output
 
     @ends_at_user
