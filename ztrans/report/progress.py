@@ -40,8 +40,7 @@ def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
 
 
 def _is_first_rank() -> bool:
-    started = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 @functools.cache

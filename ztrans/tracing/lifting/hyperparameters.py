@@ -11,7 +11,6 @@ refuses such a step.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,9 +85,9 @@ class _Read:
 
     def then(self, group: Group) -> _Read:
         """The group as it is read at the next call."""
-        if [*group] == [*self.group] and all(map(operator.is_, group.values(), self.group.values())):
-            return self
         others = [k for k, v in group.items() if v is not self.group.get(k, self)]
+        if not others and len(group) == len(self.group):
+            return self
         if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
             rate = _as_inputs(group["lr"])
             return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})

@@ -78,8 +78,8 @@ class KeptGradients(TorchFunctionMode):
         placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
         for name in placeholders:
             self.params[name].grad = None
-        unsure = dict.fromkeys(placeholders.keys() - self._zeroed, source)
-        self._unsure |= unsure  # before backward, because a hook may step an optimizer during backward
+        # Before backward, because a hook may step an optimizer during backward.
+        self._unsure |= dict.fromkeys(placeholders.keys() - self._zeroed, source)
         result = func(*args, **kwargs)
         for name, gradient in placeholders.items():
             computed = self.params[name].grad

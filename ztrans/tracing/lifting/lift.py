@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ...ir.ambient import having
 from ..parallel.dtensors import refuse_wrappers
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
@@ -210,7 +211,7 @@ def _stepped(
     """
     stepped: list[Optimizer] = []
     present: list[Optimizer] = []  # the one that steps, while it does so
-    flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
+    inside = contextlib.ExitStack()
 
     def begin(o: Optimizer, args: tuple, kwargs: dict) -> None:
         if o not in optimizers:
@@ -224,12 +225,12 @@ def _stepped(
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
         numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
-        torch.compiler._is_compiling_flag = flag and not numbers.reading
+        compiling = torch.compiler._is_compiling_flag and not numbers.reading
+        inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
 
     def end(*_: Any) -> None:
         present.clear()
         inside.close()
-        torch.compiler._is_compiling_flag = flag
 
     handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
     try:
