@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
+import torch
+
 from ..ir.graph import Eqn, Graph, Var
+from ..ir.operations import CAST
 
 
 class Edits:
@@ -50,3 +54,11 @@ class Edits:
     def _edited(self, e: Eqn) -> Eqn:
         instead = self._read.get(e)
         return e.reading(lambda v: instead.get(v, v)) if instead is not None else e
+
+
+def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn], Var]:
+    """A cast of a value, with the place and the line of `like`, and its result; no cast if the value has that dtype."""
+    if v.dtype == dtype:
+        return [], v
+    wide = dataclasses.replace(v, name=name, dtype=dtype)
+    return [like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)], wide

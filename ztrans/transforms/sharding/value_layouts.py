@@ -76,7 +76,7 @@ class Values:
         Returns: Whether it was deferred.
         """
         v = eqn.ins[0] if is_view_or_cast(eqn) else None
-        waits = v in self._lazy or (v in self.placed and v not in self.local)
+        waits = v in self._lazy or v in self.placed
         if waits:
             self._lazy.update((out, eqn) for out in eqn.results)
         return waits
@@ -99,10 +99,11 @@ class Values:
     def _make(self, lazy: Eqn, phase: tuple | None, eqn: Eqn, first: bool) -> None:
         """Compute a view or a cast of a gathered value for `eqn`; the first computation keeps its name."""
         renamed = lambda out: out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
-        copy = lazy.reading(lambda v: self.whole(v, eqn), outs=tuple(out and renamed(out) for out in lazy.outs))
+        outs = tuple(out and renamed(out) for out in lazy.outs)
+        copy = lazy.reading(lambda v: self.whole(v, eqn), outs=outs, region=eqn.region)
         for old, new in zip(lazy.results, copy.results):
             self._whole.setdefault(old, {})[phase] = new
-        self.eqns.append(copy.replace(region=eqn.region))
+        self.eqns.append(copy)
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: Sequence[str], to: Split | None, role, path, op: str) -> None:
         """Reduce `x` over each of the axes `over` to `out`; with `to`, the reduction over its axis scatters it."""
