@@ -8,6 +8,7 @@ Private torch APIs live here; checked on torch 2.13.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -57,12 +58,8 @@ def with_joint_indices(at: Mapping[str, int], sizes: Mapping[str, int], joint: I
     >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
     {'dp': 1, 'cp': 2, 'dp*cp': 6}
     """
-    indices = dict(at)
-    for axis in joint:
-        indices[axis] = 0
-        for member in members(axis):
-            indices[axis] = indices[axis] * sizes[member] + at[member]
-    return indices
+    index = lambda axis: functools.reduce(lambda k, member: k * sizes[member] + at[member], members(axis), 0)
+    return {**at, **{axis: index(axis) for axis in joint}}
 
 
 def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:

@@ -93,14 +93,12 @@ def _run(eqn: Eqn, graph: Graph, places: Sequence[Place], values: Sequence[dict[
 
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
-    ranks = []
-    for at in coordinates(graph.mesh, graph.joint):
-        parts = list(state)
-        for i, v in enumerate(graph.inputs[: graph.num_state]):
-            if v.split is not None:
-                parts[i] = cut(parts[i], v.split, graph.axes[v.split.axis], at[v.split.axis])
-        ranks.append(parts)
-    return ranks
+
+    def part(v: Var, leaf: torch.Tensor, at: Place) -> torch.Tensor:
+        return leaf if v.split is None else cut(leaf, v.split, graph.axes[v.split.axis], at[v.split.axis])
+
+    places = coordinates(graph.mesh, graph.joint)
+    return [[part(v, leaf, at) for v, leaf in zip(graph.inputs, state)] for at in places]
 
 
 def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -38,11 +38,8 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
     def read(v: Var) -> Var:
         for e in sorted(reachable(needed([v]), lambda e: needed(e.ins)), key=place.__getitem__):
-            copies.update(
-                (out, dataclasses.replace(out, name=names.fresh(f"{out.name}.again")))
-                for out in e.results
-                if root[out] in chosen
-            )
+            for out in (out for out in e.results if root[out] in chosen):
+                copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
             outs = tuple(out and copies.get(out) for out in e.outs)
             eqns.append(e.reading(lambda v: copies.get(v, v), outs=outs, region="backward"))
         return copies.get(v, v)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from .collectives import rules
 from .graph import Eqn, Graph, is_random, producers
+from .relations import reachable
 
 
 def writes_last(graph: Graph) -> Graph:
@@ -20,11 +21,9 @@ def writes_last(graph: Graph) -> Graph:
 
     Random draws must keep their order, so they, and what they depend on, stay.
     """
-    maker, needed = producers(graph.eqns), set[Eqn]()
-    for e in reversed(graph.eqns):
-        if e in needed or _can_fail(e) or is_random(e.op):
-            needed.add(e)
-            needed.update(maker[v] for v in e.ins if v in maker)
+    maker = producers(graph.eqns)
+    early = (e for e in graph.eqns if _can_fail(e) or is_random(e.op))
+    needed = set(reachable(early, lambda e: [maker[v] for v in e.ins if v in maker]))
     eqns = (*(e for e in graph.eqns if e in needed), *(e for e in graph.eqns if e not in needed))
     return graph.replace(eqns=eqns, writes_last=True)
 

@@ -18,10 +18,10 @@ from .buckets import bucket_key, coalesce
 from .buffers import ALONE, DIRECT, HALF, buffer_bytes, is_alone, is_small, partial_dtype, wire_dtype
 from .future import WAIT, wait
 from .gather import ALL_GATHER, all_gather
-from .interface import Memberwise, Rules
+from .interface import Rules
 from .marks import GRADIENT, PMEAN, PSUM, erase_marks
-from .micro_marks import ACCUMULATE, JOIN, KEEP, MICRO_MARKS
-from .pairing import Pairs, Started, Waited, pair
+from .micro_marks import ACCUMULATE, JOIN, KEEP
+from .pairing import Pairs, pair
 from .reduction import ALL_REDUCE, REDUCE_SCATTER, reduce
 from .shard import SHARD
 from .start import Start

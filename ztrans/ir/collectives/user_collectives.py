@@ -80,12 +80,5 @@ def _names_group(eqn: Eqn) -> bool:
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    if not any(map(is_users, graph.eqns)):
-        return graph
-
-    def renamed(eqn: Eqn) -> Eqn:
-        if not _names_group(eqn):
-            return eqn
-        return eqn.replace(args=(*eqn.args[:-1], names.get(eqn.args[-1], eqn.args[-1])))
-
-    return graph.replace(eqns=tuple(map(renamed, graph.eqns)))
+    renamed = lambda e: e.replace(args=(*e.args[:-1], names.get(e.args[-1], e.args[-1])))
+    return graph.replace(eqns=tuple(renamed(e) if _names_group(e) else e for e in graph.eqns))
