@@ -69,11 +69,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 
 
 def restore(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    state: State,
-    *,
-    scaler: GradScaler | None = None,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State, *, scaler: GradScaler | None = None
 ) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
 
