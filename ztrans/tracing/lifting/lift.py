@@ -106,7 +106,7 @@ def lift(
         with swapped(model, optimizers, names, state, groups) as params:
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
-            stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic, begin)
+            stepped = _stepped(optimizers, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
             checked = unchanged(optimizers, groups)
             with checked, gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
@@ -198,11 +198,7 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
 
 @contextlib.contextmanager
 def _stepped(
-    optimizers: Sequence[Optimizer],
-    stand_ins: Mapping[int, str],
-    gradients: KeptGradients,
-    numbers: Numbers,
-    begin_update: Callable,
+    optimizers: Sequence[Optimizer], gradients: KeptGradients, numbers: Numbers, begin_update: Callable
 ) -> Iterator[None]:
     """Raise an error if the loop steps another optimizer, or does not step all of these.
 
@@ -221,7 +217,7 @@ def _stepped(
             )
         stepped.append(o)
         present.append(o)
-        gradients.before_step([stand_ins[id(p)] for group in o.param_groups for p in group["params"]])
+        gradients.before_step(p for group in o.param_groups for p in group["params"])
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
         numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))

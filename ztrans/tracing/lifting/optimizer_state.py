@@ -70,20 +70,16 @@ def _by_name(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[State
     if not optimizer.state and not any(isinstance(p, DTensor) for p in params):
         with contextlib.suppress(Exception):  # an optimizer that reads values, or a fused one
             trial = _trial(optimizer, params, device="meta")
-    try:
+    with contextlib.suppress(Exception):  # `_tried` says why
         trial = trial or _trial(optimizer, params)
-    except Exception as error:
-        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
     created = [{k: v for k, v in state.items() if v is not None} for _, state in trial]
-    if any(key not in _FRESH for state in created for key in state):
+    if not trial or any(key not in _FRESH for state in created for key in state):
         return None
     filled = lambda p, state: {key: _filled(value, _FRESH[key], p) for key, value in state.items()}
     return map(filled, params, created)
 
 
-def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return type(value)(number)
+def _filled(value: torch.Tensor, number: float, p: torch.Tensor) -> torch.Tensor:
     return torch.full_like(value, number, device=p.device if value.is_meta else value.device)
 
 
