@@ -74,12 +74,8 @@ class Record:
 @contextlib.contextmanager
 def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
     """Keep a thread for each lane, which waits for the collectives of that lane one after the other."""
-    watchers: defaultdict[str, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1, "ztrans-watcher"))
-    try:
-        yield watchers
-    finally:
-        for watcher in watchers.values():
-            watcher.shutdown()
+    with contextlib.ExitStack() as stack:
+        yield defaultdict(lambda: stack.enter_context(ThreadPoolExecutor(1, "ztrans-watcher")))
 
 
 def mark(record: Record, weights: tuple[int, ...] = (1,)) -> None:

@@ -217,6 +217,7 @@ def _stepped(
             )
         stepped.append(o)
         present.append(o)
+        inside.callback(present.clear)
         gradients.before_step(p for group in o.param_groups for p in group["params"])
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
@@ -224,21 +225,14 @@ def _stepped(
         compiling = torch.compiler._is_compiling_flag and not numbers.reading
         inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
 
-    def end(*_: Any) -> None:
-        present.clear()
-        inside.close()
-
-    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
-    try:
-        yield
-    except ValueError as error:
-        if not present or "reads a tensor's value" not in str(error):
-            raise
-        raise _chooses(present[0], error) from error
-    finally:
-        end()
-        for handle in handles:
-            handle.remove()
+    end = register_optimizer_step_post_hook(lambda *_: inside.close())
+    with register_optimizer_step_pre_hook(begin), end, inside:
+        try:
+            yield
+        except ValueError as error:
+            if not present or "reads a tensor's value" not in str(error):
+                raise
+            raise _chooses(present[0], error) from error
     for k, o in enumerate(optimizers):
         if o not in stepped:
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
