@@ -120,8 +120,7 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
     out = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     record: fx.Node | None = None
-    nodes = list(program.graph.nodes)
-    for node, after in zip(nodes, [*nodes[1:], None]):
+    for node in program.graph.nodes:
         eqn = node.meta.get("eqn")
         if record is None and node.op != "placeholder":
             record = out.get_attr("record")
@@ -131,7 +130,7 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
         env[node] = out.node_copy(node, env.__getitem__)
         if eqn is not None and is_start(eqn) and node.op == "call_module":
             out.call_function(watch, (record, env[node], lane(eqn)))
-        if eqn is not None and after.meta.get("eqn") is not eqn:
+        if eqn is not None and node.next.meta.get("eqn") is not eqn:
             out.call_function(mark, (record, node.meta["weights"]))
     attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
     return fx.GraphModule(attributes, out, "Recorded")

@@ -84,15 +84,14 @@ def restore(
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            _written(p, state["params"][name])
+        tensors = {**state["params"], **state["buffers"]}
+        for name, own in (*model.named_parameters(), *model.named_buffers()):
+            _written(own, tensors[name])
         for o in optimizers:
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
                     o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
-        for name, b in model.named_buffers():
-            _written(b, state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None

@@ -12,7 +12,6 @@ import contextlib
 import copy
 from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def copied(value: Any) -> Any:
 class _First(UserDict):
     """The state of one parameter, which remembers the value that was stored first under each key."""
 
-    def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self.first: State = {}
         super().__init__(state)
 
@@ -106,10 +105,6 @@ class _FirstOfAll(defaultdict):
 
     def __setitem__(self, p: torch.Tensor, state: Mapping[str, Any]) -> None:
         super().__setitem__(p, state if isinstance(state, _First) else _First(state))
-
-    def __missing__(self, p: torch.Tensor) -> _First:
-        self[p] = _First()
-        return self[p]
 
 
 def _trial(
@@ -127,7 +122,7 @@ def _trial(
     copies = [p.detach().to(device or p.device, copy=True).requires_grad_() for p in params]
     trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
     held = trial.state
-    trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
+    trial.state = defaultdict(dict) if seed is None else _FirstOfAll(_First)
     for k, c in enumerate(copies):
         if held.get(c):
             trial.state[c] = held[c]
