@@ -84,7 +84,10 @@ class _Read:
         if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
             rate = _as_inputs(group["lr"])
             return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
-        changing = self.changing | {k for k in others if _has_changed(self.group.get(k), group[k])}
+        return _Read.of(group, self.changing | {k for k in others if _has_changed(self.group.get(k), group[k])})
+
+    @staticmethod
+    def of(group: Group, changing: frozenset[str]) -> _Read:
         inputs = {k: _as_inputs(v) for k, v in group.items() if _is_input(group, k, changing)}
         constants = {k: v for k, v in group.items() if k not in inputs and k != "params"}
         signs = {k: [*map(_sign, _entries(v))] for k, v in inputs.items() if k != "lr"}
