@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..ir.axes import members, submesh
-from ..ir.graph import Graph, Layout, Split
+from ..ir.graph import Layout, Split
 from ..ir.layout import Own, as_tensor, cut, mesh_axes
 
 
@@ -52,11 +52,18 @@ def shard_leaf(
     leaf, trained = leaf.detach(), leaf.requires_grad
     if source is None:
         return _cut(leaf, layout, mesh, None, device).requires_grad_(trained)
-    if leaf.is_meta:
-        leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-    else:  # without the copy, a leaf that is replicated would be the caller's own tensor
-        leaf = leaf.clone(memory_format=torch.contiguous_format)
-    return distribute_tensor(leaf, mesh, placements(layout, mesh), src_data_rank=source).requires_grad_(trained)
+    whole = _own_memory(leaf, mesh, device)
+    return distribute_tensor(whole, mesh, placements(layout, mesh), src_data_rank=source).requires_grad_(trained)
+
+
+def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) -> torch.Tensor:
+    """A contiguous copy, or uninitialised memory for a meta tensor.
+
+    The step overwrites its state, and must not overwrite the caller's tensors.
+    """
+    if x.is_meta:
+        return torch.empty(x.shape, dtype=x.dtype, device=device or mesh.device_type)
+    return x.to(device or x.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _cut(
@@ -68,11 +75,8 @@ def _cut(
         if isinstance(split, Split):
             axis = [name for name, _ in mesh_axes(mesh)].index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
-    if local.is_meta:
-        local = torch.empty(local.shape, dtype=local.dtype, device=device or mesh.device_type)
-    else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
-        local = local.to(device or local.device, copy=True, memory_format=torch.contiguous_format)
-    return _dtensor(local, mesh, placements(layout, mesh, own), own.shape if own else whole.shape)
+    shape = own.shape if own else whole.shape
+    return _dtensor(_own_memory(local, mesh, device), mesh, placements(layout, mesh, own), shape)
 
 
 def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -135,15 +139,6 @@ def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def check_inputs(
-    graph: Graph, mesh: DeviceMesh | None, axes: Sequence[Sequence[str]], paths: Sequence[str], leaves: Sequence[Any]
-) -> None:
-    """Check that the state is laid out as a lowered program needs it; see `check_laid_out`."""
-    if mesh is not None and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
-        layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-        check_laid_out(graph.name, mesh, axes, paths, leaves, layouts, lowered=True)
 
 
 def check_laid_out(
