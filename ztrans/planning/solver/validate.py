@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from .problem import Bucket, Gather, Problem, Reduction, Schedule
+from .slots import summed
 
 
 class ScheduleError(ValueError):
@@ -102,12 +101,8 @@ def _check_in_flight(
     limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
-    change = np.zeros(len(problem.seconds) + 1, dtype=np.int64)
-    for bucket in buckets:
-        held = sum(messages[i].held for i in bucket.members)
-        change[bucket.start] += held
-        change[bucket.wait] -= held
-    flight = change.cumsum()
+    spans = ((bucket.start, bucket.wait, sum(messages[i].held for i in bucket.members)) for bucket in buckets)
+    flight = summed(spans, len(problem.seconds) + 1)
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
         raise ScheduleError(f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be")
