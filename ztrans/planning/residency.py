@@ -47,8 +47,9 @@ def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem
     fixed = [(*span, h.bytes) for h in every for span in _fixed(storages, problem, h) if span[0] < span[1]]
     live = summed(((max(first, 0), end, size) for first, end, _, size in fixed), n)
     across = summed(((first + 1, end + (at_end or end == n), size) for first, end, at_end, size in fixed), n + 1)
-    counted = {"live": tuple(live.tolist()), "across": tuple(across.tolist()), "reductions": tuple(reductions)}
-    return dataclasses.replace(problem, **counted)
+    return dataclasses.replace(
+        problem, live=tuple(live.tolist()), across=tuple(across.tolist()), reductions=tuple(reductions)
+    )
 
 
 class _UpdateStorages:

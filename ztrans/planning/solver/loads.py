@@ -11,7 +11,7 @@ import numpy as np
 from .first_waits import first_waits
 from .load import Load, Members, gather_load, reduction_load
 from .problem import Problem
-from .slots import by_operation, fixed, reducing, summed
+from .slots import fixed, reducing, summed
 
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
@@ -84,7 +84,3 @@ class Loads:
         if self.second:  # between two waits, one second reduction is under way
             spans.append((2 * self.problem.births[0], len(self.fixed), self.second))
         return self.fixed + summed(spans, len(self.fixed))
-
-    def room(self, dropped: frozenset[int]) -> np.ndarray:
-        """The room by operation if every message is a bucket of its own."""
-        return self.memory - by_operation(self.alone(dropped))

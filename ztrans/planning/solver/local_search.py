@@ -21,6 +21,7 @@ from .load import Members
 from .loads import Choice, Loads, kept
 from .moves import Moves, can_join, with_buckets
 from .problem import Problem
+from .slots import by_operation
 
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 _LITTLE = 8000  # messages that the smallest problem may place; the first choices alone take hundreds
@@ -110,7 +111,7 @@ class Search:
 
     def _full(self, dropped: frozenset[int], full: float) -> Choice:
         """Full buckets of everything that is not dropped."""
-        room = self.loads.room(dropped).tolist()
+        room = (self.loads.memory - by_operation(self.loads.alone(dropped))).tolist()
         buckets: list[Members] = []
         for portion, is_first in ((FIRST_GATHERS, True), (REGATHERS, False)):
             among = [
@@ -139,13 +140,11 @@ class Search:
 
     def _pairs(self, buckets: Sequence[Members], gathers: bool) -> list[int]:
         """The first members of buckets that can be merged with the next one."""
-        pairs: list[int] = []
-        k = 0
-        while k + 1 < len(buckets):
-            joins = can_join(self.problem, buckets, k, gathers)
+        pairs, joins = list[int](), False
+        for k, members in enumerate(buckets):
+            joins = not joins and can_join(self.problem, buckets, k, gathers)
             if joins:
-                pairs.append(buckets[k][0])
-            k += 1 + joins
+                pairs.append(members[0])
         return pairs
 
     def climb(self) -> None:
@@ -168,11 +167,10 @@ class Search:
 def _merged(buckets: Sequence[Members], firsts: set[int]) -> list[Members]:
     """Buckets of which those with these first members are merged with the next one."""
     merged: list[Members] = []
-    into_last = False
     for members in buckets:
-        if into_last:
+        if merged and merged[-1][0] in firsts:
+            firsts.remove(merged[-1][0])
             merged[-1] += members
         else:
             merged.append(members)
-        into_last = not into_last and members[0] in firsts
     return merged
