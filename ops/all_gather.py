@@ -23,7 +23,7 @@ from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
 from .kernel import element, kernel, tl
 from .operation import define
-from .symmetric import CHANNELS, Symmetric, at_addresses, check
+from .symmetric import Symmetric, at_addresses, check, check_arguments
 from .tables import addresses, blocks, on_device
 from .unpack import reference as unpacked
 
@@ -46,9 +46,7 @@ def all_gather(
     >>> all_gather(memory, [whole], [2]); whole
     tensor([2., 2.])
     """
-    needed = sum(sizes) * (outs[0].itemsize if outs else 1)
-    if needed > memory.mine.numel():
-        raise ValueError(f"all_gather: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
+    memory.check_room("all_gather", sum(sizes) * (outs[0].itemsize if outs else 1))
     torch.ops.ztrans.all_gather.default(
         memory.buffers, memory.pads, memory.error, outs, sizes, memory.rank, channels, spins
     )
@@ -121,14 +119,9 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: t
 
 
 def _check(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
+    check_arguments("all_gather", "value", buffers, outs, sizes, rank, channels)
     world = len(buffers)
-    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-        raise ValueError(f"all_gather: {len(outs)} values, {len(sizes)} sizes, rank {rank} of {world}.")
-    if not 1 <= channels <= CHANNELS:
-        raise ValueError(f"all_gather: channels must be 1 to {CHANNELS}, got {channels}.")
     for k, (value, size) in enumerate(zip(outs, sizes)):
-        if value.dtype != outs[0].dtype or value.device != buffers.device or not value.is_contiguous():
-            raise ValueError(f"all_gather: value {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
         if value.numel() > world * size:
             raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
     if outs[0].itemsize > 8:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate, compress
 
 import torch
 
 from .move import is_movable, move, plan
 from .operation import define
-from .tables import check_device
 
 
 def cast_pack(
@@ -75,9 +75,8 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
         chosen = tuple(dtype == d for d in dtypes)
         if dtype is None:
             places = out.view(ranks, -1).split(list(sizes), dim=1)
-            for part, place, mine in zip(parts, places, chosen):
-                if mine:
-                    _copy(part, place)
+            for part, place in compress(zip(parts, places), chosen):
+                _copy(part, place)
         else:
             rows = _rows(tuple(sizes), numels, chosen, ranks, out.device)
             move(rows, [*parts, out], dtype, out.dtype)
@@ -85,13 +84,11 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
 
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device):
-    pieces, offset, total = [], 0, sum(sizes)
-    for k, (size, numel) in enumerate(zip(sizes, numels)):
-        if chosen[k]:
-            for r in range(ranks):
-                have = min(size, max(0, numel - r * size))
-                pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
-        offset += size
+    pieces, total = [], sum(sizes)
+    for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
+        for r in range(ranks) if chosen[k] else ():
+            have = min(size, max(0, numel - r * size))
+            pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
     return plan(pieces, device)
 
 
@@ -103,7 +100,9 @@ def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
     for k, (part, size) in enumerate(zip(parts, sizes)):
         if size < 0 or part.numel() > ranks * size:
             raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
-    check_device("cast_pack", parts[0].device, (*parts, out))
+    for tensor in (*parts, out):  # an address means nothing on another device
+        if tensor.device != parts[0].device:
+            raise ValueError(f"cast_pack: all must be on one device, got {parts[0].device} and {tensor.device}.")
     if not out.is_contiguous() or out.numel() != ranks * sum(sizes):
         raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
 

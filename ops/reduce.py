@@ -42,10 +42,8 @@ def reduce(
     combine = _COMBINE[op]
     first, *rest = terms
     if first.dtype in _HALF:
-        first, over = first.to(torch.float32), None
-        total = combine(first, rest[0], out=first) if rest else first
-    else:
-        total = combine(first, rest[0], out=over) if rest else first.clone()
+        first = over = first.to(torch.float32)
+    total = combine(first, rest[0], out=over) if rest else first.clone()
     for term in rest[1:]:
         combine(total, term, out=total)
     return (mean(total, count or len(terms)) if op == "mean" else total).to(dtype)

@@ -24,7 +24,7 @@ from .barrier import reference as wait_for_all
 from .kernel import FLOATS, element, kernel, tl
 from .operation import define
 from .reduce import reduce
-from .symmetric import CHANNELS, Symmetric, at_addresses, check
+from .symmetric import Symmetric, at_addresses, check, check_arguments
 from .tables import addresses, blocks, on_device
 
 _BLOCK = 2048
@@ -48,9 +48,7 @@ def reduce_scatter(
     >>> reduce_scatter(memory, [part], [2], "sum", torch.float32); part
     tensor([3., 3.])
     """
-    needed = memory.ranks * sum(sizes) * dtype.itemsize
-    if needed > memory.mine.numel():
-        raise ValueError(f"reduce_scatter: {needed} bytes are read of a buffer of {memory.mine.numel()}.")
+    memory.check_room("reduce_scatter", memory.ranks * sum(sizes) * dtype.itemsize)
     torch.ops.ztrans.reduce_scatter.default(
         memory.buffers, memory.pads, memory.error, outs, sizes, op, dtype, memory.rank, channels, spins
     )
@@ -61,11 +59,9 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
     wait_for_all(pads, error, rank, spins)
     total = sum(sizes)
     whole = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
-    rows, at = [bytes_.view(dtype).view(len(buffers), total)[rank] for bytes_ in whole], 0
-    for out, size in zip(outs, sizes, strict=True):
-        terms = [row[at : at + out.numel()] for row in rows]
-        out.view(-1).copy_(reduce(terms, op, out.dtype))
-        at += size
+    rows = [bytes_.view(dtype).view(len(buffers), total)[rank] for bytes_ in whole]
+    for out, *terms in zip(outs, *(row.split(list(sizes)) for row in rows), strict=True):
+        out.view(-1).copy_(reduce([term[: out.numel()] for term in terms], op, out.dtype))
     wait_for_all(pads, error, rank, spins)
 
 
@@ -149,25 +145,18 @@ def launch(
 @functools.cache
 def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device) -> torch.Tensor:
     # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
-    values, pieces = len(sizes), []
-    for k, numel in enumerate(numels):
-        pieces.append((k % values, 0, sum(sizes[: k % values]), numel))
+    values = len(sizes)
+    pieces = [(k % values, 0, sum(sizes[: k % values]), numel) for k, numel in enumerate(numels)]
     return on_device(blocks(pieces, sizes * together, _BLOCK, moving=(1, ~3)), device)
 
 
 def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
-    world = len(buffers)
-    if not outs or len(outs) != len(sizes) or not 0 <= rank < world:
-        raise ValueError(f"reduce_scatter: {len(outs)} parts, {len(sizes)} sizes, rank {rank} of {world}.")
-    if not 1 <= channels <= CHANNELS:
-        raise ValueError(f"reduce_scatter: channels must be 1 to {CHANNELS}, got {channels}.")
+    check_arguments("reduce_scatter", "part", buffers, outs, sizes, rank, channels)
     if op not in ("sum", "mean"):
         raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
     if dtype not in FLOATS or outs[0].dtype not in FLOATS:
         raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
     for k, (out, size) in enumerate(zip(outs, sizes)):
-        if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
-            raise ValueError(f"reduce_scatter: part {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
         if out.numel() > size:
             raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
 

@@ -43,6 +43,11 @@ class Symmetric:
         """Raise if an earlier barrier has waited in vain. On a GPU this covers the work that has run so far."""
         check(self.error, self.rank)
 
+    def check_room(self, name: str, nbytes: int) -> None:
+        """Raise if the collective `name` would read more than the buffer of a rank."""
+        if nbytes > self.mine.numel():
+            raise ValueError(f"{name}: {nbytes} bytes are read of a buffer of {self.mine.numel()}.")
+
 
 def check(error: torch.Tensor, rank: int) -> None:
     """Raise if `error` is set."""
@@ -52,6 +57,17 @@ def check(error: torch.Tensor, rank: int) -> None:
             f"rank {rank} waited in vain for rank {late - 1}: it has died, is far behind, or runs other collectives. "
             "The symmetric memory is in no known state; make a new one."
         )
+
+
+def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, channels: int) -> None:
+    """Raise for arguments that are wrong for any collective. An error calls each of its `outs` a `kind`."""
+    if not outs or len(outs) != len(sizes) or not 0 <= rank < len(buffers):
+        raise ValueError(f"{name}: {len(outs)} {kind}s, {len(sizes)} sizes, rank {rank} of {len(buffers)}.")
+    if not 1 <= channels <= CHANNELS:
+        raise ValueError(f"{name}: channels must be 1 to {CHANNELS}, got {channels}.")
+    for k, out in enumerate(outs):
+        if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
+            raise ValueError(f"{name}: {kind} {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
 
 
 def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Symmetric]:

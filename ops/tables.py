@@ -46,13 +46,6 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     return by_stream[stream]
 
 
-def check_device(who: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise unless all `tensors` are on `device`: an address means nothing on another device."""
-    for tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(f"{who}: all must be on one device, got {device} and {tensor.device}.")
-
-
 @contextlib.contextmanager
 def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM) -> Iterator[None]:
     """A context for the capture of a CUDA graph. Its tables, at most `room` integers, are filled at the end."""

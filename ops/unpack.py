@@ -43,13 +43,11 @@ def unpack(
 
 def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
     """unpack in plain torch, value by value and rank by rank."""
-    table, offset = buffer.view(ranks, sum(sizes)), 0
-    for value, size in zip(outs, sizes, strict=True):
-        flat = value.view(-1)
-        for r in range(ranks):
-            here = flat[r * size : (r + 1) * size]
-            here.copy_(table[r, offset : offset + here.numel()])
-        offset += size
+    parts = buffer.view(ranks, sum(sizes)).split(list(sizes), dim=1)
+    for value, size, rows in zip(outs, sizes, parts, strict=True):
+        for r, row in enumerate(rows):
+            here = value.view(-1)[r * size : (r + 1) * size]
+            here.copy_(row[: here.numel()])
 
 
 def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
-from .runtime.known_state import LastState, StateLeaves
+from .runtime.known_state import KnownState, LastState, StateLeaves
 from .runtime.leaves import check_inputs
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
@@ -122,7 +122,7 @@ class Compiled(Printed):
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
         state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
         self._accepted[key] = pytree.tree_structure(opened(output))
-        last.remember(state, outputs[:n], given.state_key)
+        last.known = KnownState(state, outputs[:n], given.state_key)
         return state, output
 
     @ends_at_user
@@ -139,12 +139,16 @@ class Compiled(Printed):
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
-            graph, mesh = self._bound[0].lowered.graph, self._mesh
-            micro = run.run if isinstance(run, Capture) else run
-            together: Any = () if mesh is None else (functools.partial(everywhere, None, mesh),)
-            more: Any = {"prepare": micro.before_last} if isinstance(micro, MicroBatches) else {}
-            graph = micro.last if isinstance(micro, MicroBatches) else graph
-            measured = profile(graph, run.program, local, steps, *together, **more)
+            mesh, micro = self._mesh, run.run if isinstance(run, Capture) else run
+            graph = micro.last if isinstance(micro, MicroBatches) else self._bound[0].lowered.graph
+
+            def prepared(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                given = micro.before_last(inputs) if isinstance(micro, MicroBatches) else inputs
+                if mesh is not None:
+                    everywhere(None, mesh)
+                return given
+
+            measured = profile(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:

@@ -201,7 +201,8 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     local = [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
     waited = []
     program = executable(lowered.graph, pretended).program
-    measured = profile(lowered.graph, program, local, steps=2, together=lambda: waited.append(None))
+    prepare = lambda inputs: waited.append(None) or inputs
+    measured = profile(lowered.graph, program, local, steps=2, prepare=prepare)
     simulated = lowered.timeline()
     assert measured.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
     counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}

@@ -9,8 +9,10 @@ from random import Random
 
 from ztrans.planning.event_simulator import Message
 from ztrans.planning.solver.evaluation import memory
-from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
 from ztrans.planning.solver.validate import validate
+
+INF = float("inf")
 
 
 def problem(
@@ -40,10 +42,10 @@ def problem(
         gathers=_gathers(chance, ops, [*wires], chance.randint(0, gathers), repeats),
         reductions=_reductions(chance, ops, [*wires], chance.randint(0, reductions)),
         wires=wires,
-        memory=chance.choice([4, 6, 8, 10, 12, 16, float("inf")]),
-        max_between=chance.choice([None, None, 0, 1, 2]),
-        gathers_in_flight=chance.choice([None, None, 0, 3, 5]),
-        reductions_in_flight=chance.choice([None, None, 0, 3, 5]),
+        memory=chance.choice([4, 6, 8, 10, 12, 16, INF]),
+        max_between=chance.choice([INF, INF, 0, 1, 2]),
+        gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
+        reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
     unpacked = {key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host}
     return replace(drawn, wires=wires | unpacked)
@@ -118,7 +120,7 @@ def _reductions(chance: Random, ops: int, keys: list, count: int) -> tuple[Reduc
             chance.randint(0, 4),
             born,
             chance.choice([0, 0, 1]),
-            chance.choice([None, chance.randint(born + 1, ops)]),
+            chance.choice([END, chance.randint(born + 1, ops)]),
         )
         for born in sorted(chance.randrange(ops) for _ in range(count))
     )
@@ -128,7 +130,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
     """Every schedule of a problem that fits its memory."""
     n = len(problem.seconds)
     repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None]
-    ends = [n if r.need is None else r.need for r in problem.reductions]
+    ends = [min(n, r.need) for r in problem.reductions]
     reductions = [
         order
         for parts in grouped(range(len(problem.reductions)), problem.reductions)

@@ -114,7 +114,7 @@ def seven(lanes: tuple[str, str] = ("wire", "wire")) -> list[Case]:
 def settle(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with each reduction waited for at the first place where it has arrived, so that nothing stalls."""
     end = len(problem.seconds)
-    needs = [min(problem.reductions[i].need or end for i in bucket.members) for bucket in schedule.reductions]
+    needs = [min(end, *(problem.reductions[i].need for i in bucket.members)) for bucket in schedule.reductions]
     late = replace(
         schedule, reductions=tuple(replace(b, wait=need) for b, need in zip(schedule.reductions, needs))
     )

@@ -76,6 +76,15 @@ def scale_(x: Tensor, factor: float) -> None:
 scale_.register_fake(lambda x, factor: None)
 
 
+@torch.library.custom_op("custom::halve_", mutates_args=("x",))
+def halve_(x: Tensor) -> tuple[Tensor, Tensor]:
+    x.mul_(0.5)
+    return x.square(), x.sum()
+
+
+halve_.register_fake(lambda x: (torch.empty_like(x), x.new_empty(())))
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -196,6 +205,16 @@ def test_an_operator_that_changes_its_argument(stage):
         return
     with pytest.raises(ValueError, match=rf"(?s)shards: scale_ has no sharding rule.*{FILE}:\d+"):
         sharded(step, stage)
+
+
+def test_an_operator_that_changes_its_argument_and_returns_tensors():
+    def update(p, g):
+        step_size = g.clone()
+        square, total = halve_(step_size)
+        return p - step_size * square - total
+
+    step = make(update=update)
+    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # as TorchDynamo is imported

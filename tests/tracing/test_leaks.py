@@ -19,7 +19,8 @@ from tests.support.lifted import loop_of
 
 HERE = Path(__file__).name
 X, S = torch.linspace(-1, 1, 6).view(2, 3), torch.zeros(1)
-COUNT, LOSSES, SEEN, LAST, RNG, OWN = 0, [], {}, None, np.random.default_rng(3), random.Random(5)
+COUNT, LOSSES, SEEN, LAST = 0, [], {}, None
+RNG, OLDER, OWN = np.random.default_rng(3), np.random.RandomState(4), random.Random(5)
 
 
 def line(function, marker):
@@ -191,6 +192,7 @@ DRAWS = {
     "numpy": lambda x: x * float(np.random.rand()),
     "numpy in a call": lambda x: x + sum(float(v) for v in np.random.permutation(3)),
     "a generator of numpy's": lambda x: x * float(RNG.normal()),
+    "an older generator of numpy's": lambda x: x * float(OLDER.rand()),
     "a generator of Python's": lambda x: x * OWN.uniform(0, 1),
     "a seed": lambda x: (random.seed(3), x)[1],
 }
@@ -205,12 +207,13 @@ def test_random_numbers_of_python_are_refused_at_their_line(name):
         y = draw(y)
         return state, y.sum()
 
-    states = random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate()
+    states = lambda: (random.getstate(), str([np.random.get_state(), OLDER.get_state()]), RNG.bit_generator.state, OWN.getstate())
+    before = states()
     with pytest.raises(ValueError, match="step draws a random number of Python's or NumPy's, which would be drawn once") as e:
         zt.Step.of(step).trace(S, X)
     number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
     assert f"{HERE}:{number} " in str(e.value) and "torch.rand(())" in str(e.value)
-    assert states == (random.getstate(), np.random.get_state()[1].tobytes(), RNG.bit_generator.state, OWN.getstate())
+    assert states() == before
 
 
 def test_a_step_that_prints_is_a_warning(capsys):

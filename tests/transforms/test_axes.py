@@ -20,12 +20,11 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.parallel import TP, Parallel, parallel, parallel_steps
 from tests.support.parallel import own as c10d
-from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start
+from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start, lane
 from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 from ztrans.ir.operations import is_matmul
-from ztrans.planning.simulate import lane
 
 MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
 SIZES = st.sampled_from([0, 40, 200, 1000, 10**6])

@@ -54,13 +54,22 @@ def without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def having(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of `owner` have other values inside."""
-    before = {name: getattr(owner, name) for name in values}
+    """Let attributes of `owner` have other values inside. What it inherited before, it inherits afterwards.
+
+    >>> with having(owner := type("Owner", (), {"size": 1})(), size=2):
+    ...     owner.size
+    2
+    >>> owner.size, vars(owner)
+    (1, {})
+    """
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
+        for name in values.keys() - before.keys():
+            delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
 

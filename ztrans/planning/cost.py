@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -97,28 +97,18 @@ def local_bytes(graph: Graph) -> Callable[[Var], int]:
 
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
-    if graph.micro > 1:
-        return _total([cost(part) for part in parts(graph).in_order])
-    operations, moved = 0, 0
+    operations = moved = calls = kernels = 0
     wire: Counter[tuple[str, str]] = Counter()
-    for e in graph.eqns:
-        if e.provenance is not None:
-            wire[e.kwargs["axis"], e.provenance.role] += rules(e).wire_bytes(e, graph.axes)
-        elif not isinstance(e.op, Primitive) and not is_view(e):
-            moved += traffic(e, graph)
-            operations += flops(e, graph)
-    by_equation = launches(graph).values()
-    calls, kernels = sum(each.calls for each in by_equation), sum(each.kernels for each in by_equation)
+    for part, times in Counter(parts(graph).in_order if graph.micro > 1 else [graph]).items():
+        for e, launched in launches(part).items():
+            calls += times * launched.calls
+            kernels += times * launched.kernels
+            if e.provenance is not None:
+                wire[e.kwargs["axis"], e.provenance.role] += times * rules(e).wire_bytes(e, part.axes)
+            elif not isinstance(e.op, Primitive) and not is_view(e):
+                moved += times * traffic(e, part)
+                operations += times * flops(e, part)
     return Cost(operations, moved, tuple(sorted(wire.items())), calls, kernels)
-
-
-def _total(costs: Sequence[Cost]) -> Cost:
-    wire: Counter[tuple[str, str]] = Counter()
-    for each in costs:
-        wire.update(dict(each.wire))
-    totals = (sum(getattr(each, field) for each in costs) for field in ("flops", "bytes", "calls", "launches"))
-    operations, traffic, calls, kernels = totals
-    return Cost(operations, traffic, tuple(sorted(wire.items())), calls, kernels)
 
 
 def traffic(e: Eqn, graph: Graph) -> int:
@@ -135,8 +125,7 @@ def flops(e: Eqn, graph: Graph) -> int:
     at = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
     if formula is None:
-        results = () if isinstance(e.op, Primitive) else e.outs
-        return sum(math.prod(local_shape(o, graph.axes, at)) for o in results if o is not None)
+        return 0 if isinstance(e.op, Primitive) else sum(math.prod(local_shape(o, graph.axes, at)) for o in e.results)
 
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..ir.relations import grouped
+
 _NEVER = float("inf")
 
 
@@ -175,11 +177,8 @@ def play(
     before = [0.0, *accumulate(compute)]
     if places is None:
         places = range(len(before))
-    issued: dict[int, list[int]] = {}
-    needed: dict[int, list[int]] = {}
-    for i, m in enumerate(messages):
-        issued.setdefault(m.issue, []).append(i)
-        needed.setdefault(m.need, []).append(i)
+    issued = grouped((m.issue, i) for i, m in enumerate(messages))
+    needed = grouped((m.need, i) for i, m in enumerate(messages))
     network, number, stall = Network(), [0] * len(messages), [0.0] * len(messages)
     clock, at = 0.0, 0
     arrive, start = [], []
@@ -187,18 +186,16 @@ def play(
         clock += before[k] - before[at]
         at = k
         arrive.append(clock)
-        if k in issued:
-            for i in issued[k]:
-                clock += messages[i].host
-                network.run(clock)
-                number[i] = network.issue(messages[i], clock)
+        for i in issued.get(k, ()):
+            clock += messages[i].host
+            network.run(clock)
+            number[i] = network.issue(messages[i], clock)
         clock += precedes(k)
-        if k in needed:
-            for end, i in sorted((network.come(number[i]), i) for i in needed[k]):
-                if end > clock:
-                    stall[i] = end - clock
-                    clock = end
-                clock += messages[i].unpack + follows(i, k)
+        for end, i in sorted((network.come(number[i]), i) for i in needed.get(k, ())):
+            if end > clock:
+                stall[i] = end - clock
+                clock = end
+            clock += messages[i].unpack + follows(i, k)
         start.append(clock)
     ends = tuple(network.come(i) for i in number)
     begins = tuple(network.begin[i] for i in number)

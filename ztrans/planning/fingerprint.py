@@ -26,7 +26,7 @@ def fingerprint(graph: Graph) -> str:
     """A hash of 16 hexadecimal digits. It does not depend on the user's line numbers, which any comment changes."""
     digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)
     for v in graph.inputs:
-        digest.update(_show(v, sized).encode())
+        digest.update((_outlined(v) if v in sized else repr(v)).encode())
     for e in graph.eqns:
         if any(out in sized for out in e.outs):
             digest.update(_outline(e).encode())
@@ -73,14 +73,14 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
     return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
 
 
-def _show(v: Var, sized: set[Var]) -> str:
-    """The text of a value, without its extents where they may depend on the batch."""
-    return f"{v.name}: {v.dtype}, {len(v.shape)} dims" if v in sized else repr(v)
+def _outlined(v: Var) -> str:
+    """The text of a value without its extents, which may depend on the batch."""
+    return f"{v.name}: {v.dtype}, {len(v.shape)} dims"
 
 
 def _outline(e: Eqn) -> str:
     """The text of an equation without its numbers, which may depend on the batch."""
-    outs = ", ".join("_" if out is None else f"{out.name}: {out.dtype}, {len(out.shape)} dims" for out in e.outs)
+    outs = ", ".join("_" if out is None else _outlined(out) for out in e.outs)
     return f"{outs} = {op_name(e.op)}({', '.join(v.name for v in e.ins)})"
 
 

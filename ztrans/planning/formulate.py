@@ -10,16 +10,17 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Set
 
-from ..ir.collectives import ALONE, bucket_key, buffer_bytes, rules
+from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.graph import Eqn, Graph, producers
 from ..ir.operations import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
+from .cost import local_bytes
 from .eager_updates import Group, deadlines, groups
 from .event_simulator import Message
-from .program_order import Planned, Skeleton, place_name
-from .residency import Value, residency
-from .simulate import COPIES, NO_COPIES, lane, messages, seconds
+from .program_order import Planned, Skeleton
+from .residency import residency
+from .simulate import COPIES, NO_COPIES, messages, seconds
 from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
@@ -37,17 +38,12 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     """
     graph, (problem, leaving) = s.graph, _framed(s, update)
     floating = {e for group in leaving for e in group.eqns}
-    resident = residency(s, problem.gathers, leaving)
-    reductions = tuple(map(functools.partial(_held, graph), s.reductions, problem.reductions, resident.values))
     cost = dict(zip(graph.eqns, seconds(graph, cluster)))
-    keys = (*(g.key for g in problem.gathers), *(r.key for r in reductions))
+    keys = (*(g.key for g in problem.gathers), *(r.key for r in problem.reductions))
     starts = (p.start for p in (*s.gathers, *s.reductions))
     return dataclasses.replace(
-        problem,
+        residency(s, problem, leaving),
         seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
-        live=resident.live,
-        across=resident.across,
-        reductions=reductions,
         wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
         memory=budget,
         updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
@@ -65,19 +61,20 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
     """The frame of a problem, and the equations of the update that leave their places."""
     gathers = _gathers(s)
     leaving = groups(s) if (update or s.asked_update) == "eager" else ()
-    floating = {e for group in leaving for e in group.eqns}
+    reductions = _reductions(s, {e for group in leaving for e in group.eqns})
+    between = s.reductions[0].order.between if s.reductions else None
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
         live=(0,) * len(s.ops),
         matmul=tuple(map(is_matmul, s.ops)),
         gathers=gathers,
-        reductions=_reductions(s, floating),
+        reductions=reductions,
         wires={},
-        max_between=s.reductions[0].order.between if s.reductions else None,
-        gathers_in_flight=_limit([p.order.in_flight for p in s.gathers], [g.held for g in gathers]),
-        reductions_in_flight=s.in_flight,
+        max_between=float("inf") if between is None else between,
+        gathers_in_flight=_limit(s.gathers, gathers),
+        reductions_in_flight=_limit(s.reductions, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in leaving),
-        names=tuple(place_name(s, k) for k in range(len(s.ops))),
+        names=s.names,
     )
     return problem, leaving
 
@@ -101,9 +98,9 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         if regather == "always":
             release = max(release, _phase(s, start.region, use))
         latest[identity] = i
-        size = sum(rules(start).received_bytes(start, k, graph.axes) for k in range(len(start.outs)))
+        size = rules(start).received_bytes(start, 0, graph.axes)
         wire, name = rules(start).wire_bytes(start, graph.axes), start.out.name
-        key, small = bucket_key(start), _is_small(start, graph)
+        key, small = bucket_key(start), is_small(start, 0, graph.axes)
         gathers.append(Gather(key, wire, size, use, last, min(release, use), earlier, small, name))
     return tuple(gathers)
 
@@ -116,11 +113,10 @@ def _phase(s: Skeleton, region: str, use: int) -> int:
 
 
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
-    graph = s.graph
     open_buckets: dict[tuple, tuple[int, int]] = {}
-    planned, needs = [], deadlines(s, floating)
+    planned, needs, axes, size = [], deadlines(s, floating), s.graph.axes, local_bytes(s.graph)
     for i, p in enumerate(s.reductions):
-        start, held, cap = p.start, s.held[i], p.order.bucket
+        start, held, cap = p.start, size(p.start.ins[0]), p.order.bucket
         key = (*bucket_key(start), p.then is not None)
         if cap is not None:  # the user has set the size of a bucket: fill buckets in order of birth
             group, filled = open_buckets.get(key, (0, 0))
@@ -128,27 +124,20 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
                 group, filled = group + 1, 0
             open_buckets[key] = group, filled + held
             key = (*key, group)
-        wire, small, name = rules(start).wire_bytes(start, graph.axes), _is_small(start, graph), start.out.name
-        planned.append(Reduction(key, wire, held, s.born[i], need=needs[i], small=small, name=name))
+        reduction = Reduction(
+            key,
+            rules(start).wire_bytes(start, axes),
+            held,
+            s.born[i],
+            received=rules(start).received_bytes(start, 0, axes),
+            need=needs[i],
+            freed=0 if rules(start).sends_own(start, 0, axes) else held,
+            sent=rules(start).sent_bytes(start, axes),
+            small=is_small(start, 0, axes),
+            name=start.out.name,
+        )
+        planned.append(reduction)
     return tuple(planned)
-
-
-def _held(graph: Graph, p: Planned, reduction: Reduction, value: Value) -> Reduction:
-    """A reduction with the bytes that it holds while it is under way, and afterwards."""
-    start, members = p.start, range(len(p.start.outs))
-    in_place = all(rules(start).sends_own(start, k, graph.axes) for k in members)
-    return reduction._replace(
-        received=sum(rules(start).received_bytes(start, k, graph.axes) for k in members),
-        freed=0 if in_place else reduction.held,
-        sent=rules(start).sent_bytes(start, graph.axes),
-        **value._asdict(),
-    )
-
-
-def _is_small(start: Eqn, graph: Graph) -> bool:
-    """Whether a collective shares a message with other small members of its bucket."""
-    axes = graph.axes
-    return all(buffer_bytes(start, k, axes) < ALONE * axes[start.kwargs["axis"]] for k in range(len(start.outs)))
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
@@ -182,7 +171,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     )
 
 
-def _limit(asked: Sequence[int | None], sizes: Sequence[int]) -> int | None:
-    """The limit of bytes in flight, which always allows the largest message."""
-    limits = [a for a in asked if a is not None]
-    return max(min(limits), max(sizes)) if limits else None
+def _limit(planned: Sequence[Planned], messages: Sequence[Gather | Reduction]) -> float:
+    """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
+    asked = [p.order.in_flight for p in planned if p.order.in_flight is not None]
+    return max(min(asked), *(message.held for message in messages)) if asked else float("inf")

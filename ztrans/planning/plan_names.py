@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .program_order import Planned, Skeleton, place_name
+from .program_order import Planned, Skeleton
 from .solver.problem import Bucket, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
@@ -20,8 +20,8 @@ def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
     """Name a schedule: its gathers and where each starts, its reductions and their waits, and the dropped gathers."""
     members = lambda planned, indices: tuple(planned[i].start.out.name for i in indices)
     return (
-        tuple((members(s.gathers, b.members), place_name(s, b.start)) for b in schedule.gathers),
-        tuple((members(s.reductions, b.members), place_name(s, b.wait)) for b in schedule.reductions),
+        tuple((members(s.gathers, b.members), s.names[b.start]) for b in schedule.gathers),
+        tuple((members(s.reductions, b.members), s.names[b.wait]) for b in schedule.reductions),
         members(s.gathers, sorted(schedule.dropped)),
     )
 
@@ -32,7 +32,7 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
     Raises:
         ScheduleError: a name or a place is wrong.
     """
-    places = {place_name(s, k): k for k in range(len(s.ops) + 1)}
+    places = {name: k for k, name in enumerate(s.names)}
     gather, reduction = index(s.gathers), index(s.reductions)
     _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
     _check_once("reduction", reduction, [m for members, _ in reductions for m in members])

@@ -22,7 +22,7 @@ from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan
 from .plan_names import Members, index
-from .program_order import Skeleton, place_name, skeleton
+from .program_order import Skeleton, skeleton
 
 # The numbers of matrix products, of births of gradients, and of collectives that no plan places, before a place.
 Landmark = tuple[int, int, int]
@@ -31,9 +31,8 @@ Landmark = tuple[int, int, int]
 def landmarks(graph: Graph, plan: Plan) -> dict[str, Landmark]:
     """The landmark of every place that a plan names, in the program that the plan is for."""
     s = skeleton(graph)
-    passed, places = _passed(s), {place_name(s, k): k for k in range(len(s.ops) + 1)}
-    named = {at for _, at in (*plan.gathers, *plan.reductions)}
-    return {at: passed[places[at]] for at in named if at in places}
+    passed = dict(zip(s.names, _passed(s)))
+    return {at: passed[at] for _, at in (*plan.gathers, *plan.reductions) if at in passed}
 
 
 def _passed(s: Skeleton) -> list[Landmark]:
@@ -66,7 +65,7 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     def place(at: str, earliest: int, latest: int) -> str:
         """The first place with at least as much before it as the place `at` of the plan had, within limits."""
         reached = max(map(bisect_left, passed, marks[at])) if at else len(s.ops)  # "" is the end
-        return place_name(s, min(max(reached, earliest), latest))
+        return s.names[min(max(reached, earliest), latest)]
 
     def started(members: Members, at: str) -> str:
         bucket = [problem.gathers[gathers[m]] for m in members]
@@ -74,8 +73,7 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
 
     def waited(members: Members, at: str) -> str:
         bucket = [problem.reductions[reductions[m]] for m in members]
-        needs = (len(s.ops) if r.need is None else r.need for r in bucket)
-        return place(at, max(r.born + 1 for r in bucket), min(needs))
+        return place(at, max(r.born + 1 for r in bucket), min(r.need for r in bucket))
 
     return dataclasses.replace(
         plan,

@@ -20,7 +20,6 @@ from ..ir.collectives import pair, rules
 from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
 from ..ir.liveness import Liveness, liveness
 from ..ir.write_order import first_write
-from .cost import local_bytes
 
 # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
 Key = tuple[int, int, int]
@@ -55,7 +54,7 @@ def _sorted(needs: Mapping[Eqn, set[Eqn]], keys: Mapping[Eqn, Key]) -> list[Eqn]
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A collective that a plan places."""
+    """A collective of one member that a plan places."""
 
     start: Eqn
     wait: Eqn
@@ -94,25 +93,14 @@ class Skeleton:
         return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
 
     @functools.cached_property
-    def needed(self) -> dict[Planned, int]:
-        return dict(zip(self.reductions, self.need))
-
-    @functools.cached_property
-    def held(self) -> tuple[int, ...]:
-        """For each reduction, the bytes of its gradient on a rank."""
-        size = local_bytes(self.graph)
-        return tuple(sum(map(size, p.start.ins)) for p in self.reductions)
+    def names(self) -> tuple[str, ...]:
+        """The name of each place in a plan: the first result of the operation behind it, or "" for the end."""
+        return (*(next((out.name for out in e.results), f"#{k}") for k, e in enumerate(self.ops)), "")
 
     @functools.cached_property
     def asked_update(self) -> str:
         """When updates run according to `overlap_grads`: "eager" or "last"."""
         return self.reductions[0].order.update if self.reductions else "last"
-
-    @functools.cached_property
-    def in_flight(self) -> int | None:
-        """The limit of `overlap_grads` on the bytes of gradients under way; the largest gradient is always allowed."""
-        asked = [p.order.in_flight for p in self.reductions if p.order.in_flight is not None]
-        return max(min(asked), *self.held) if asked else None
 
     @functools.cached_property
     def floating(self) -> tuple[dict[Eqn, None], dict[Var, Eqn]]:
@@ -165,13 +153,6 @@ class Skeleton:
 def _may_float(e: Eqn) -> bool:
     """Whether an eager update may take an equation from its place."""
     return e.region == "update" and not rules(e).remote and not is_random(e.op)
-
-
-def place_name(s: Skeleton, place: int) -> str:
-    """The name of a place in a plan: the first result of the operation behind it, or "" for the end."""
-    if place == len(s.ops):
-        return ""
-    return next((out.name for out in s.ops[place].results), f"#{place}")
 
 
 @functools.lru_cache(maxsize=2)  # as `fingerprint`

@@ -8,83 +8,69 @@ bytes live than its schedule counts.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
 from ..ir.collectives import rules
-from ..ir.donation import Donation, donation
+from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, variables
 from ..ir.relations import grouped
 from .cost import Held, held, local_bytes
 from .eager_updates import Group
 from .program_order import Planned, Skeleton
-from .solver.problem import Gather
+from .solver.problem import Problem
 
 _Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
+_More = tuple[int, str, Any]  # a reduction, a field of it, and what is added to that field
 
 
-class Value(NamedTuple):
-    """The bytes of a reduced value, and of the updates that follow it, as in `Reduction`."""
-
-    value: int = 0
-    second: int = 0
-    updated: int = 0
-    updating: int = 0
-    released: tuple[tuple[int, int], ...] = ()
-    waiting: int = 0
-    results: tuple[tuple[int, int], ...] = ()
-
-    def plus(self, more: Value) -> Value:
-        """Add the bytes of another value. Updates run one after the other, so only the most temporaries count."""
-        total = Value(*map(operator.add, self, more))
-        return total._replace(updating=max(self.updating, more.updating))
-
-
-@dataclass(frozen=True)
-class Residency:
-    """Live bytes by operation, by place, and of every reduction."""
-
-    live: tuple[int, ...]
-    across: tuple[int, ...]
-    values: tuple[Value, ...]
-
-
-def residency(s: Skeleton, gathers: Sequence[Gather], groups: Iterable[Group]) -> Residency:
-    """Count the residency of a program.
+def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem:
+    """Add to the problem of a program the bytes that are live, by operation and by place, and those of reduced values.
 
     Args:
         s: the program without its planned collectives.
-        gathers: the gathers of the problem.
+        problem: its gathers and reductions.
         groups: the equations of the update that leave their places.
     """
-    storages, n = _Storages(s, donation(s.graph), tuple(groups)), len(s.ops)
-    values = [_value(s, p) for p in s.reductions]
-    for i, more in chain(_of_results(storages), _of_temporaries(storages)):
-        values[i] = values[i].plus(more)
+    storages, n = _Storages(s, groups), len(s.ops)
+    more = [*_of_waits(s), *_of_results(storages), *_of_temporaries(storages)]
     live, across = [0] * (n + 1), [0] * (n + 3)
     for h in held(s.graph, storages.given):
         if (latest := storages.gradient.get(h.value)) is not None:
-            values[latest] = values[latest].plus(Value(waiting=_shared(s, latest, h)))
-        for first, end, at_end in _fixed(storages, gathers, h):
+            more.append((latest, "waiting", _shared(problem, latest, h)))
+        for first, end, at_end in _fixed(storages, problem, h):
             if first < end:
                 live[max(first, 0)] += h.bytes
                 live[end] -= h.bytes
                 across[first + 1] += h.bytes
                 across[end + (at_end or end == n)] -= h.bytes
-    return Residency(tuple(accumulate(live[:n])), tuple(accumulate(across[: n + 1])), tuple(values))
+    reductions = [*problem.reductions]
+    for i, field, amount in more:
+        known = getattr(reductions[i], field)
+        # Updates run one after the other, so only the most temporaries count.
+        total = max(known, amount) if field == "updating" else known + amount
+        reductions[i] = reductions[i]._replace(**{field: total})
+    live, across = [*accumulate(live[:n])], [*accumulate(across[: n + 1])]
+    return dataclasses.replace(problem, live=tuple(live), across=tuple(across), reductions=tuple(reductions))
 
 
-@dataclass(frozen=True)
-class _Storages:
-    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
+class _UpdateStorages:
+    """The storages that eager updates need, each by the first value that has it."""
 
-    s: Skeleton
-    given: Donation
-    groups: tuple[Group, ...]  # of eager updates
+    def __init__(self, s: Skeleton, groups: Sequence[Group]) -> None:
+        self.s, self.groups, self.given = s, groups, donation(s.graph)
+        # For each group, the last reduction that it needs; -1 if it needs none.
+        self.latest = [max(group.after, default=-1) for group in groups]
+        # For each equation of an eager update, its group.
+        self.floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
+        # For each storage that eager updates need, their groups.
+        self.readers = grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
+        # For each storage that an eager update allocates after a reduction, its group.
+        self.update = {v: u for e, u in self.floating.items() if groups[u].after for v in self.allocated(e)}
+        # The storages of values that eager updates need and that depend on the state only.
+        self.state_only = {v for e in s.floating[1].values() if e in self.floating for v in self.allocated(e)}
 
     def of(self, e: Eqn) -> set[Var]:
         """The storages that an equation reads or writes."""
@@ -94,67 +80,27 @@ class _Storages:
         """The storages that an equation allocates."""
         return [v for v in e.results if self.given.owner[v] is v]
 
-    @functools.cached_property
-    def latest(self) -> list[int]:
-        """For each group, the last reduction that it needs; -1 if it needs none."""
-        return [max(group.after, default=-1) for group in self.groups]
 
-    @functools.cached_property
-    def floating(self) -> dict[Eqn, int]:
-        """For each equation of an eager update, its group."""
-        return {e: u for u, group in enumerate(self.groups) for e in group.eqns}
+class _Storages(_UpdateStorages):
+    """All storages of a program, and the parts of it that need them."""
 
-    @functools.cached_property
-    def fixed(self) -> dict[Var, int]:
-        """For each storage that an operation at a fixed place needs, the place behind the last one."""
-        operations = ((k, e) for k, e in enumerate(self.s.ops) if e not in self.floating)
-        return {storage: k + 1 for k, e in operations for storage in self.of(e)}
-
-    @functools.cached_property
-    def sent(self) -> dict[Var, int]:
-        """For each storage that planned gathers send, the place of the last wait for one of them."""
+    def __init__(self, s: Skeleton, groups: Sequence[Group]) -> None:
+        super().__init__(s, groups)
         owner = self.given.owner
-        return {owner[v]: use for p, use in zip(self.s.gathers, self.s.use) for v in p.start.ins}  # `use` ascends
-
-    @functools.cached_property
-    def readers(self) -> dict[Var, list[int]]:
-        """For each storage that eager updates need, their groups."""
-        return grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
-
-    @functools.cached_property
-    def update(self) -> dict[Var, int]:
-        """For each storage that an eager update allocates after a reduction, its group."""
-        return {v: u for e, u in self.floating.items() if self.groups[u].after for v in self.allocated(e)}
-
-    @functools.cached_property
-    def state_only(self) -> set[Var]:
-        """The storages of values that eager updates need and that depend on the state only."""
-        return {v for e in self.s.floating[1].values() if e in self.floating for v in self.allocated(e)}
-
-    @functools.cached_property
-    def gather(self) -> dict[Var, int]:
-        """For each result of a planned gather, the gather."""
-        return {v: i for i, p in enumerate(self.s.gathers) for v in (*p.start.results, *p.wait.results)}
-
-    @functools.cached_property
-    def gradient(self) -> dict[Var, int]:
-        """For each storage of gradients, the last reduction of one of them."""
-        return {self.given.owner[v]: i for i, p in enumerate(self.s.reductions) for v in p.start.ins}
-
-    @functools.cached_property
-    def reduced(self) -> dict[Var, int]:
-        """For each storage of a reduced value, its reduction."""
-        return {self.given.owner[p.value]: i for i, p in enumerate(self.s.reductions)}
-
-    @functools.cached_property
-    def planned(self) -> set[Var]:
-        """Every result of a planned reduction."""
-        return {v for p in self.s.reductions for e in (p.start, p.wait, *(p.then or ())) for v in e.results}
-
-    @functools.cached_property
-    def outputs(self) -> set[Var]:
-        """The storages of the results of the program."""
-        return {self.given.owner[v] for v in variables(self.s.graph.outputs)}
+        # For each storage that an operation at a fixed place needs, the place behind the last one.
+        operations = ((k, e) for k, e in enumerate(s.ops) if e not in self.floating)
+        self.fixed = {storage: k + 1 for k, e in operations for storage in self.of(e)}
+        # For each storage that a planned gather sends, the place of the last wait for one that does, as `use` ascends.
+        self.sent = {owner[p.start.ins[0]]: use for p, use in zip(s.gathers, s.use)}
+        # For each result of a planned gather, the gather.
+        self.gather = {v: i for i, p in enumerate(s.gathers) for v in (p.start.out, p.wait.out)}
+        # For each storage of gradients, the last reduction of one of them; for each of a reduced value, its reduction.
+        self.gradient = {owner[p.start.ins[0]]: i for i, p in enumerate(s.reductions)}
+        self.reduced = {owner[p.value]: i for i, p in enumerate(s.reductions)}
+        # The results of planned reductions.
+        self.planned = {e.out for p in s.reductions for e in (p.start, p.wait, *(p.then or ()))}
+        # The storages of the results of the program.
+        self.outputs = {owner[v] for v in variables(s.graph.outputs)}
 
     def outlives(self, storage: Var) -> bool:
         """Whether something else than the group that allocates a storage needs it."""
@@ -162,7 +108,7 @@ class _Storages:
         return elsewhere or len({*self.readers[storage]}) > 1
 
 
-def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[_Span]:
+def _fixed(storages: _Storages, problem: Problem, h: Held) -> Iterator[_Span]:
     """The operations during which a storage is live in every order."""
     s, v = storages.s, h.value
     n, first, end = len(s.ops), s.before[h.first], s.before[h.last + 1]
@@ -172,13 +118,13 @@ def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[
         yield first if v in storages.update else min(first, s.born[0] + 1), n, True
     elif v in storages.gather:
         i = storages.gather[v]
-        after = max(gathers[i].last + 1, first)
+        after = max(problem.gathers[i].last + 1, first)
         # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
-        kept = end > after and any(g.again == i for g in gathers)
+        kept = end > after and any(g.again == i for g in problem.gathers)
         yield after - kept, max(after, end), False
     elif v in storages.gradient:
         latest = storages.gradient[v]
-        born, shared = s.born[latest], _shared(s, latest, h) > 0
+        born, shared = s.born[latest], _shared(problem, latest, h) > 0
         yield first, born + shared, shared or first < born
         yield born + 1, storages.fixed.get(v, 0), False
     elif v not in storages.update and v not in storages.planned:
@@ -186,24 +132,25 @@ def _fixed(storages: _Storages, gathers: Sequence[Gather], h: Held) -> Iterator[
         yield first, n if v in storages.readers else max(end, sent), sent >= end
 
 
-def _shared(s: Skeleton, latest: int, h: Held) -> int:
+def _shared(problem: Problem, latest: int, h: Held) -> int:
     """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
-    return max(h.bytes - s.held[latest], 0)
+    return max(h.bytes - problem.reductions[latest].held, 0)
 
 
-def _value(s: Skeleton, p: Planned) -> Value:
-    """The bytes that the waits for a reduction allocate."""
-    graph, root, size = s.graph, s.live.root, local_bytes(s.graph)
+def _of_waits(s: Skeleton) -> Iterator[_More]:
+    """The bytes that the waits for reductions allocate."""
+    axes, root, size = s.graph.axes, s.live.root, local_bytes(s.graph)
     allocated = lambda wait: size(wait.out) if root[wait.out] is wait.out else 0
-    if p.then is None:
-        return Value(allocated(p.wait), 0)
-    start, wait = p.then
-    first = allocated(p.wait) or rules(p.start).received_bytes(p.start, 0, graph.axes)
-    sent, received = rules(start).sent_bytes(start, graph.axes), rules(start).received_bytes(start, 0, graph.axes)
-    return Value(allocated(p.wait), first + sent + received + allocated(wait))
+    received = lambda start: rules(start).received_bytes(start, 0, axes)
+    for i, p in enumerate(s.reductions):
+        yield i, "value", allocated(p.wait)
+        if p.then is not None:
+            start, wait = p.then
+            first = allocated(p.wait) or received(p.start)
+            yield i, "second", first + rules(start).sent_bytes(start, axes) + received(start) + allocated(wait)
 
 
-def _of_results(storages: _Storages) -> Iterator[tuple[int, Value]]:
+def _of_results(storages: _Storages) -> Iterator[_More]:
     """The bytes of reduced values and of the results of eager updates, with the reduction that is waited for."""
     s, latest, size = storages.s, storages.latest, local_bytes(storages.s.graph)
     slots = [*(2 * k + 2 for k in s.born), 0]  # for each reduction, the first slot at which it may be waited for
@@ -212,21 +159,22 @@ def _of_results(storages: _Storages) -> Iterator[tuple[int, Value]]:
         others = {latest[u] for u in storages.readers.get(storage, ())} - {i}
         until = max([_end(storages, storage), *(slots[other] for other in others)])
         if until > slots[i] + 1:
-            yield i, Value(results=((allocated, until),))
+            yield i, "results", ((allocated, until),)
         if storage in storages.update and storages.outlives(storage):
-            yield i, Value(updated=allocated)
+            yield i, "updated", allocated
         for other in others:
-            yield other, Value(waiting=allocated, second=allocated if s.reductions[other].then else 0)
+            yield other, "waiting", allocated
+            yield other, "second", allocated if s.reductions[other].then else 0
 
 
-def _of_temporaries(storages: _Storages) -> Iterator[tuple[int, Value]]:
+def _of_temporaries(storages: _Storages) -> Iterator[_More]:
     """The temporaries of eager updates, with the last reduction that each group needs."""
     for group, i in zip(storages.groups, storages.latest):
         if group.after:
             most = _temporaries(storages, group)
             late = group.release > storages.s.born[i] + 1
-            yield i, Value(released=((most, group.release),)) if late else Value(updating=most)
-            yield i, Value(second=most if storages.s.reductions[i].then else 0)
+            yield (i, "released", ((most, group.release),)) if late else (i, "updating", most)
+            yield i, "second", most if storages.s.reductions[i].then else 0
 
 
 def _end(storages: _Storages, storage: Var) -> int:

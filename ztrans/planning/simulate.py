@@ -29,18 +29,18 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
     measured, waits, launched = dict(cluster.measured), pair(graph).waits, launches(graph)
 
-    def timed(e: Eqn, part: str, estimate: Callable[[Eqn, Graph, Cluster], float]) -> float:
-        known = measured.get(signature(e, graph) + part) if measured else None
-        return estimate(e, graph, cluster) if known is None else known
-
     def duration(e: Eqn) -> float:
         waited = waits.get(e)
-        if waited is not None:
-            # The wait for the first member unpacks the whole bucket.
-            return 0.0 if waited.member else timed(waited.start, " wait", _unpacking)
-        return timed(e, "", _packing if rules(e).packs else computing)
-
-    def computing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+        if waited and waited.member:
+            return 0.0  # the wait for the first member unpacks the whole bucket
+        timed, part = (waited.start, " wait") if waited else (e, "")
+        known = measured.get(signature(timed, graph) + part) if measured else None
+        if known is not None:
+            return known
+        if waited:
+            return _unpacking(timed, graph, cluster)
+        if rules(e).packs:
+            return _packing(e, graph, cluster)
         if rules(e).shares(e):
             return cluster.device.call * launched[e].calls
         return cluster.device.launch * launched[e].kernels + _roofline(e, graph, cluster.device)

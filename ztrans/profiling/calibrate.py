@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -74,10 +73,9 @@ def calibrate(
         return Cluster(device, ())
     meet(mesh, Call("zt.calibrate"))
     wires = [_measure_axis(axis, mesh, on) for axis, size in sizes.items() if size > 1]
-    by_rank = everywhere(_Measured(device, host_name(), wires), mesh)
-    mine = _agreed(dict(zip(mesh.mesh.flatten().tolist(), by_rank)), links or {})
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(_Measured(device, host_name(), wires), mesh)))
     alone = [(axis, Link("local", 0.0, math.inf)) for axis, size in sizes.items() if size == 1]  # joint ones ask for it
-    mine = dataclasses.replace(mine, links=(*mine.links, *alone))
+    mine = Cluster(_agreed_device(list(by_rank.values())), (*_agreed_links(by_rank, links or {}), *alone))
     return everywhere(mine, mesh)[0]  # the last bit of a sum may differ between machines
 
 
@@ -99,8 +97,8 @@ class _Measured(NamedTuple):
     wires: list[_Wire]
 
 
-def _agreed(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> Cluster:
-    """One cluster from the measurements of all ranks."""
+def _agreed_links(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> list[tuple[str, Link]]:
+    """The link of each axis, from the measurements of all ranks."""
     host_of = {rank: measured.host for rank, measured in by_rank.items()}
     links = []
     for same_axis in zip(*(measured.wires for measured in by_rank.values())):
@@ -114,7 +112,7 @@ def _agreed(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> Clust
         name = next((names[a] for a in members(axis) if a in names), "network" if is_network else "local")
         guess = Link(name, 1e-4, 1e9, host=host, call=call)
         links.append((axis, fit(guess, samples, ranks)))
-    return Cluster(_agreed_device(list(by_rank.values())), tuple(links))
+    return links
 
 
 def _agreed_device(every: list[_Measured]) -> Device:

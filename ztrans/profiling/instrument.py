@@ -61,15 +61,13 @@ class Record:
             time.sleep(1e-5)
         if self.device != "cpu":
             torch.accelerator.synchronize()
-        first = self.marks[0] if self.marks else end
+        first, done = self.marks[0], [self.done[k] for k in range(len(self.started))]
 
         def since(reading: Any) -> float:
             return reading - first if self.device == "cpu" else first.elapsed_time(reading) * 1e-3
 
-        done = [self.done[k] for k in range(len(self.started))]
-        marks, started, ended, arrived = (
-            tuple(map(since, readings)) for readings in (self.marks, self.started, done, self.arrived)
-        )
+        readings = self.marks, self.started, done, self.arrived
+        marks, started, ended, arrived = (tuple(map(since, each)) for each in readings)
         return Times(marks, started, ended, arrived, since(end))
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..ir.relations import grouped
 from ..planning.cluster import Link
 
 _PRIOR = 0.02  # the weight of each initial figure, in messages
@@ -96,11 +97,10 @@ class Figures:
 
     def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
         self.links, self.seen = links, seen
-        self.kinds: list[list[str]] = []
-        for i in range(len(links)):
-            # The bandwidth is that of gathers; without gathers, that of the first kind.
-            kinds = sorted({kind for k, kind in seen if k == i}, key=lambda kind: (kind != "all_gather", kind))
-            self.kinds.append(kinds)
+        of_links = grouped(seen)
+        # The bandwidth is that of gathers; without gathers, that of the first kind.
+        order = lambda kind: (kind != "all_gather", kind)
+        self.kinds = [sorted({*of_links.get(i, ())}, key=order) for i in range(len(links))]
 
     @property
     def start(self) -> list[float]:

@@ -70,25 +70,17 @@ class Profile:
         """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
 
         The durations of operations are those of the rank that computes longest, because the others wait for it. A
-        message is issued when the last rank has issued it, and done when it is done on all ranks. All ranks must call
-        this.
+        message is issued when the last rank has issued it, and done when it is done on all ranks: the last rank to
+        start a message may receive its bytes at once, while the others have waited for it, so no single rank can tell
+        how long it takes. All ranks must call this.
         """
         if mesh.size() == 1:
             return self
-        computed, seconds, steps = zip(
-            *everywhere((self.timeline.compute, dict(self.seconds_by_signature), self.messages), mesh)
-        )
+        mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
+        computed, seconds, steps = zip(*everywhere(mine, mesh))
         slowest = seconds[computed.index(max(computed))]
-        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(map(_over_ranks, zip(*steps))))
-
-
-def _over_ranks(ranks: Sequence[tuple[Observed, ...]]) -> tuple[Observed, ...]:
-    """The messages of one step, from those that each rank observed.
-
-    The last rank to start a message may receive its bytes at once, while the other ranks have waited for it. So no
-    single rank can tell how long a message takes.
-    """
-    return tuple(_combined(same, max) for same in zip(*ranks))
+        over_ranks = tuple(tuple(_combined(same, max) for same in zip(*ranks)) for ranks in zip(*steps))
+        return dataclasses.replace(self, seconds_by_signature=slowest, messages=over_ranks)
 
 
 def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
@@ -106,7 +98,6 @@ def profile(
     program: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     steps: int = 3,
-    together: Callable[[], object] = lambda: None,
     prepare: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda inputs: inputs,
 ) -> Profile:
     """Run and record some steps. All ranks must call it. Times are medians over the steps.
@@ -116,10 +107,9 @@ def profile(
         program: its FX module on this rank.
         inputs: its flat local inputs. The state among them is donated, and advances by `steps` steps.
         steps: the number of steps.
-        together: waits for all ranks. It is called before each step, so that times since its start are comparable
-            between ranks.
         prepare: returns the inputs of the program from `inputs`, before each step. It runs all micro-batches but the
-            last, which is recorded.
+            last, which is recorded, and then waits for all ranks, so that times since the start of a step are
+            comparable between ranks.
 
     Raises: ValueError if `steps` is below 1.
 
@@ -138,12 +128,9 @@ def profile(
     runs = []
     with watching() as watchers:
         for _ in range(steps):
-            record = Record(device, watchers)
-            module.record = record
-            given = prepare(inputs)
-            together()
-            run(given)
-            runs.append(record.times())
+            module.record = Record(device, watchers)
+            run(prepare(inputs))
+            runs.append(module.record.times())
     observed = tuple(_observed(graph, t) for t in runs)
     return Profile(
         _timeline(graph, _medians(runs)), _by_signature(graph, runs), observed, _overhead(graph, runs, device)
@@ -159,15 +146,13 @@ def _medians(runs: Sequence[Times]) -> Times:
 class _Sent(NamedTuple):
     """A message of a program, and its readings in one run.
 
-    The readings of the step's own collectives are None: only their wait shows when they were done.
+    Those of the step's own collectives are None: only their wait shows when they were done.
     """
 
     eqn: Eqn  # the equation that sends it
     message: Message
     received: int  # bytes
-    started: float | None
-    done: float | None
-    arrived: float | None
+    readings: tuple[float, float, float] | None  # when it was started, when it was done, when its first wait returned
 
 
 def _messages(graph: Graph, t: Times) -> list[_Sent]:
@@ -175,18 +160,16 @@ def _messages(graph: Graph, t: Times) -> list[_Sent]:
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
     sent, starts = messages(graph, assumed("cpu", graph.axes)), pair(graph).starts
     ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
-    started, done = dict(zip(ours, t.started)), dict(zip(ours, t.done))
     arrived = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.arrived))
-    return [
-        _Sent(e, message, received, started.get(k), done.get(k), arrived.get(k))
-        for k, (e, message, received) in enumerate(sent)
-    ]
+    readings = {k: (started, done, arrived[k]) for k, started, done in zip(ours, t.started, t.done)}
+    return [_Sent(*message, readings.get(k)) for k, message in enumerate(sent)]
 
 
 def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
     observed = []
-    for e, m, received, started, done, arrived in _messages(graph, t):
-        if started is not None and done is not None and arrived is not None:
+    for e, m, received, readings in _messages(graph, t):
+        if readings is not None:
+            started, done, arrived = readings
             axis, spent, unpacked = e.kwargs["axis"], started - t.marks[m.issue - 1], t.marks[m.need + 1] - arrived
             kind = op_name(e.op)
             observed.append(Observed(axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked))
@@ -194,42 +177,30 @@ def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
 
 
 def _timeline(graph: Graph, t: Times) -> Timeline:
-    n = len(graph.eqns)
-    if len(t.marks) != n + 1:
-        raise ValueError(f"profile: {len(t.marks)} readings of the clock for {n} equations; it is read after each.")
     begin, end = list(t.marks[:-1]), list(t.marks[1:])
     bars: list[Event] = []
     free: dict[str, float] = {}  # for each lane, when its last message was done
-    for e, m, received, started, done, arrived in _messages(graph, t):
-        wait, stall = m.need if m.need < n else None, 0.0
-        if started is not None and done is not None:
-            issue, finish = started, done
+    for e, m, received, readings in _messages(graph, t):
+        if readings is not None:
+            issue, finish, arrived = readings
             end[m.issue - 1] = issue  # the rest of that equation's time is spent on recording
-            if wait is not None and arrived is not None and done > begin[wait]:
-                stall = max(arrived - begin[wait], 0.0)
-        else:  # the step's own collective
+            stall = max(arrived - begin[m.need], 0.0) if finish > begin[m.need] else 0.0
+        else:  # the step's own collective, which the program may not wait for
             issue = end[m.issue - 1]
-            finish, stall = (end[wait], end[wait] - begin[wait]) if wait is not None else (t.end, 0.0)
-        if wait is not None and stall:
-            begin[wait] = finish = begin[wait] + stall
+            finish, stall = (end[m.need], end[m.need] - begin[m.need]) if m.need < len(end) else (t.end, 0.0)
+        if stall:
+            begin[m.need] = finish = begin[m.need] + stall
         # A busy host may notice the end of a message later than that of the next one in its lane.
         start = max(issue, free.get(m.lane, 0.0))
         free[m.lane] = finish = max(start, finish)
         bars.append(Event(m.lane, start, finish - start, e, stall, received))
-    compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end)]
+    compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end, strict=True)]
     curve = tuple(zip(t.marks, memory(graph).live))
     return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve)
 
 
-class _Interval(NamedTuple):
-    """The signature of an equation, and its duration in each recorded step."""
-
-    signature: str
-    seconds: tuple[float, ...]
-
-
-def _intervals(graph: Graph, runs: Sequence[Times]) -> Iterator[_Interval]:
-    """The interval of each equation, except for waits that are not the first of their bucket.
+def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:
+    """The signature of each equation and its duration in each run, except for waits behind the first of their bucket.
 
     That of a start ends when the collective is issued. That of a wait begins when the bytes have arrived.
     """
@@ -244,7 +215,7 @@ def _intervals(graph: Graph, runs: Sequence[Times]) -> Iterator[_Interval]:
             if waited.started.first_wait != i:
                 continue  # the first wait has unpacked the bucket
             key, begin = f"{signature(waited.start, graph)} wait", list(next(arrived))
-        yield _Interval(key, tuple(b - a for a, b in zip(begin, end)))
+        yield key, [b - a for a, b in zip(begin, end)]
 
 
 def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
@@ -253,10 +224,10 @@ def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     A delay, for instance by messages that arrive, hits different equations in each step. The medians of single
     equations omit it, but the median of whole steps includes it. So all means are scaled to add up to the median step.
     """
-    intervals = list(_intervals(graph, runs))
-    medians = grouped((interval.signature, median(interval.seconds)) for interval in intervals)
+    durations = list(_durations(graph, runs))
+    medians = grouped((key, median(seconds)) for key, seconds in durations)
     total = sum(map(sum, medians.values()))
-    step = median(map(sum, zip(*(interval.seconds for interval in intervals)))) if total else 0.0
+    step = median(map(sum, zip(*(seconds for _, seconds in durations)))) if total else 0.0
     return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}
 
 

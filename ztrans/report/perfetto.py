@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..ir.printer import equation
@@ -15,16 +16,11 @@ from ..planning.timeline import COMPUTE, Timeline
 from .table import source_line, title
 
 
-def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as an object for JSON: first the names, then the events in order of time, in microseconds."""
-    events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
-    return {"displayTimeUnit": "ms", "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0))}
-
-
 def save(timelines: Sequence[Timeline], path: Any) -> None:
-    """Write the trace to a file."""
-    with open(path, "w") as file:
-        json.dump(trace(timelines), file)
+    """Write the trace to a file: first the names, then the events in order of time, in microseconds."""
+    events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
+    in_order = sorted(events, key=lambda event: event.get("ts", -1.0))
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": in_order}))
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:

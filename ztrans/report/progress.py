@@ -29,21 +29,18 @@ def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
     if not log.isEnabledFor(level) or not _is_first_rank():
         yield
         return
-    begin = time.monotonic()
+    begin, text = time.monotonic(), "%s: %s failed after %.1f s"
     log.log(level, "%s: %s", step, name, extra={"seconds": None})
-    done = False
     try:
         yield
-        done = True
+        text = "%s: %s, %.1f s"
     finally:
         seconds = time.monotonic() - begin
-        text = "%s: %s, %.1f s" if done else "%s: %s failed after %.1f s"
         log.log(level, text, step, name, seconds, extra={"seconds": seconds})
 
 
 def _is_first_rank() -> bool:
-    started = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 @functools.cache

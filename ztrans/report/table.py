@@ -60,7 +60,7 @@ def title(eqn: Eqn) -> str:
 
 def source_line(eqn: Eqn) -> str:
     """The user's line of an equation, or an empty text if it is unknown."""
-    return str(eqn.source) if eqn.source else ""
+    return str(eqn.source or "")
 
 
 def _figures(timeline: Timeline) -> dict[str, float]:

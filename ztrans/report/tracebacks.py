@@ -49,15 +49,13 @@ def _is_defect(error: BaseException) -> bool:
     return not isinstance(error, _OURS) and any(is_ztrans(tb.tb_frame.f_code.co_filename) for tb in last)
 
 
-def _chained(error: BaseException) -> Iterator[BaseException]:
+def _chained(error: BaseException) -> list[BaseException]:
     """An error, and those that it is raised from or while handling."""
-    seen: dict[int, BaseException] = {}
-    pending: list[BaseException | None] = [error]
-    for each in pending:  # which grows meanwhile
-        if each is not None and id(each) not in seen:
-            seen[id(each)] = each
-            pending += [each.__cause__, each.__context__]
-    yield from seen.values()
+    chain = [error]
+    for each in chain:  # which grows meanwhile
+        earlier = (each.__cause__, each.__context__)
+        chain += [x for x in earlier if x is not None and not any(x is y for y in chain)]
+    return chain
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -11,6 +11,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,10 +52,8 @@ def _form(op: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Callable:
     """As `call_form`, for kinds of arguments."""
     given, named = _stand_in(args), {k: _stand_in(v) for k, v in kwargs}
     wanted = _dispatched(op, given, named)
-    for function in _functions(op._schema.name.removeprefix("aten::")):
-        if wanted is not None and _same_call(wanted, _dispatched(function, given, named)):
-            return function
-    return op
+    functions = _functions(op._schema.name.removeprefix("aten::")) if wanted is not None else ()
+    return next((f for f in functions if _same(wanted, _dispatched(f, given, named))), op)
 
 
 def _functions(name: str) -> Iterator[Callable]:
@@ -102,20 +101,13 @@ class _First(TorchDispatchMode):
 
 def _dispatched(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """The first operation that a function dispatches; None if it refuses the arguments, or dispatches none."""
-    with torch.no_grad(), _First() as first:
-        try:
-            function(*args, **kwargs)
-        except (_Stop, TypeError, RuntimeError):
-            return first.call
+    with torch.no_grad(), _First() as first, contextlib.suppress(_Stop, TypeError, RuntimeError):
+        function(*args, **kwargs)
     return first.call
 
 
-def _same_call(a: Call, b: Call | None) -> bool:
-    return b is not None and a[0] is b[0] and _same(a[1], b[1]) and _same(a[2], b[2])
-
-
 def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are the same tensor, or equal values of one type."""
+    """Whether two calls or arguments are equal: the same tensors, and equal values of one type."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

@@ -8,8 +8,7 @@ copy of its state, and few temporaries.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.views import Calls, simpler_calls
 from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams
-from .emission import EMITTERS, Emission, Emitter, operation, over_lists, updates
+from .emission import EMITTERS, Emission, Emitter, operation, over_lists, unpacked, updates
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def to_fx(
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
     donated = donation(graph, {e for group in kernels for e in group}) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
-    forms = _Forms.of(graph, at, units, kernels, donated, calls, emitters)
+    instead = {**donated.twins, **calls}
+    forms = _Forms(kernels, instead, emitters, *_localized(graph, at, units, instead))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     ends = []  # by unit, how many nodes there are after it
     for unit in units:
@@ -148,37 +148,29 @@ class _Forms(NamedTuple):
 
     Attributes:
         kernels: by group, the kernel that computes it.
-        twins: by equation, the operation that writes in place, where there is one.
-        functions: by equation, what is called in place of its operation.
+        instead: by equation, what is called in place of its operation, such as one that writes in place.
         emitters: by primitive, what emits its calls.
         local: by equation of an operation, the same with the sizes of this rank.
         calls: what is called for those that are called as they are or as views allow.
     """
 
     kernels: Mapping[Group, Kernel]
-    twins: Mapping[Eqn, Any]
-    functions: Mapping[Eqn, Callable]
+    instead: Mapping[Eqn, Callable]
     emitters: Mapping[Primitive, Emitter]
     local: Mapping[Eqn, Eqn]
     calls: Calls
 
-    @staticmethod
-    def of(
-        graph: Graph,
-        at: Mapping[str, int],
-        units: Sequence[_Unit],
-        kernels: Mapping[Group, Kernel],
-        donated: Donation,
-        functions: Mapping[Eqn, Callable],
-        emitters: Mapping[Primitive, Emitter],
-    ) -> _Forms:
-        """The forms of a program on the rank at these coordinates."""
-        local = {e: localize(e, graph.axes, at) for e in graph.eqns}
-        together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
-        apart = {local[e] for e in (*donated.twins, *functions, *together)}
-        shape = functools.partial(local_shape, sizes=graph.axes, at=at)
-        on_this_rank = graph.replace(eqns=tuple(local.values()))
-        return _Forms(kernels, donated.twins, functions, emitters, local, simpler_calls(on_this_rank, shape, apart))
+
+def _localized(
+    graph: Graph, at: Mapping[str, int], units: Sequence[_Unit], instead: Collection[Eqn]
+) -> tuple[dict[Eqn, Eqn], Calls]:
+    """The equations with the sizes of the rank at these coordinates, and what is called for them there."""
+    local = {e: localize(e, graph.axes, at) for e in graph.eqns}
+    together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
+    apart = {local[e] for e in (*instead, *together)}
+    shape = functools.partial(local_shape, sizes=graph.axes, at=at)
+    on_this_rank = graph.replace(eqns=tuple(local.values()))
+    return local, simpler_calls(on_this_rank, shape, apart)
 
 
 def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
@@ -187,10 +179,10 @@ def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var 
     if unit.eqns in forms.kernels:
         kernel = forms.kernels[unit.eqns]
         call = out.call_function(kernel.call, tuple(nodes[v] for v in kernel.ins))
-        return [(v, out.call_function(operator.getitem, (call, k))) for k, v in enumerate(kernel.outs)]
+        return list(zip(kernel.outs, unpacked(out, call, kernel.outs)))
     if len(unit.eqns) > 1:
         update = updates if is_fused_update(eqn) else over_lists
-        results = update(out, unit.eqns, forms.twins.get(eqn), nodes)
+        results = update(emission, unit.eqns, forms.instead.get(eqn))
         return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
     if isinstance(eqn.op, Primitive):
         return list(zip(eqn.outs, forms.emitters[eqn.op](emission, eqn, unit.place)))
@@ -200,8 +192,8 @@ def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var 
 def _emit_operation(eqn: Eqn, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
     """Emit the calls of an operation. Returns its results with their nodes."""
     local = forms.local[eqn]
-    if eqn in forms.functions or eqn in forms.twins:
-        return list(zip(eqn.outs, operation(emission, local, forms.functions.get(eqn) or forms.twins.get(eqn))))
+    if eqn in forms.instead:
+        return list(zip(eqn.outs, operation(emission, local, forms.instead[eqn])))
     for part in forms.calls.eqns.get(local, (local,)):
         emission.nodes.update((v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None)
     return [(v, emission.nodes[forms.calls.equal[v]]) for v in eqn.results if v in forms.calls.equal]

@@ -31,6 +31,9 @@ from ..ops.cast_pack import reference as pack
 from .hosts.two_levels import exchange_sums, gloo_route
 from .process_groups import Channel, Work, process_groups
 
+# How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
     """Gather one buffer of each rank. Torch 2.13 renamed the function, so this calls it by the name that exists."""
@@ -51,7 +54,7 @@ class Future:
     """
 
     work: Work | None
-    finish: Callable[[], list[torch.Tensor]] | None
+    finish: Callable[[], dict[int, torch.Tensor]] | None  # the values by member
     values: dict[int, torch.Tensor] | None = None
 
     def value(self, member: int) -> torch.Tensor:
@@ -60,7 +63,7 @@ class Future:
             if self.work is None or self.finish is None:
                 raise RuntimeError("ztrans: this collective was given up, because the step that started it failed.")
             self.work.wait()
-            self.values = dict(enumerate(self.finish()))
+            self.values = self.finish()
             self.drop()
         return self.values.pop(member)
 
@@ -161,12 +164,12 @@ class Start(torch.nn.Module):
         self.channel.advance()
         started = [self.start(ks, [members[k] for k in ks]) for ks in self.groups]
 
-        def finish() -> list[torch.Tensor]:
+        def finish() -> dict[int, torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
             for ks, (_, make_values) in zip(self.groups, started):
                 values.update(zip(ks, make_values()))
             started.clear()  # this releases the send and receive buffers
-            return [values[k] for k in range(len(members))]
+            return values
 
         future = Future(Works([work for works, _ in started for work in works], self.channel), finish)
         self.channel.futures.add(future)
@@ -259,11 +262,9 @@ class Start(torch.nn.Module):
             works = self.channel.exchange([send] * self.size, pieces)
             reduced = lambda: ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
         else:
-            sums = dict.fromkeys(("sum", "mean"), dist.ReduceOp.SUM)
-            kind = (sums | {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})[self.op]
             total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
             with self.channel.errors():
-                works = [dist.all_reduce(total, kind, group=self.group, async_op=True)]
+                works = [dist.all_reduce(total, REDUCE_OPS[self.op], group=self.group, async_op=True)]
             reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
 
         def finish() -> list[torch.Tensor]:

@@ -46,6 +46,11 @@ class Emission:
         self.module.add_module(name, module)
         return self.out.call_module(name, tuple(self.nodes[v] for v in members))
 
+    def emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+        """Emit a call of an operation of PyTorch, or of a function in its place."""
+        read = self.read(tuple(args)), {k: self.read(x) for k, x in kwargs.items()}
+        return self.out.call_function(call_form(op, args, kwargs), *read)
+
     def constant(self, x: torch.Tensor) -> fx.Node:
         """A constant of the program, as an attribute of its module."""
         name = f"constant_{len(list(self.module.buffers()))}"
@@ -89,8 +94,7 @@ def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
     axis = eqn.kwargs["axis"]
     messages = channel(emission.mesh, axis, rules(eqn).lane == "gather") if emission.mesh is not None else None
     module = start(eqn, emission.sizes, emission.at, messages, emission.streams)
-    futures = emission.call(f"{eqn.op}_{place}", module, *eqn.ins)
-    return [emission.out.call_function(operator.getitem, (futures, k)) for k in range(len(eqn.outs))]
+    return unpacked(emission.out, emission.call(f"{eqn.op}_{place}", module, *eqn.ins), eqn.outs)
 
 
 def waited(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
@@ -128,18 +132,15 @@ def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
 
     Returns the node of each result, None for those not bound. A small constant is made once, and is an attribute.
     """
-    out, env = emission.out, emission.nodes
     op: Any = function or eqn.op
     if isinstance(op, torch._ops.HigherOrderOperator):
         return _higher_order(emission, eqn)
     if is_constant(eqn):
         return [emission.constant(op(*eqn.args, **eqn.kwargs))]
-    args, kwargs = emission.read(eqn.args), {k: emission.read(v) for k, v in eqn.kwargs.items()}
-    is_operation = isinstance(op, torch._ops.OpOverload)
-    call = out.call_function(call_form(op, eqn.args, eqn.kwargs) if is_operation else op, args, kwargs)
-    if is_operation and not op._schema.returns:  # an update over lists
-        return [env[a[0]] for a, s in zip(eqn.args, op._schema.arguments) if s.alias_info is not None and a]
-    return _results(out, eqn, call)
+    call = emission.emit(op, eqn.args, eqn.kwargs)
+    if isinstance(op, torch._ops.OpOverload) and not op._schema.returns:  # an update over lists
+        return _overwritten(emission, eqn, op)
+    return _results(emission.out, eqn, call)
 
 
 def _higher_order(emission: Emission, eqn: Eqn) -> list:
@@ -151,8 +152,12 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     else:
         args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
         leaves = emission.out.call_function(call_operator, args, {k: emission.read(v) for k, v in eqn.kwargs.items()})
-    item = lambda k: emission.out.call_function(operator.getitem, (leaves, k))
-    return [None if v is None else item(k) for k, v in enumerate(eqn.outs)]
+    return unpacked(emission.out, leaves, eqn.outs)
+
+
+def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:
+    """The node of each result of a call that returns a sequence; None for those not bound."""
+    return [None if v is None else out.call_function(operator.getitem, (call, k)) for k, v in enumerate(outs)]
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
@@ -166,21 +171,23 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
         filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
         lists = [item(call, k) for k in filled]
         return [item(each, 0) for each in lists]
-    if len(is_list) > 1 or is_list[0]:
-        return [None if v is None else item(call, k) for k, v in enumerate(eqn.outs)]
-    return [call]
+    return unpacked(out, call, eqn.outs) if len(is_list) > 1 or is_list[0] else [call]
 
 
-def updates(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+def updates(emission: Emission, eqns: Sequence[Eqn], twin: Any) -> list[list]:
     """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    args, kwargs = [[v for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args))], dict(eqns[0].kwargs)
-    read = env.__getitem__
-    out.call_function(call_form(twin, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
-    written = [s.alias_info is not None for s in twin._schema.arguments]
-    return [[env[a[0]] for a, over in zip(e.args, written) if over and a] for e in eqns]
+    args = [[v for e in eqns for v in e.args[k]] for k in range(len(eqns[0].args))]
+    emission.emit(twin, args, eqns[0].kwargs)
+    return [_overwritten(emission, e, twin) for e in eqns]
 
 
-def over_lists(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, Any]) -> list[list]:
+def _overwritten(emission: Emission, eqn: Eqn, twin: Any) -> list:
+    """The nodes of the values that an update of one tensor overwrites; each argument is a list of one, or of none."""
+    declared = zip(eqn.args, twin._schema.arguments)
+    return [emission.nodes[a[0]] for a, s in declared if s.alias_info is not None and a]
+
+
+def over_lists(emission: Emission, eqns: Sequence[Eqn], twin: Any) -> list[list]:
     """Emit one call of an operation over lists for equal equations, in place of those that have a `twin`.
 
     Returns the results of each equation.
@@ -188,9 +195,7 @@ def over_lists(out: fx.Graph, eqns: Sequence[Eqn], twin: Any, env: Mapping[Var, 
     call = list_call(eqns, in_place=twin is not None)
     if call is None:
         raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
-    op, args, kwargs = call
-    read = env.__getitem__
-    node = out.call_function(call_form(op, args, kwargs), tuple(substitute(args, read)), substitute(kwargs, read))
+    node = emission.emit(*call)
     if twin is not None:
-        return [[env[e.args[0]]] for e in eqns]
-    return [[out.call_function(operator.getitem, (node, k))] for k in range(len(eqns))]
+        return [[emission.nodes[e.args[0]]] for e in eqns]
+    return [[each] for each in unpacked(emission.out, node, [e.out for e in eqns])]

@@ -78,15 +78,14 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
     if all(map(operator.is_, state, outputs)):
         return
-    elsewhere = [i for i, (old, new) in enumerate(zip(state, outputs)) if new is not old]
+    moved = [i for i, old in enumerate(state) if outputs[i] is not old and not _is_same_memory(outputs[i], old)]
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
 
     def unshared(x: torch.Tensor) -> torch.Tensor:
         """`x`, cloned if it shares the state's storage, since that is written before `x` is read."""
         return x.clone() if x.numel() and x.untyped_storage().data_ptr() in storages else x
 
-    in_place = [i for i in elsewhere if _is_same_memory(outputs[i], state[i])]
-    copies = {i: unshared(outputs[i]) for i in elsewhere if i not in in_place}
+    copies = {i: unshared(outputs[i]) for i in moved}
     for i, new in copies.items():
         state[i].copy_(new)
     outputs[: len(state)] = state

@@ -42,10 +42,6 @@ class LastState:
         """The leaves of `state`, if the step returned it last, and nothing has changed; else None."""
         return self.known.recognise(state) if self.known is not None else None
 
-    def remember(self, state: Any, leaves: Sequence[Any], key: Any) -> None:
-        """Note a state that the step returns, whose program is specialised on `key`."""
-        self.known = KnownState(state, leaves, key)
-
 
 class KnownState:
     """What is known of a state. It keeps no leaf alive.

@@ -79,10 +79,9 @@ def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank holds of `leaf`, as a view."""
     if not isinstance(leaf, DTensor):
         return whole
-    mesh, placed = leaf.device_mesh, list(enumerate(leaf.placements))
-    cuts: list[tuple[int, Any]] = [(axis, p) for axis, p in placed if isinstance(p, Shard)]
-    cuts += [(axis, p) for axis, p in placed if isinstance(p, _StridedShard)]  # made last
-    for axis, placement in cuts:
+    mesh, made_last = leaf.device_mesh, lambda placed: isinstance(placed[1], _StridedShard)
+    cuts: Any = [(axis, p) for axis, p in enumerate(leaf.placements) if isinstance(p, Shard | _StridedShard)]
+    for axis, placement in sorted(cuts, key=made_last):
         whole = cut(whole, Split("", placement.dim), mesh.size(axis), mesh.get_local_rank(axis))
     return whole
 

@@ -92,7 +92,7 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
     notes = _notes(groups)
     causes = {rank: text for rank, (is_cause, text) in notes.items() if is_cause}
     lines = [f"  Rank {rank} {text}.\n" for rank, text in sorted(causes.items())]
-    silent = [rank for rank in groups.ranks if rank not in notes and rank != groups.ranks[groups.rank]]
+    silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
     if silent and not causes:
         lines.append(
             f"  {_named(silent).capitalize()} said nothing: killed, out of memory, stopped, or busy with something "
@@ -103,7 +103,7 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
             "Every rank must take the same number of steps. If data ends earlier on some ranks, stop all ranks "
             "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
         )
-    head = f"{name}: rank {groups.ranks[groups.rank]} has lost other ranks of the mesh.\n"
+    head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     message = (str(error).splitlines() or [type(error).__name__])[0]
     return LostRank(f"{head}{''.join(lines)}The backend says: {message}")
 
@@ -116,7 +116,7 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
     if groups.farewell is not None:
         groups.farewell.detach()
     store = groups.store()
-    in_time(lambda: _write(store, groups.ranks[groups.rank], is_cause, why))
+    in_time(lambda: _write(store, dist.get_rank(), is_cause, why))
     groups.close()
 
 
@@ -125,7 +125,7 @@ def _ranks_channel(groups: ProcessGroups) -> Channel:
     channel = groups.channel(None, "ranks")
     farewell = groups.farewell.peek() if groups.farewell is not None else None
     if farewell is None or farewell[0] is not channel.group:
-        known, rank = weakref.ref(groups), groups.ranks[groups.rank]
+        known, rank = weakref.ref(groups), dist.get_rank()
         groups.farewell = weakref.finalize(channel.group, _end, groups.store(), rank, known, os.getpid())
     return channel
 
@@ -200,7 +200,7 @@ def _named(ranks: Sequence[int]) -> str:
 def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
     """The notes of the other ranks: whether each says a cause, and its text."""
     notes: dict[int, tuple[bool, str]] = {}
-    peers = [rank for rank in groups.ranks if rank != groups.ranks[groups.rank]]
+    peers = [rank for rank in groups.ranks if rank != dist.get_rank()]
 
     def read() -> None:
         store, end = groups.store(), time.monotonic() + _PATIENCE

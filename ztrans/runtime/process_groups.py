@@ -68,10 +68,7 @@ class Channel:
 
         Raises: RuntimeError if it has been destroyed.
         """
-        group = self._group() if self._group is not None else None
-        if group is None:
-            raise _destroyed()
-        return group
+        return _alive(self._group)
 
     @property
     def is_closed(self) -> bool:
@@ -155,11 +152,6 @@ class ProcessGroups:
         self._channels: dict[tuple[Axis, str], Channel] = {}
         self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this rank ends
 
-    @property
-    def rank(self) -> int:
-        """The index of this rank in the mesh."""
-        return self.ranks.index(dist.get_rank())
-
     def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
         key = axis, purpose
@@ -200,25 +192,28 @@ class ProcessGroups:
 
     def _base(self, axis: str) -> dist.ProcessGroup:
         """The mesh's own group along an axis, or along the first of a joint axis."""
-        group = self._bases[members(axis)[0]]()
-        if group is None:
-            raise _destroyed()
-        return group
+        return _alive(self._bases[members(axis)[0]])
 
     def _open(self, channel: Channel) -> Channel:
-        base = self._base(next(iter(self._bases)) if channel.axis is None else channel.axis)
-        one_axis = channel.axis in self._bases
-        if one_axis and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
+        """Open a channel. At the first time, this finds out on which hosts its ranks are."""
+        base, (ranks, axes) = self._base(channel.axis or next(iter(self._bases))), self._places
+        groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
+        if channel.axis in self._bases and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
             channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
             channel.open(base)
-            return self._placed(channel)
+        else:
+            self._open_new(channel, groups, _timeout(base))
+        if channel.axis is not None and not self.is_alone and channel.group.size() != channel.hosts.ranks:
+            channel.hosts = common([hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups])
+        return channel
+
+    def _open_new(self, channel: Channel, groups: list[list[int]], timeout: timedelta | None) -> None:
+        """Make a process group for the row of `groups` that has this rank."""
         backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
-        timeout, (ranks, axes) = _timeout(base), self._places
-        groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
-        is_world = ranks.numel() == dist.get_world_size()
+        is_world = len(self.ranks) == dist.get_world_size()
         mine = next(row for row in groups if dist.get_rank() in row)
         for row in groups if is_world else [mine]:
             group = dist.new_group(
@@ -226,15 +221,6 @@ class ProcessGroups:
             )
             if row is mine:
                 channel.open(group)
-        return self._placed(channel)
-
-    def _placed(self, channel: Channel) -> Channel:
-        """A channel that has been opened for the first time, with the hosts of its ranks."""
-        if channel.axis is not None and not self.is_alone and channel.group.size() != channel.hosts.ranks:
-            ranks, axes = self._places
-            groups = rows(ranks, axes, [channel.axis])
-            channel.hosts = common([hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups])
-        return channel
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = weakref.WeakKeyDictionary()
@@ -254,6 +240,17 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     if key not in by_ranks:
         by_ranks[key] = ProcessGroups(mesh)
     return by_ranks[key]
+
+
+def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
+    """The process group of a reference.
+
+    Raises: RuntimeError if it has been destroyed.
+    """
+    group = reference() if reference is not None else None
+    if group is None:
+        raise _destroyed()
+    return group
 
 
 def _destroyed() -> RuntimeError:

@@ -7,7 +7,7 @@ would show it. So the ranks compare a digest of every leaf once, when the state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,30 +43,23 @@ def check_same(
     meet(mesh, Call("shard"))
     described = list(zip(paths, _described(leaves, source is None)))
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
-    first = next(iter(by_rank))
-    for rank, leaves_there in by_rank.items():
-        _check_paths(first, by_rank[first], rank, leaves_there)
+    _check_paths(by_rank)
     together = {of_leaf: rows(mesh.mesh, mesh.mesh_dim_names or (), of_leaf) for of_leaf in map(tuple, axes)}
     for k, of_leaf in enumerate(axes):
-        for row in together[tuple(of_leaf)]:
-            _check_alike(paths[k], [(rank, by_rank[rank][k][1]) for rank in row])
+        for first, *others in together[tuple(of_leaf)]:
+            for rank in others:
+                if by_rank[rank][k] != by_rank[first][k]:
+                    raise ValueError(_text(paths[k], first, by_rank[first][k][1], rank, by_rank[rank][k][1]))
 
 
-def _check_paths(
-    first_rank: int, first: Sequence[tuple[str, Leaf]], rank: int, second: Sequence[tuple[str, Leaf]]
-) -> None:
-    if [path for path, _ in second] != [path for path, _ in first]:
-        raise ValueError(
-            f"shard: rank {rank} has {len(second)} leaves and rank {first_rank} has {len(first)}, or they have other "
-            f"names.\nBuild the same model and optimizer on every rank."
-        )
-
-
-def _check_alike(path: str, leaves: Sequence[tuple[int, Leaf]]) -> None:
-    (first_rank, wanted), *others = leaves
-    for rank, leaf in others:
-        if leaf != wanted:
-            raise ValueError(_text(path, first_rank, wanted, rank, leaf))
+def _check_paths(by_rank: Mapping[int, Sequence[tuple[str, Leaf]]]) -> None:
+    (first, wanted), *others = by_rank.items()
+    for rank, leaves in others:
+        if [path for path, _ in leaves] != [path for path, _ in wanted]:
+            raise ValueError(
+                f"shard: rank {rank} has {len(leaves)} leaves and rank {first} has {len(wanted)}, or they have other "
+                f"names.\nBuild the same model and optimizer on every rank."
+            )
 
 
 def digest(x: torch.Tensor) -> torch.Tensor:

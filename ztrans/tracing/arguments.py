@@ -55,13 +55,14 @@ class Arguments(NamedTuple):
         TypeError: step() got an unexpected keyword argument 'rate'
         """
         if kwargs or not args:
+            name = getattr(fn, "__name__", type(fn).__name__)
             try:
                 bound = inspect.signature(fn).bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() {error}") from None
+                raise TypeError(f"{name}() {error}") from None
             args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
-        if not args:
-            raise TypeError(f"{getattr(fn, '__name__', type(fn).__name__)}() takes a state as its first argument.")
+            if not args:
+                raise TypeError(f"{name}() takes a state as its first argument.")
         extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
         batch = map(opened, (*args[1:], *kwargs.values()))
         return Arguments(args[0], (*batch, *extra.values()), (*kwargs, *extra))
@@ -168,11 +169,10 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
             f"{name}: {_difference(program, tree, arguments)}.\n"
             f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
         )
-    for i, value in program.static:
+    for i, value in program.static.items():
         if leaves[i] != value:
             raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
-    static = {i for i, _ in program.static}
-    return [x for i, x in enumerate(leaves) if i not in static]
+    return [x for i, x in enumerate(leaves) if i not in program.static]
 
 
 def _difference(program: Program, tree: pytree.TreeSpec, arguments: Arguments) -> str:
@@ -201,9 +201,9 @@ def check_captured(program: Program, name: str) -> None:
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
-    wrong = next((x for x in zip(paths, leaves) if not isinstance(x[1], torch.Tensor) and not is_number(x[1])), None)
-    if wrong is not None:
-        raise no_state(*wrong)
+    for path, x in zip(paths, leaves):
+        if not isinstance(x, torch.Tensor) and not is_number(x):
+            raise no_state(path, x)
 
 
 def local_inputs(
@@ -232,8 +232,7 @@ def local_inputs(
 
 def local_batch(program: Program, num_state: int, leaves: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that this rank holds of the leaves of a batch whose key is that of one that `flat` has accepted."""
-    static = {i - num_state for i, _ in program.static}
-    return [_read(x) for i, x in enumerate(leaves) if i not in static]
+    return [_read(x) for i, x in enumerate(leaves, num_state) if i not in program.static]
 
 
 def _read(x: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..ir.graph import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
+from .overloads import named
 
 
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
@@ -223,8 +224,7 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
     if not is_random(func) or func._schema.name.endswith("_backward"):
         return False
-    given = {a.name: a.default_value for a in func._schema.arguments} | kwargs
-    given.update(zip(given, args))
+    given = {a.name: a.default_value for a in func._schema.arguments} | named(func, args, kwargs)
     return given.get("dropout_p", given.get("dropout")) != 0.0
 
 
@@ -242,14 +242,13 @@ def warn_of_many_programs(step: str, count: int, leaves: Sequence[Any]) -> None:
     if count <= _MANY_PROGRAMS:
         return
     shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
-    text = (
-        f"{step} has been traced for {count} different arguments, the last one "
-        f"{', '.join(shapes)}. Every new shape is traced and compiled: pad "
-        f"batches to a few sizes. So is every new value of a number that the step reads besides its "
-        f"arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-        f"and the whole numbers and signs in the optimizer's parameter groups."
+    warn(
+        f"{step} has been traced for {count} different arguments, the last one {', '.join(shapes)}. Every new shape is "
+        f"traced and compiled: pad batches to a few sizes. So is every new value of a number that the step reads "
+        f"besides its arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
+        f"and the whole numbers and signs in the optimizer's parameter groups.",
+        user_source(),
     )
-    warn(text, user_source())
 
 
 def warn_of_trace(text: str, source: Source | None) -> None:

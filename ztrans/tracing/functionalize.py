@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
@@ -86,7 +87,6 @@ class Builder:
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
     fact: Fact = field(default_factory=functools.partial(Fact, backward=False, recorded=False))
-    seen: Any = None  # the properties of its results
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""
@@ -106,7 +106,7 @@ class Builder:
         if like is None:
             like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         many = isinstance(like, (tuple, list))
-        tensors = [x for each in (like if many else (like,)) for x in (each if isinstance(each, list) else (each,))]
+        tensors = pytree.tree_leaves(like)
         outs: list[Var | None] = []
         for i, x in enumerate(tensors):
             outs.append(None)
@@ -144,7 +144,8 @@ class Builder:
 
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
-        if _is_dense(self.meta(value)) and _order(self.meta(value)) == _order(self.meta(old)):
+        dense = torch.empty_like(self.meta(old)).stride()  # in the order of `old`, without gaps
+        if all(n < 2 or a == b for n, a, b in zip(old.shape, self.strides[value], dense)):
             return value
         if self.meta(old).is_contiguous():
             return self.contiguous(value)
@@ -208,18 +209,3 @@ def _is_arithmetic(op: Any, args: Sequence) -> bool:
 def _start(sizes: int | Sequence[int], index: int) -> int:
     """The first row of part `index` of a split into parts of these sizes; one number is the size of every part."""
     return sizes * index if isinstance(sizes, int) else sum(sizes[:index])
-
-
-def _order(x: torch.Tensor) -> list[int]:
-    """The dims of a tensor from the outermost to the innermost in memory."""
-    return sorted((d for d, n in enumerate(x.shape) if n > 1), key=x.stride, reverse=True)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps."""
-    step = 1
-    for d in reversed(_order(x)):
-        if x.stride(d) != step:
-            return False
-        step *= x.shape[d]
-    return True

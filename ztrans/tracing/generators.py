@@ -26,6 +26,8 @@ class Generators:
         for value in values:
             if isinstance(value, random.Random):
                 self._pairs.append((value.getstate, value.setstate))
+            elif isinstance(value, numpy.random.RandomState):
+                self._pairs.append((value.get_state, value.set_state))
             elif isinstance(value, numpy.random.Generator):
                 bits = value.bit_generator
                 self._pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))

@@ -27,7 +27,7 @@ from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.import_graph import import_graph
 from .operation import Operation, Place
-from .overloads import functional, is_written, member, outs, with_defaults
+from .overloads import functional, is_written, member, named, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
 
@@ -114,7 +114,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     if name in _BATCH_NORMS and isinstance(args[3], Alias):
         op = (aten._native_batch_norm_legit if args[5] else aten.native_batch_norm).default
     if any(map(is_written, op._schema.arguments)):
-        return _in_place(builder, op, args, kwargs)
+        return _in_place(builder, op, args, kwargs, val)
     return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
 
 
@@ -145,16 +145,18 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
     return outs if isinstance(shown, tuple) else outs[0]
 
 
-def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
+def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any = None) -> Any:
     """Import an operation that changes arguments, `out=` included.
 
     Its functional form returns the new values of these arguments last.
     """
-    declared = op._schema.arguments
-    given = dict(zip((a.name for a in declared), args)) | kwargs
-    written = [given[a.name] for a in declared if is_written(a)]
+    given = named(op, args, kwargs)
+    written = [given[a.name] for a in op._schema.arguments if is_written(a)]
     targets = [x for each in written for x in (each if isinstance(each, list) else [each])]
-    results = _functional_results(builder, op, args, kwargs, targets)
+    if _is_of_library(op):
+        results = _of_new_tensors(builder, op, given, targets, val)
+    else:
+        results = _functional_results(builder, op, args, kwargs, targets)
     own, new = results[: -len(targets)], results[-len(targets) :]
     for target, value in zip(targets, new):
         old = builder.read(target)
@@ -164,8 +166,9 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict) -> Any:
                 f"  at {where(builder.source)}\nGive it the shape of the result, or make a new one."
             )
         builder.write(target, _as_type(builder, value, old))
-    returned = (Alias.of(own) or targets)[: len(op._schema.returns)]
-    return returned[0] if len(returned) == 1 else returned
+    if own:
+        return pytree.tree_unflatten(Alias.of(own), pytree.tree_structure(val))
+    return targets[0] if len(op._schema.returns) == 1 else targets
 
 
 def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
@@ -175,8 +178,6 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         return (values[1],)
     if name in ("aten::zero_", "aten::fill_"):
         return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
-    if _is_of_library(op):
-        return _of_new_tensors(builder, op, args, kwargs, targets)
     form = functional(op)
     if form is None or not all(isinstance(x, Alias) for x in targets):
         raise ValueError(
@@ -194,13 +195,10 @@ def _is_of_library(op: Any) -> bool:
     return op.namespace not in ("aten", "prims") and torch.Tag.pt2_compliant_tag in op.tags and functional(op) is None
 
 
-def _of_new_tensors(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+def _of_new_tensors(builder: Builder, op: Any, given: dict[str, Any], targets: list, val: Any) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
-    given = {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
-    new = [builder.meta(builder.read(x)) for x in targets]
-    own = pytree.tree_leaves(builder.seen)
-    results = builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), [*own, *new])
-    return tuple(results)
+    like = [*pytree.tree_leaves(val), *(builder.meta(builder.read(x)) for x in targets)]
+    return builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), like)
 
 
 def _as_type(builder: Builder, new: Any, old: Var) -> Var:
@@ -216,7 +214,7 @@ def _as_type(builder: Builder, new: Any, old: Var) -> Var:
 def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
     """`_foreach_add_([a, b], [c, d])` as two additions, `_fused_adamw_` as one update per parameter."""
     name, results = op._schema.name, []
-    given = dict(zip((a.name for a in op._schema.arguments), args)) | kwargs
+    given = named(op, args, kwargs)
     for i in range(next(len(a) for a in args if isinstance(a, list))):
         if name.startswith(_FUSED):  # some of its lists are empty
             _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)

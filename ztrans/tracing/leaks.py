@@ -58,14 +58,14 @@ class Snapshot:
     """The present Python values that a step reaches: variables, attributes, and the entries of containers."""
 
     def __init__(self, reach: Reach) -> None:
-        self._variables = [(place, place.write, place.read()) for place in reach.places if place.write is not None]
+        self._variables = [(place, place.read()) for place in reach.places if place.write is not None]
         self._holders = [(name, holder, _contents(holder)) for name, holder in reach.holders]
         self._lines = {place.name: place.source for place in reach.places}
         self._lines |= {f".{attribute}": line for attribute, line in reach.attributes.items()}
 
     def changes(self) -> list[Change]:
         """The values that have changed since the snapshot was taken."""
-        pairs = [(place.name, old, place.read()) for place, _, old in self._variables]
+        pairs = [(place.name, old, place.read()) for place, old in self._variables]
         for name, holder, before in self._holders:
             now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
             keys = [k for k in {**before, **now} if not (isinstance(k, str) and is_internal(holder, k))]
@@ -74,9 +74,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Set every value back to that of the snapshot."""
-        for place, write, old in self._variables:
-            if place.read() is not old:
-                write(old)
+        for place, old in self._variables:
+            if place.write is not None and place.read() is not old:
+                place.write(old)
         for _, holder, before in self._holders:
             _restore(holder, before)
 

@@ -29,6 +29,11 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the schema."""
+    return {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
+
+
 def outs(op: Any) -> list[str]:
     """The names of the arguments `out=` of an operation."""
     return [a.name for a in op._schema.arguments if a.kwarg_only and is_written(a)]

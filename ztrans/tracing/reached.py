@@ -84,9 +84,8 @@ def _mentions(code: types.CodeType) -> _Mentions:
                 names[step.argval] = line
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):  # an inner function or a comprehension
-            nested = _mentions(inner)
-            for names, more in zip(mentions, nested):
-                names.update({k: line for k, line in more.items() if k not in names})
+            for names, nested in zip(mentions, _mentions(inner)):
+                names.update(nested | names)
     return mentions
 
 
@@ -261,13 +260,8 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         variables[name] = value
 
 
-def is_own(kind: Any) -> bool:
-    """Whether a class or a Python module is the user's."""
-    return _is_own(kind)
-
-
-@functools.cache
 def _is_own(kind: Any) -> bool:
+    """Whether a class or a Python module is the user's."""
     if isinstance(kind, types.ModuleType):
         is_plain = type(kind) is types.ModuleType  # namespaces of operators, such as torch.ops.aten, are not
         return is_plain and not is_library(getattr(kind, "__file__", None) or sys.executable)
@@ -275,3 +269,6 @@ def _is_own(kind: Any) -> bool:
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and not is_library(file))
+
+
+is_own: Callable[[Any], bool] = functools.cache(_is_own)

@@ -61,7 +61,18 @@ class Recorded(NamedTuple):
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
 
-def record(
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Trace a step that is called under inference mode as one that is called without gradients."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+@_outside_inference_mode()
+def run_traced(
     call: Callable[[Sequence[torch.Tensor]], Any],
     make_inputs: Callable[[], list[torch.Tensor]],
     wants_grad: Sequence[bool],
@@ -70,32 +81,27 @@ def record(
 ) -> Recorded:
     """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
 
-    Errors call the inputs by their `names`.
+    Errors call the inputs by their `names`. `user_source` looks no further up the stack than for a function of this
+    name.
 
     Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
         (see `watch`).
     """
-    with _outside_inference_mode():
-        return run_traced(call, make_inputs, wants_grad, names, step)
-
-
-def run_traced(
-    call: Callable, make_inputs: Callable, wants_grad: Sequence, names: Sequence[str], step: str
-) -> Recorded:
-    """As `record`, under a name that stands on the stack while a step is traced: `user_source` looks no further."""
     # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    with _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode, _quiet():
-        inputs = make_inputs()
+    mode = _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
     watch, generator = Watch(step, mode), torch.random.get_rng_state()
-    for tensor, wants in zip(inputs, wants_grad):
-        tensor.requires_grad_(wants)
-    watch.know(inputs)
     ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches()
     with contextlib.ExitStack() as stack:
-        for context in (mode, *ways, *nested, watch, Marks(step, dict(zip(names, inputs)))):
+        for context in (mode, *ways, *nested):
             stack.enter_context(context)
+        inputs = make_inputs()
+        for tensor, wants in zip(inputs, wants_grad):
+            tensor.requires_grad_(wants)
+        watch.know(inputs)
+        stack.enter_context(watch)
+        stack.enter_context(Marks(step, dict(zip(names, inputs))))
         outputs, tree = pytree.tree_flatten(call(inputs))
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
     if not torch.equal(generator, torch.random.get_rng_state()):
@@ -120,16 +126,6 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextlib.contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Trace a step that is called under inference mode as one that is called without gradients."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        yield
 
 
 class _Fakes(FakeTensorMode):

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
@@ -28,11 +28,11 @@ class Fact:
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
-    """Give every equation the region of the first rule that holds for it."""
+    """Give every equation its region."""
     evidence = _Evidence(graph, facts)
     eqns = []
     for e in reversed(graph.eqns):  # the equations that read a value come before the one that computes it
-        region = next(region for holds, region in _RULES if holds(evidence, e))
+        region = evidence.region(e)
         if region != "update":
             evidence.read_early.update(e.ins)
         eqns.append(e.replace(region=region))
@@ -53,39 +53,25 @@ class _Evidence:
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
         # The values that forward and backward read: those read by equations that depend on the batch, and, as
         # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
-        self.read_early = {v for e in graph.eqns if any(o in self.over for o in e.outs) for v in e.ins}
+        self.read_early = {v for e in graph.eqns if _binds(e, self.over) for v in e.ins}
 
-    def is_backward(self, e: Eqn) -> bool:
-        return self.facts[e].backward or e.op is GRADIENT
-
-    def varies_too_late(self, e: Eqn) -> bool:
-        """It depends on the batch, but follows the last backward, or enters the state without a reduction."""
-        late = e not in self.before_last_backward or any(o in self.unreduced for o in e.outs)
-        return late and self.varies(e)
-
-    def varies(self, e: Eqn) -> bool:
-        return any(o in self.over for o in e.outs)
-
-    def is_differentiated(self, e: Eqn) -> bool:
-        return e in self.differentiated
-
-    def is_updated(self, e: Eqn) -> bool:
-        return any(o in self.updated for o in e.outs)
-
-    def prepares(self, e: Eqn) -> bool:
-        """Forward or backward reads its result."""
-        return e in self.before_last_backward and any(o in self.read_early for o in e.outs)
+    def region(self, e: Eqn) -> Region:
+        """The region of the first rule that holds for an equation."""
+        early = e in self.before_last_backward
+        if self.facts[e].backward or e.op is GRADIENT:
+            return "backward"
+        if _binds(e, self.over):
+            return "forward" if early and not _binds(e, self.unreduced) else "update"
+        if e in self.differentiated:
+            return "forward"
+        if _binds(e, self.updated):
+            return "update"
+        return "forward" if early and _binds(e, self.read_early) else "update"
 
 
-_RULES: tuple[tuple[Callable[[_Evidence, Eqn], bool], Region], ...] = (
-    (_Evidence.is_backward, "backward"),
-    (_Evidence.varies_too_late, "update"),
-    (_Evidence.varies, "forward"),
-    (_Evidence.is_differentiated, "forward"),
-    (_Evidence.is_updated, "update"),
-    (_Evidence.prepares, "forward"),
-    (lambda evidence, e: True, "update"),
-)
+def _binds(e: Eqn, values: Container[Var]) -> bool:
+    """Whether a result of an equation is one of these values."""
+    return any(v in values for v in e.results)
 
 
 def _depending_on_gradients(graph: Graph) -> set[Var]:
@@ -102,7 +88,7 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
     differentiated: set[Eqn] = set()
     reaches: set[Var] = set()
     for e in reversed(graph.eqns):
-        if facts[e].backward or any(o in reaches for o in e.outs):
+        if facts[e].backward or _binds(e, reaches):
             if e.op is not GRADIENT:
                 reaches.update(e.ins)
             if facts[e].recorded and not facts[e].backward:
@@ -120,7 +106,7 @@ def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentia
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
             wanted.update(v for v in e.args[1:] if v not in over)
-        elif any(o in wanted for o in e.outs) and e not in differentiated and not facts[e].backward:
+        elif _binds(e, wanted) and e not in differentiated and not facts[e].backward:
             wanted.update(v for v in e.ins if v not in over)
     return wanted
 
@@ -129,6 +115,6 @@ def _unreduced(graph: Graph, over: Varying) -> set[Var]:
     """Values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
     unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
     for e in reversed(graph.eqns):
-        if any(o in unreduced for o in e.outs) and e.op not in (PMEAN, PSUM):
+        if _binds(e, unreduced) and e.op not in (PMEAN, PSUM):
             unreduced.update(v for v in e.ins if v in over)
     return unreduced

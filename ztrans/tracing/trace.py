@@ -28,7 +28,7 @@ from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .leaks import Imported, settled
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
-from .record import check_torch, record
+from .record import check_torch, run_traced
 from .regions import Fact, label_regions
 
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
@@ -42,7 +42,7 @@ class Program:
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # one path for each leaf of the arguments
-    static: tuple[tuple[int, Any], ...]  # (index, value) of each leaf that is neither a tensor nor a number
+    static: Mapping[int, Any]  # by index, the leaves that are neither tensors nor numbers
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
@@ -52,8 +52,7 @@ class Program:
     @property
     def paths_of_inputs(self) -> list[str]:
         """The paths of the leaves that are inputs of the program."""
-        static = {i for i, _ in self.static}
-        return [path for i, path in enumerate(self.paths) if i not in static]
+        return [path for i, path in enumerate(self.paths) if i not in self.static]
 
     def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -168,7 +167,7 @@ def trace(
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
     static = _static(abstract, num_state, paths)
-    dynamic = [i for i, a in enumerate(abstract) if isinstance(a, Abstract)]
+    dynamic = [i for i in range(len(leaves)) if i not in static]
     default_device = device or _device_of(abstract[i] for i in dynamic)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
@@ -190,7 +189,7 @@ def trace(
     def record_program() -> Imported:
         traced_as = [abstract[i] for i in dynamic]
         wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        recorded = record(
+        recorded = run_traced(
             call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
         )
         with without_autocast():
@@ -220,11 +219,12 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> tuple[tuple[int, Any], ...]:
-    """The leaves that are constants of the program, with their indices. None of them is state."""
-    static = tuple((i, a) for i, a in enumerate(abstract) if not isinstance(a, Abstract))
-    if static and static[0][0] < num_state:
-        raise no_state(paths[static[0][0]], static[0][1])
+def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> dict[int, Any]:
+    """The leaves that are constants of the program, by their indices. None of them is state."""
+    static = {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
+    for i, leaf in static.items():
+        if i < num_state:
+            raise no_state(paths[i], leaf)
     return static
 
 

@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.higher_order.while_loop_stack_output:
             raise differentiates_loop(line, self.step)
         with _errors_of(func, line, self.step):
-            call = record_call(func, args, kwargs, origin.source, Seen.of)
+            call = record_call(func, args, kwargs, origin.source)
         results = pytree.tree_leaves(call.result)
         self.operations.append(Operation(call.module, call.tensors, {}, results, None, origin, {}))
         self.know(results, line)

@@ -22,7 +22,7 @@ from ztrans.planning.solver.evaluation import evaluate, memory
 from ztrans.planning.solver.list_scheduler import Placement
 from ztrans.planning.solver.loads import Choice, kept
 from ztrans.planning.solver.lower_bound import bound
-from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
 from ztrans.planning.solver.solve import Infeasible, needs, one_ahead, solve
 from ztrans.planning.solver.validate import validate
 
@@ -51,8 +51,8 @@ def test_neighbours_share_a_bucket_until_it_is_full(chance, full):
     """A bucket is full once its transfer takes more than `full` latencies. The last uses, or first births, fill first."""
     p = problem(chance, keys=1, gathers=6, reductions=6, repeats=0.0)
     gathers = tuple(g._replace(release=0) for g in p.gathers)
-    reductions = tuple(r._replace(need=None) for r in p.reductions)
-    limits = dict.fromkeys(["max_between", "gathers_in_flight", "reductions_in_flight"])
+    reductions = tuple(r._replace(need=END) for r in p.reductions)
+    limits = dict.fromkeys(["max_between", "gathers_in_flight", "reductions_in_flight"], INF)
     p = replace(p, gathers=gathers, reductions=reductions, memory=INF, **limits)
     room = np.full(len(p.seconds), INF)
     for messages, buckets in (
@@ -78,15 +78,15 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
         assert sorted(i for b in buckets for i in b) == [*range(len(collectives))]
         for b in buckets:
             assert len({collectives[i].key for i in b}) == 1
-            assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(portion * room, INF if most is None else most)
+            assert len(b) == 1 or sum(collectives[i].held for i in b) <= min(portion * room, most)
     for b in gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0):
         assert max(p.gathers[i].release for i in b) <= min(p.gathers[i].use for i in b)
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 2))
 def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, between):
-    p = replace(problem(chance, keys=1, gathers=0, reductions=6), max_between=between, reductions_in_flight=None)
-    n, needs = len(p.seconds), [r.need or len(p.seconds) for r in p.reductions]
+    p = replace(problem(chance, keys=1, gathers=0, reductions=6), max_between=between, reductions_in_flight=INF)
+    n, needs = len(p.seconds), [min(r.need, len(p.seconds)) for r in p.reductions]
     buckets = reduction_buckets(p, np.full(n, INF), 1.0, 16.0)
     starts = [max(p.reductions[i].born for i in b) + 1 for b in buckets]
     validate(p, Schedule((), tuple(Bucket(b, k, min(needs[i] for i in b)) for b, k in zip(buckets, starts))))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import ztrans as zt
+from tests.support import optimizers
 from tests.support.worlds import ALL, clone, distance, slices
 
 RANKS = 3
@@ -185,11 +186,11 @@ def test_hooks_of_modules_tensors_and_optimizers_run():
 # ---- parameters that are trained later
 
 
-def frozen(given):
+def frozen(given, make_optimizer=torch.optim.AdamW):
     """A model whose first layer is frozen, and an optimizer that has all its parameters, or the others only."""
     model = make_model()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
+    optimizer = make_optimizer([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
     return model, optimizer, loop(model, optimizer)
 
 
@@ -199,10 +200,11 @@ def unfreeze(given, model, optimizer):
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
 
 
+@pytest.mark.parametrize("make_optimizer, count", [(torch.optim.AdamW, "step"), (optimizers.Counting, "count")])
 @pytest.mark.parametrize("given", ["all", "trained"])
-def test_a_layer_is_unfrozen_between_two_steps(given):
+def test_a_layer_is_unfrozen_between_two_steps(given, make_optimizer, count):
     """Its optimizer state begins there, as in the untouched loop. If it is frozen again, its state stays."""
-    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = frozen(given), frozen(given)
+    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = (frozen(given, make_optimizer) for _ in range(2))
     step, state = zt.lift(loop_step, lifted, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
@@ -216,7 +218,7 @@ def test_a_layer_is_unfrozen_between_two_steps(given):
         assert torch.equal(got, wanted), k
         for parameter in (*model.parameters(), *lifted.parameters()):
             parameter.grad = None
-    assert len(run._cache) == 3 and state["optimizer"]["0.weight"]["step"] == 2
+    assert len(run._cache) == 3 and state["optimizer"]["0.weight"][count] == 2
     zt.restore(lifted, lifted_optimizer, run.unshard(state))
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 

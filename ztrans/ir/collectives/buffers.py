@@ -35,12 +35,17 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
     return total
 
 
+def is_small(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+    """Whether a collective packs a member with the other small members of its bucket."""
+    return buffer_bytes(eqn, index, sizes) < ALONE * sizes[eqn.kwargs["axis"]]
+
+
 def is_alone(eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
     """Whether a collective sends a member in a message of its own, instead of packed with other members.
 
     It does so for a large member, because a copy would cost more than a message, and for the only small one, because
     there is no other to pack it with.
     """
-    is_small = lambda k: buffer_bytes(eqn, k, sizes) < ALONE * sizes[eqn.kwargs["axis"]]
     # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
-    return not is_small(index) or not any(is_small(k) for k in range(len(eqn.outs)) if k != index)
+    others = (k for k in range(len(eqn.outs)) if k != index)
+    return not is_small(eqn, index, sizes) or not any(is_small(eqn, k, sizes) for k in others)

@@ -42,28 +42,24 @@ def gather_buckets(
         portion: the part of them that a bucket may take at its first use.
         full: the latencies that the transfer of a full bucket takes.
     """
-    most = float("inf") if problem.gathers_in_flight is None else problem.gathers_in_flight
 
     def fits(members: Sequence[int]) -> bool:
         gathers = [problem.gathers[i] for i in members]
         use = min(g.use for g in gathers)
         # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
         held = sum(g.held * (1 + g.small) for g in gathers)
-        return max(g.release for g in gathers) <= use and held <= min(portion * room[use], most)
+        return max(g.release for g in gathers) <= use and held <= min(portion * room[use], problem.gathers_in_flight)
 
     buckets: list[Members] = []
-    for key, indices in by_key(problem.gathers, among).items():
+    for indices in by_key(problem.gathers, among).values():
         # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
-        seconds = {i: problem.wires[key].pace * problem.gathers[i].wire for i in indices}
-        filled = _filled(indices[::-1], seconds, full * problem.wires[key].latency, fits)
+        filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
         buckets += [members[::-1] for members in filled][::-1]
     return buckets
 
 
 def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, full: float) -> list[Members]:
     """Make buckets of all reductions likewise; they start as often as `max_between` asks."""
-    most = float("inf") if problem.reductions_in_flight is None else problem.reductions_in_flight
-    often = float("inf") if problem.max_between is None else problem.max_between
     keys = by_key(problem.reductions, range(len(problem.reductions)))
     births = sorted({r.born for r in problem.reductions})
     since = dict(zip(births[1:], births))  # for each birth, the one before it
@@ -75,25 +71,26 @@ def reduction_buckets(problem: Problem, room: Sequence[float], portion: float, f
         start = before.get(members[0], since.get(first, first))  # the latest at which the bucket before this one starts
         matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
         return (
-            (matmuls <= often or first == last)
-            and all(r.need is None or last + 1 <= r.need for r in reductions)
-            and sum(r.held for r in reductions) <= min(portion * room[last], most)
+            (matmuls <= problem.max_between or first == last)
+            and all(last + 1 <= r.need for r in reductions)
+            and sum(r.held for r in reductions) <= min(portion * room[last], problem.reductions_in_flight)
         )
 
-    buckets: list[Members] = []
-    for key, indices in keys.items():
-        seconds = {i: problem.wires[key].pace * problem.reductions[i].wire for i in indices}
-        buckets += _filled(indices, seconds, full * problem.wires[key].latency, fits)
-    return buckets
+    return [b for indices in keys.values() for b in _filled(problem, problem.reductions, indices, full, fits)]
 
 
 def _filled(
-    indices: Iterable[int], seconds: dict[int, float], enough: float, fits: Callable[[Sequence[int]], bool]
+    problem: Problem,
+    messages: Sequence[Gather | Reduction],
+    indices: Sequence[int],
+    full: float,
+    fits: Callable[[Sequence[int]], bool],
 ) -> Iterator[Members]:
-    """Buckets of neighbours: each is full once its transfer takes more than `enough` seconds, or nothing more fits."""
-    bucket: list[int] = []
+    """Buckets of neighbours: each is full once its transfer takes more than `full` latencies, or nothing more fits."""
+    wire = problem.wires[messages[indices[0]].key]
+    seconds, bucket = {i: wire.pace * messages[i].wire for i in indices}, list[int]()
     for i in indices:
-        if bucket and (sum(seconds[j] for j in bucket) > enough or not fits([*bucket, i])):
+        if bucket and (sum(seconds[j] for j in bucket) > full * wire.latency or not fits([*bucket, i])):
             yield tuple(bucket)
             bucket = []
         bucket.append(i)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..event_simulator import Message, Played, play
-from .problem import Bucket, Problem, Schedule
+from .problem import Problem, Schedule
 from .sending import sending
 from .slots import by_operation, fixed, gathering, reducing, second_reductions, summed
 from .updates import Updates
@@ -23,11 +22,6 @@ class Outcome:
     messages: tuple[Message, ...]  # in the order of their issue
     played: Played  # at the places where one of them is issued or waited for
     memory: np.ndarray  # by operation: live bytes
-
-    @property
-    def at(self) -> int:
-        """The operation at which memory peaks."""
-        return int(self.memory.argmax()) if len(self.memory) else 0
 
 
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
@@ -44,40 +38,28 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     return by_operation(slots + summed(spans, len(slots)))
 
 
-def message(problem: Problem, bucket: Bucket, members: tuple) -> Message:
-    """A bucket as a message; `members` are its gathers or reductions."""
-    wire, seconds, host, unpack = sending(problem, members)
-    return Message(bucket.start, bucket.wait, wire.lane, wire.link, wire.latency, seconds, host, unpack)
-
-
-def issued(problem: Problem, schedule: Schedule) -> list[tuple[Bucket | None, Message]]:
-    """Every message in the order of issue, with its bucket; those that no schedule places have none."""
-    sent: list[tuple[Bucket | None, Message]] = [(None, other) for other in problem.others]
-    for buckets, messages in ((schedule.gathers, problem.gathers), (schedule.reductions, problem.reductions)):
-        sent += [(bucket, message(problem, bucket, tuple(messages[i] for i in bucket.members))) for bucket in buckets]
-    return sorted(sent, key=lambda each: each[1].issue)
-
-
-def played(problem: Problem, schedule: Schedule, places: Sequence[int] | None = None) -> tuple[Played, float]:
-    """Play a schedule (see `play`); the second result is the seconds of the whole step."""
-    sent, updates, reductions = issued(problem, schedule), Updates(problem), set(map(id, schedule.reductions))
-
-    def follows(i: int, place: int) -> float:
-        bucket = sent[i][0]
-        if bucket is None or id(bucket) not in reductions:
-            return 0.0
-        updates.meet(bucket.members)
-        return updates.seconds(place)
-
-    times = play(problem.seconds, [m for _, m in sent], places, follows, updates.seconds)
-    return times, max(times.start[-1] + updates.left, *times.end, 0.0)
-
-
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     """Play a schedule."""
-    messages = tuple(m for _, m in issued(problem, schedule))
+    sent, updates = _issued(problem, schedule), Updates(problem)
+    messages = tuple(message for message, _ in sent)
+
+    def follows(i: int, place: int) -> float:
+        updates.meet(sent[i][1])
+        return updates.seconds(place)
+
     releases = (update.release for update in problem.updates)
     places = sorted({0, len(problem.seconds), *releases, *(m.issue for m in messages), *(m.need for m in messages)})
-    times, seconds = played(problem, schedule, places)
+    played = play(problem.seconds, messages, places, follows, updates.seconds)
+    seconds = max(played.start[-1] + updates.left, *played.end, 0.0)
     live = memory(problem, schedule)
-    return Outcome(seconds, int(live.max(initial=0)), messages, times, live)
+    return Outcome(seconds, int(live.max(initial=0)), messages, played, live)
+
+
+def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
+    """Every message in the order of issue, with the reductions that are its members."""
+    sent: list[tuple[Message, tuple[int, ...]]] = [(other, ()) for other in problem.others]
+    for b in schedule.gathers:
+        sent.append((sending(problem, [problem.gathers[i] for i in b.members], b.start, b.wait), ()))
+    for b in schedule.reductions:
+        sent.append((sending(problem, [problem.reductions[i] for i in b.members], b.start, b.wait), b.members))
+    return sorted(sent, key=lambda each: each[0].issue)

@@ -22,11 +22,11 @@ def first_waits(problem: Problem, live: np.ndarray) -> tuple[int, ...]:
         live: bytes by slot, if every message is alone and every reduction is waited for where it starts.
     """
     starts = tuple(r.born + 1 for r in problem.reductions)
-    if problem.reductions_in_flight is not None or live.max(initial=0) <= problem.memory:
+    if problem.reductions_in_flight < float("inf") or live.max(initial=0) <= problem.memory:
         return starts
     room, waits, before = problem.memory - live, list(starts), 0
     for i, (r, start) in enumerate(zip(problem.reductions, starts)):
-        need = len(problem.seconds) if r.need is None else r.need
+        need = min(r.need, len(problem.seconds))
         if before > need:
             return starts
         at_once = summed(reducing([r], start, start), len(room))

@@ -17,6 +17,7 @@ class InFlight:
     """
 
     turn: int
+    message: Message
     number: int = field(default=-1, init=False)  # of the message in the network, once it has been sent
 
 
@@ -41,13 +42,6 @@ class ReductionInFlight(InFlight):
 
 
 @dataclass(slots=True, eq=False)
-class FixedInFlight(InFlight):
-    """A message whose places no schedule changes."""
-
-    message: Message
-
-
-@dataclass(slots=True, eq=False)
 class Lane:
     """A communicator: the gathers that it has not sent yet, and what is known of those that it has."""
 
@@ -57,7 +51,3 @@ class Lane:
     last: int | None = None  # the number of the last message
     clear: float = 0.0  # when that message has arrived, if no other lane slows it down
     work: float = 0.0  # seconds of all its messages, and seconds in which it was idle so far
-
-    def occupy(self, now: float, latency: float, seconds: float) -> None:
-        """Count a message that is sent now."""
-        self.clear = max(self.clear, now) + latency + seconds

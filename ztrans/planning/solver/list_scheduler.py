@@ -13,8 +13,8 @@ import heapq
 from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
-from ..event_simulator import Message, Network
-from .in_flight import FixedInFlight, GatherInFlight, InFlight, Lane, ReductionInFlight
+from ..event_simulator import Network
+from .in_flight import GatherInFlight, InFlight, Lane, ReductionInFlight
 from .load import Load
 from .loads import Choice, Loaded, Loads
 from .problem import Bucket, Problem, Schedule
@@ -32,14 +32,7 @@ class Placed(NamedTuple):
     seconds: float
     peak: int
     choice: Choice
-    gathers: tuple[Bucket, ...]  # in order of issue
-    reductions: tuple[Bucket, ...]
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule that the places make."""
-        starts = sorted(self.gathers, key=lambda bucket: bucket.start)
-        return Schedule(tuple(starts), self.reductions, self.choice.dropped)
+    schedule: Schedule
 
 
 class Placement:
@@ -74,18 +67,17 @@ class _Play:
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
-        self.reductions = [ReductionInFlight(-1 - r, r, load) for r, load in enumerate(reductions)]
-        self.gathers = [GatherInFlight(g, load) for g, load in enumerate(gathers)]
-        self.fixed = [FixedInFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))]
-        self.issued: list[GatherInFlight] = []
+        self.reductions = [ReductionInFlight(-1 - r, load.message, r, load) for r, load in enumerate(reductions)]
+        self.gathers = [GatherInFlight(g, load.message, load) for g, load in enumerate(gathers)]
+        self.fixed = [InFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))]
         self.ahead: list[GatherInFlight] = []  # gathers that are under way
         self.behind: list[ReductionInFlight] = []  # reductions that are under way
         self.lanes: dict[str, Lane] = {}
-        for load in (*gathers, *reductions):
-            lane = self.lanes.setdefault(load.wire.lane, Lane(load.wire.lane))
-            lane.work = lane.work + load.wire.latency + load.seconds
+        for message in (each.message for each in (*self.gathers, *self.reductions, *self.fixed)):
+            lane = self.lanes.setdefault(message.lane, Lane(message.lane))
+            lane.work = lane.work + message.latency + message.seconds
         for gather in self.gathers:
-            self.lanes[gather.load.wire.lane].queue.append(gather)
+            self.lanes[gather.message.lane].queue.append(gather)
         self.queued = [lane for lane in self.lanes.values() if lane.queue]
         for lane in self.queued:
             self._set_due(lane)
@@ -95,12 +87,11 @@ class _Play:
     def _agenda(self) -> list[_Item]:
         """A heap of everything that is known to happen."""
         agenda: list[_Item] = [
-            *((gather.load.place, _WAIT, gather.turn, gather) for gather in self.gathers),
-            *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
-            *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
             *((each.message.issue, _SEND_FIXED, each.turn, each) for each in self.fixed),
+            *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
+            *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
             *((place, _UPDATE, 0, None) for place in {update.release for update in self.problem.updates}),
-            *((each.message.need, _WAIT, each.turn, each) for each in self.fixed),
+            *((each.message.need, _WAIT, each.turn, each) for each in (*self.gathers, *self.fixed)),
         ]
         heapq.heapify(agenda)
         return agenda
@@ -109,50 +100,38 @@ class _Play:
         """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
         latest = _NEVER
         for gather in reversed(lane.queue):
-            load = gather.load
-            latest = min(self.expected[load.place], latest) - self.choice.lead * (load.wire.latency + load.seconds)
-            gather.due = min(max(0, bisect_right(self.expected, latest) - 1), load.place)
+            message, use = gather.message, gather.load.place
+            latest = min(self.expected[use], latest) - self.choice.lead * (message.latency + message.seconds)
+            gather.due = min(max(0, bisect_right(self.expected, latest) - 1), use)
 
     def placed(self) -> Placed:
         """Play the choice; raise `_Rejected` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _Rejected
-        happen = self._arrive, self._send_fixed, self._send_gathers, self._send_reduction, self._update, self._wait
+        happen = self._arrive, self._send, self._send_gathers, self._send_reduction, self._update, self._wait
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
             self.at = place
             self.network.run(self.clock)
             happen[kind](item, place)
-        return Placed(
-            self.clock + self.before[-1] - self.before[self.at] + self.updates.left,
-            int(self.memory - self.room.min(initial=self.memory)),
-            self.choice,
-            tuple(Bucket(gather.load.members, gather.start, gather.load.place) for gather in self.issued),
-            tuple(Bucket(each.load.members, each.load.place, each.wait) for each in self.reductions),
-        )
+        seconds = self.clock + self.before[-1] - self.before[self.at] + self.updates.left
+        issued = sorted(self.gathers, key=lambda gather: gather.number)
+        gathers = (Bucket(each.load.members, each.start, each.load.place) for each in issued)
+        reductions = (Bucket(each.load.members, each.load.place, each.wait) for each in self.reductions)
+        schedule = Schedule(tuple(gathers), tuple(reductions), self.choice.dropped)
+        return Placed(seconds, int(self.memory - self.room.min(initial=self.memory)), self.choice, schedule)
 
-    def _send(self, load: Load, place: int) -> int:
-        """Send a bucket, and return the number of its message."""
-        wire, lane = load.wire, self.lanes[load.wire.lane]
-        self.clock += load.host
+    def _send(self, sent: InFlight, place: int) -> None:
+        """Send a message."""
+        message, lane = sent.message, self.lanes[sent.message.lane]
+        self.clock += message.host
         self.network.run(self.clock)
-        idle = self.clock - (0.0 if lane.last is None else self.network.end[lane.last])
-        if idle > 0:
-            lane.work += idle
-            if lane.work > self.limit:
-                raise _Rejected
-        lane.occupy(self.clock, wire.latency, load.seconds)
-        message = Message(place, place, lane.name, wire.link, wire.latency, load.seconds)
-        lane.last = self.network.issue(message, self.clock)
-        return lane.last
-
-    def _send_fixed(self, fixed: FixedInFlight, place: int) -> None:
-        """Send a message that every schedule sends here."""
-        message = fixed.message
-        lane = self.lanes.setdefault(message.lane, Lane(message.lane))
-        lane.occupy(self.clock, message.latency, message.seconds)
-        fixed.number = lane.last = self.network.issue(message, self.clock)
+        lane.work += max(self.clock - (0.0 if lane.last is None else self.network.end[lane.last]), 0.0)
+        if lane.work > self.limit:
+            raise _Rejected
+        lane.clear = max(lane.clear, self.clock) + message.latency + message.seconds
+        lane.last = sent.number = self.network.issue(message, self.clock)
 
     def _send_gathers(self, lane: Lane, place: int) -> None:
         """Start the gathers of a lane whose time has come."""
@@ -168,16 +147,15 @@ class _Play:
             self.room[2 * place : 2 * load.place] -= load.size
             if place < load.place:
                 self.room[2 * place] -= load.burst
-            gather.number = self._send(load, place)
+            self._send(gather, place)
             self.ahead.append(gather)
-            self.issued.append(gather)
 
     def _earliest(self, load: Load, place: int) -> int:
         """The first place, from `place` on, at which a gather may start; its use if there is none before that."""
         use = load.place
         start = min(place, use)
         most = self.problem.gathers_in_flight
-        if most is not None and start < use:
+        if most < _NEVER and start < use:
             ahead = [gather.load for gather in self.ahead if gather.load.place > start]
             if sum(earlier.held for earlier in ahead) + load.held > most:
                 return use if load.held > most else min(use, *(earlier.place for earlier in ahead))
@@ -198,15 +176,13 @@ class _Play:
     def _send_reduction(self, reduction: ReductionInFlight, place: int) -> None:
         """Start a reduction; if too many bytes would be under way, wait for others first."""
         load, most = reduction.load, self.problem.reductions_in_flight
-        while most is not None and self.behind:
-            if sum(earlier.load.held for earlier in self.behind) + load.held <= most:
-                break
+        while self.behind and sum(earlier.load.held for earlier in self.behind) + load.held > most:
             self._decide_wait(self.behind[0], place, stall=True)
-        reduction.number = self._send(load, place)
-        reduction.expected = self.lanes[load.wire.lane].clear
+        self._send(reduction, place)
+        reduction.expected = self.lanes[load.message.lane].clear
         self.behind.append(reduction)
         reduction.until = load.wait
-        if most is None or load.held <= most:
+        if load.held <= most:
             self._hold(reduction, place)
         else:
             self._decide_wait(reduction, place, stall=True)
@@ -238,8 +214,8 @@ class _Play:
 
         Those that were sent before it over the same lane have arrived too, and are waited for first.
         """
-        load, until = reduction.load, reduction.until
-        for earlier in [r for r in self.behind if r.load.wire.lane == load.wire.lane and r.index < reduction.index]:
+        load, until, lane = reduction.load, reduction.until, reduction.message.lane
+        for earlier in [r for r in self.behind if r.message.lane == lane and r.index < reduction.index]:
             self._decide_wait(earlier, place, stall)
         if place < load.wait:
             raise _Rejected
@@ -251,10 +227,10 @@ class _Play:
             self.room[2 * place] += load.unreleased(self.problem, place)
         self.room[2 * place + 1 : 2 * until + 1] += load.needs(place, until)
         if until > place:
-            for lane in self.queued:
-                if lane.queue and lane.next > place:
-                    lane.next = place + stall
-                    heapq.heappush(self.agenda, (lane.next, _SEND_GATHERS, lane.name, lane))
+            for queued in self.queued:
+                if queued.queue and queued.next > place:
+                    queued.next = place + stall
+                    heapq.heappush(self.agenda, (queued.next, _SEND_GATHERS, queued.name, queued))
         heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
 
     def _arrive(self, reduction: ReductionInFlight, place: int) -> None:
@@ -285,16 +261,15 @@ class _Play:
                 for reduction in self.behind:  # at the next place, see which have arrived during the stall
                     if self.network.end[reduction.number] <= end and reduction.until > place:
                         self._check_at(place + 1, reduction)
-            self.clock += self._follows(message, place)
+            self.clock += message.message.unpack + self._follows(message, place)
         if self.clock + self.before[-1] - self.before[place] > self.limit:
             raise _Rejected
 
-    def _follows(self, message: InFlight, place: int) -> float:
-        """The compute that follows a message: the seconds to unpack it, and those of the updates that may run now."""
-        if isinstance(message, GatherInFlight):
-            self.ahead.remove(message)
-            return message.load.unpack
-        if isinstance(message, ReductionInFlight):
-            self.updates.meet(message.load.members)
-            return message.load.unpack + self.updates.seconds(place)
+    def _follows(self, received: InFlight, place: int) -> float:
+        """The seconds of the updates that may run now that a message was unpacked."""
+        if isinstance(received, GatherInFlight):
+            self.ahead.remove(received)
+        if isinstance(received, ReductionInFlight):
+            self.updates.meet(received.load.members)
+            return self.updates.seconds(place)
         return 0.0

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .problem import Problem, Reduction, Wire
+from ..event_simulator import Message
+from .problem import Problem, Reduction
 from .sending import sending
 from .slots import Span, buffers, gathering, reducing, sending_bytes, under_way, waited
 
@@ -26,10 +27,7 @@ class Load(NamedTuple):
     held: int
     size: int  # bytes live between its start and its wait
     burst: int  # further bytes at one place: where a gather starts early, or a reduction is waited for late
-    wire: Wire
-    seconds: float
-    host: float
-    unpack: float
+    message: Message  # as if it started at `place`
     spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
     released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
     stays: int = 0  # of a reduction: bytes that are counted after its first wait as its result, up to slot `until`
@@ -63,20 +61,19 @@ def gather_load(problem: Problem, members: Members) -> Load | None:
         return None
     held, (burst, part) = sum(g.held for g in gathers), buffers(problem, gathers)
     spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(problem, gathers, use, use))
-    return Load(members, use, use, release, held, held + part, burst, *sending(problem, gathers), spans)
+    return Load(members, use, use, release, held, held + part, burst, sending(problem, gathers, use, use), spans)
 
 
 def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> Load | None:
     """The load of a bucket of reductions, given the first wait of each; None if a result is needed before that."""
     reductions, first_waits = [problem.reductions[i] for i in members], [waits[i] for i in members]
     end, start = len(problem.seconds), max(r.born for r in reductions) + 1
-    wait, need = max(start, *first_waits), min((r.need for r in reductions if r.need is not None), default=end)
+    wait, need = max(start, *first_waits), min(end, *(r.need for r in reductions))
     if wait > need:
         return None
     total = lambda field: sum(getattr(r, field) for r in reductions)
     size, results = under_way(reductions), list(chain.from_iterable(r.results for r in reductions))
     before = sending_bytes(reductions) if wait == start else size
-    wire, seconds, host, unpack = sending(problem, reductions)
     return Load(
         members,
         place=start,
@@ -85,10 +82,7 @@ def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> 
         held=total("held"),
         size=size + total("waiting"),
         burst=waited(reductions, end) - size,
-        wire=wire,
-        seconds=seconds,
-        host=host,
-        unpack=unpack,
+        message=sending(problem, reductions, start, wait),
         spans=(*reducing(reductions, start, wait), *_without(reductions, first_waits)),
         released=tuple((size, place) for r in reductions for size, place in r.released if place > wait),
         stays=sum(size for size, _ in results),

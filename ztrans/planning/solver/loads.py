@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy as np
 from .first_waits import first_waits
 from .load import Load, Members, gather_load, reduction_load
 from .problem import Problem
-from .slots import Span, by_operation, fixed, reducing, summed
+from .slots import by_operation, fixed, reducing, summed
 
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
@@ -60,12 +58,12 @@ class Loads:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.end = problem, len(problem.seconds)
         self.memory = int(min(problem.memory, _ENDLESS))
-        self.starts = sorted({r.born + 1 for r in problem.reductions})
         self.fixed = fixed(problem)
         self.second = max((r.second for r in problem.reductions), default=0)
-        self._alone: dict[frozenset[int], np.ndarray] = {}
         self.waits = tuple(r.born + 1 for r in problem.reductions)
         self.waits = first_waits(problem, self._live(kept(problem, ())))
+        # The bytes live by slot if every message is a bucket of its own, and is waited for as early as it can be.
+        self.alone = functools.cache(self._live)
         self._gather = functools.cache(functools.partial(gather_load, problem))
         self._reduction = functools.cache(functools.partial(reduction_load, problem, self.waits))
 
@@ -74,43 +72,26 @@ class Loads:
         gathers = [load for load in map(self._gather, choice.gathers) if load is not None]
         reductions = [load for load in map(self._reduction, choice.reductions) if load is not None]
         complete = len(gathers) == len(choice.gathers) and len(reductions) == len(choice.reductions)
-        if not complete or not self._often(reductions):
+        if not complete or self.problem.without_start(load.place for load in reductions):
             return None
         spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
         room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
         if reductions:
-            room[2 * self.starts[0] :] -= max(load.second for load in reductions) - self.second
+            room[2 * self.problem.births[0] :] -= max(load.second for load in reductions) - self.second
         if room.min(initial=0) < 0:
             return None
         order = lambda load: (load.place, load.bound)
         return Loaded(sorted(gathers, key=order), sorted(reductions, key=order), room)
 
-    def alone(self, dropped: frozenset[int]) -> np.ndarray:
-        """The bytes live by slot if every message is a bucket of its own, and is waited for as early as it can be."""
-        if dropped not in self._alone:
-            self._alone[dropped] = self._live(dropped)
-        return self._alone[dropped]
-
     def _live(self, dropped: frozenset[int]) -> np.ndarray:
-        spans = self._held(dropped)
+        last, gathers = self.problem.last_uses(dropped), enumerate(self.problem.gathers)
+        spans = [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in gathers if i not in dropped]
         for r, wait in zip(self.problem.reductions, self.waits):
             spans += reducing([r], r.born + 1, wait)
         if self.second:  # between two waits, one second reduction is under way
-            spans.append((2 * self.starts[0], len(self.fixed), self.second))
+            spans.append((2 * self.problem.births[0], len(self.fixed), self.second))
         return self.fixed + summed(spans, len(self.fixed))
 
     def room(self, dropped: frozenset[int]) -> np.ndarray:
         """The room by operation if every message is a bucket of its own."""
         return self.memory - by_operation(self.alone(dropped))
-
-    def _held(self, dropped: frozenset[int]) -> list[Span]:
-        last = self.problem.last_uses(dropped)
-        return [(2 * g.use, 2 * last[i] + 2, g.held) for i, g in enumerate(self.problem.gathers) if i not in dropped]
-
-    def _often(self, reductions: Sequence[Load]) -> bool:
-        """Whether reductions start often enough, from the first birth on."""
-        most, matmuls = self.problem.max_between, self.problem.matmuls
-        return most is None or all(
-            matmuls[b] - matmuls[a] <= most or bisect_left(self.starts, b) == bisect_right(self.starts, a)
-            for a, b in pairwise(sorted({*self.starts[:1], *(load.place for load in reductions)}))
-        )

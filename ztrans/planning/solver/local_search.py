@@ -57,14 +57,18 @@ class Search:
         return self.effort <= 0 or self.best.seconds <= self.enough
 
     @property
+    def limit(self) -> float:
+        """The seconds up to which a choice takes nearly as little time as the best one."""
+        return max(self.best.seconds * (1 + self.nearly), self.enough)
+
+    @property
     def result(self) -> Placed:
         """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
-        limit = max(self.best.seconds * (1 + self.nearly), self.enough)
-        return min((placed for placed in self.front if placed.seconds <= limit), key=lambda placed: placed.peak)
+        return min((placed for placed in self.front if placed.seconds <= self.limit), key=lambda placed: placed.peak)
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
         """Sort key: smaller is better."""
-        buckets = len(placed.gathers) + len(placed.reductions)
+        buckets = len(placed.choice.gathers) + len(placed.choice.reductions)
         return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
 
     def try_(self, choice: Choice, slower: float = math.inf) -> Placed | None:
@@ -82,8 +86,7 @@ class Search:
         return placed
 
     def _to_front(self, placed: Placed) -> None:
-        limit = max(self.best.seconds * (1 + self.nearly), self.enough)
-        beats = lambda a, b: a.seconds <= b.seconds and a.peak <= b.peak
+        limit, beats = self.limit, lambda a, b: a.seconds <= b.seconds and a.peak <= b.peak
         if placed.seconds <= limit and not any(beats(other, placed) for other in self.front):
             others = (other for other in self.front if other.seconds <= limit and not beats(placed, other))
             self.front = [*others, placed]

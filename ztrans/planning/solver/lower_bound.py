@@ -16,7 +16,7 @@ so it has no place; it follows its reductions, and counts to the sum of all comp
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -55,7 +55,7 @@ def bound(problem: Problem) -> Bound:
     jobs = _jobs(problem)
     compute = _earliest(problem, jobs, wire=False)
     wire = _earliest(problem, jobs)
-    memory = wire if problem.memory == float("inf") else _earliest(problem, jobs, room=_room(problem))
+    memory = _earliest(problem, jobs, room=_room(problem))
     binds: Literal["compute", "wire", "memory"]
     binds = "compute" if compute > 0.99 * memory else "wire" if wire > 0.99 * memory else "memory"
     return Bound(memory, compute, wire, memory, binds)
@@ -97,34 +97,31 @@ def _jobs(problem: Problem) -> list[_Job]:
 
     for i, r in enumerate(problem.reductions):
         follows = sum(problem.updates[u].seconds for u in problem.updated.get(i, ()))
-        jobs.append(job(r, r.born + 1, n if r.need is None else r.need, follows=follows))
-    for g, after, held in zip(problem.gathers, *_values(problem)):
+        jobs.append(job(r, r.born + 1, min(n, r.need), follows=follows))
+    for g, after, held in _values(problem):
         if after is None or held:  # a value that takes no room is kept
             release = g.release if after is None else after
             jobs.append(job(g, release, g.use, first=after is None, gathered=held, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
 
 
-def _values(problem: Problem) -> tuple[list[int | None], list[int]]:
-    """For each gather, the place after the last use of its value before, and the least that holding it takes."""
-    first = problem.keepers(i for i, g in enumerate(problem.gathers) if g.again is not None)
+def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
+    """Every gather, the place after the last use of its value before, and the least that holding it takes."""
+    first = problem.keepers(problem.repeats)
     after: dict[int, int] = {}
     held: dict[int, int] = {}
-    afters, helds = [], []
     for i, g in enumerate(problem.gathers):
         v = first.get(i, i)
         held[v] = min(held.get(v, g.held), g.held)
-        afters.append(after.get(v))
-        helds.append(held[v])
+        yield g, after.get(v), held[v]
         after[v] = max(after.get(v, 0), g.last + 1)
-    return afters, helds
 
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
     n = len(problem.seconds)
     change = np.zeros(n + 1)
-    for g, after, held in zip(problem.gathers, *_values(problem)):
+    for g, after, held in _values(problem):
         begin = max(g.use, after or 0)
         if begin <= g.last:
             change[begin] += held

@@ -12,11 +12,14 @@ been waited for. Collectives that no schedule places, as the step's own, are iss
 from __future__ import annotations
 
 import functools
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from ...ir.relations import grouped
 from ..event_simulator import Message, play
 
 
@@ -47,13 +50,16 @@ class Gather(NamedTuple):
     name: str = ""  # its name in a plan
 
 
+END = sys.maxsize  # a place that is not before the end of any problem
+
+
 class Reduction(NamedTuple):
     key: Hashable
     wire: int
     held: int  # bytes of the gradient, live from operation `born` on, until the wait
     born: int  # the operation that makes the gradient
     received: int = 0  # bytes of the buffer in which it is received, live from the start until the wait
-    need: int | None = None  # the place that needs the result at the latest (default: the end)
+    need: int = END  # the place that needs the result at the latest
     freed: int = 0  # the part of `held` that is not live after the start, because a copy is sent
     sent: int = 0  # bytes of that copy, live from the start until its bucket's first wait
     value: int = 0  # bytes that the wait makes for the reduced value; 0 if it lies in the buffer that was received
@@ -89,19 +95,19 @@ class Problem:
     reductions: tuple[Reduction, ...]  # in order of birth
     wires: Mapping[Hashable, Wire]
     memory: float = float("inf")  # bytes that may be live
-    max_between: int | None = None  # matmuls between two starts of reductions; the first birth counts as one
-    gathers_in_flight: float | None = None  # bytes of gathers started and not yet waited for, at most
-    reductions_in_flight: float | None = None  # bytes of gradients started and not yet waited for, at most
+    max_between: float = float("inf")  # matmuls between two starts of reductions; the first birth counts as one
+    gathers_in_flight: float = float("inf")  # bytes of gathers started and not yet waited for, at most
+    reductions_in_flight: float = float("inf")  # bytes of gradients started and not yet waited for, at most
     across: tuple[int, ...] = ()  # by place: bytes live there, if they are known
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # messages at places that no schedule changes
-    names: tuple[str, ...] = ()  # of the operations, for errors
+    names: tuple[str, ...] = ()  # of the places, for errors; "" is the end
 
     def place(self, k: int) -> str:
         """The text of a place in errors."""
         if not self.names:
             return f"at place {k}"
-        return f"before {self.names[k]}" if k < len(self.names) else "at the end"
+        return f"before {self.names[k]}" if self.names[k] else "at the end"
 
     def keepers(self, dropped: Iterable[int]) -> dict[int, int]:
         """For each dropped gather, the earlier gather whose value is kept for it."""
@@ -140,13 +146,22 @@ class Problem:
         return play(self.seconds, self.others).start if self.others else self.before
 
     @functools.cached_property
-    def updated(self) -> Mapping[int, tuple[int, ...]]:
+    def updated(self) -> Mapping[int, list[int]]:
         """The updates that need each reduction, by index."""
-        by_reduction: dict[int, tuple[int, ...]] = {}
-        for u, update in enumerate(self.updates):
-            for r in update.after:
-                by_reduction[r] = (*by_reduction.get(r, ()), u)
-        return by_reduction
+        return grouped((r, u) for u, update in enumerate(self.updates) for r in update.after)
+
+    @functools.cached_property
+    def births(self) -> tuple[int, ...]:
+        """The places right behind the births of gradients."""
+        return tuple(sorted({r.born + 1 for r in self.reductions}))
+
+    def without_start(self, starts: Iterable[int]) -> tuple[int, int] | None:
+        """Two places between which reductions must start and do not, given all their starts; None if there are none."""
+        for a, b in pairwise(sorted({*self.births[:1], *starts})):
+            ready = bisect_left(self.births, b) > bisect_right(self.births, a)
+            if ready and self.matmuls[b] - self.matmuls[a] > self.max_between:
+                return a, b
+        return None
 
     @functools.cached_property
     def matmuls(self) -> tuple[int, ...]:

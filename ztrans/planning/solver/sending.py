@@ -1,4 +1,4 @@
-"""sending: the seconds that a bucket takes of its link, and of compute.
+"""sending: a bucket as a message, with the seconds that it takes of its link, and of compute.
 
 A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their values
 are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums up the parts
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..event_simulator import Message
 from .problem import Gather, Problem, Reduction, Wire
 from .slots import copied, shared
 
 
-def sending(problem: Problem, members: Sequence[Gather] | Sequence[Reduction]) -> tuple[Wire, float, float, float]:
-    """The wire of a bucket, the seconds in which its bytes move, and the compute to send and to unpack it."""
+def sending(problem: Problem, members: Sequence[Gather] | Sequence[Reduction], start: int, wait: int) -> Message:
+    """A bucket as a message that is sent at place `start` and waited for at place `wait`."""
     wire, moved = problem.wires[members[0].key], sum(member.wire for member in members)
     pack, unpack = (sum(seconds) for seconds in zip(*(copying(wire, member) for member in members)))
     unpack += wire.copy * sum(gather.held for gather in shared([m for m in members if isinstance(m, Gather)]))
     pack += wire.pack * copied([m for m in members if isinstance(m, Reduction)])
-    return wire, wire.pace * moved, wire.call + wire.host * moved + pack, wire.unpack * moved + unpack
+    host, unpack = wire.call + wire.host * moved + pack, wire.unpack * moved + unpack
+    return Message(start, wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
 
 
 def copying(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:

@@ -102,7 +102,7 @@ def one_ahead(problem: Problem) -> Schedule | None:
     ]
     starts = [r.born + 1 for r in problem.reductions]
     reductions = [
-        Bucket((i,), start, min(after, end if r.need is None else r.need))
+        Bucket((i,), start, min(after, r.need))
         for i, (r, start, after) in enumerate(zip(problem.reductions, starts, [*starts[1:], end]))
     ]
     schedule = Schedule(tuple(sorted(gathers, key=lambda bucket: bucket.start)), tuple(reductions), dropped)

@@ -86,7 +86,7 @@ def _check_reduction(problem: Problem, bucket: Bucket) -> None:
     members = [problem.reductions[i] for i in bucket.members]
     names, wait = _names(problem.reductions, bucket.members), problem.place(bucket.wait)
     born = max(r.born for r in members) + 1
-    need = min(len(problem.seconds) if r.need is None else r.need for r in members)
+    need = min(len(problem.seconds), *(r.need for r in members))
     if bucket.start != born:
         start = problem.place(born)
         raise ScheduleError(f"the reduction {names} has its last gradient {start}, and does not start there")
@@ -99,11 +99,9 @@ def _check_in_flight(
     kind: str,
     buckets: Sequence[Bucket],
     messages: Sequence[Gather] | Sequence[Reduction],
-    limit: float | None,
+    limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
-    if limit is None:
-        return
     change = np.zeros(len(problem.seconds) + 1, dtype=np.int64)
     for bucket in buckets:
         held = sum(messages[i].held for i in bucket.members)
@@ -117,13 +115,10 @@ def _check_in_flight(
 
 def _check_between(problem: Problem, schedule: Schedule) -> None:
     """Matmuls between two starts of reductions."""
-    if problem.max_between is None:
-        return
-    births = sorted({reduction.born + 1 for reduction in problem.reductions})
-    for a, b in pairwise(sorted({*births[:1], *(bucket.start for bucket in schedule.reductions)})):
-        if problem.matmuls[b] - problem.matmuls[a] > problem.max_between and any(a < birth < b for birth in births):
-            first, second = map(problem.place, (a, b))
-            raise ScheduleError(
-                f"no reduction starts between the places {first} and {second}, which more than "
-                f"{problem.max_between} matmuls part"
-            )
+    places = problem.without_start(bucket.start for bucket in schedule.reductions)
+    if places is not None:
+        first, second = map(problem.place, places)
+        raise ScheduleError(
+            f"no reduction starts between the places {first} and {second}, which more than "
+            f"{problem.max_between} matmuls part"
+        )

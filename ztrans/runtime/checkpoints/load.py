@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,13 +20,6 @@ from .model_file import ModelFile, is_model
 
 State = TypeVar("State")
 _OF_MODULES = ("params", "buffers")  # the entries of a state that an ordinary model's file has
-
-
-@runtime_checkable
-class _Sharding(Protocol):
-    """A step that shards states."""
-
-    def shard(self, state: Any) -> Any: ...
 
 
 def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
@@ -56,14 +49,14 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
     >>> zt.load(folder, lambda state: state, {"params": {"w": torch.empty(2, device="meta")}, "lr": 0.0})
     {'params': {'w': tensor([1., 1.])}, 'lr': 0.1}
     """
-    checkpoint, named = _opened(Path(path)), named_leaves(like)
-    path = Path(path)
+    path, named = Path(path), named_leaves(like)
+    checkpoint = _opened(path)
     names = _names(checkpoint, path, named)
     _check_shapes(checkpoint, path, names, named)
     leaves, tree = pytree.tree_flatten(none_as_empty(like))
     blank = [_blank(leaf) if name in names else _kept(path, name, leaf) for name, leaf in named.items()]
     state = pytree.tree_unflatten(blank, tree)
-    sharded = state_leaves(step.shard(state) if isinstance(step, _Sharding) else state)
+    sharded = state_leaves(getattr(step, "shard", lambda whole: whole)(state))
     parts = dict(zip(named, map(_allocated, sharded, leaves)))
     checkpoint.fill({names[name]: part.detach() for name, part in parts.items() if name in names})
     return pytree.tree_unflatten(list(map(_as_like, parts.values(), leaves)), tree)

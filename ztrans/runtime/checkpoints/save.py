@@ -117,7 +117,7 @@ def _causes(error: BaseException) -> str:
 
 
 def _write_model_file(target: Path, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> Future[Path]:
-    is_first = mesh is None or process_groups(mesh).rank == 0
+    is_first = mesh is None or dist.get_rank() == process_groups(mesh).ranks[0]
     whole: dict[str, torch.Tensor] = {}
     for name, x in tensors.items():
         full = x.full_tensor() if isinstance(x, DTensor) else x

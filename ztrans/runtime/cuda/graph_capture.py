@@ -163,8 +163,7 @@ class Capture:
 
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
         on_device = placed(self.graph, inputs, self.device)
-        copied = copied_inputs(self.graph, inputs, self.device)
-        self.buffers = {i: torch.empty_like(on_device[i]) for i in copied}
+        self.buffers = {i: torch.empty_like(on_device[i]) for i in copied_inputs(self.graph, inputs, self.device)}
         self.stream = self.cuda.Stream()
 
     def _run_on_side_stream(self, inputs: list[torch.Tensor]) -> list[Any]:

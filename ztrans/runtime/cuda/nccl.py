@@ -24,12 +24,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
-from ..collectives import Future, Member, Start
+from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 from .transport import BY_HOST, Transport
 
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ALIGNED = 16  # a value inside a larger buffer starts at a multiple of this many elements
 
 
@@ -76,7 +75,7 @@ class StreamedStart(Start):
                 m.finish(buffer)
         done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
         values = dict(zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values)))
-        future = Future(done, lambda: [values[k] for k in range(len(values))])
+        future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
@@ -124,7 +123,7 @@ class StreamedStart(Start):
         dist.all_to_all_single(incoming, outgoing, splits, splits, group=self.group)
 
     def _options(self, options: Any) -> Any:
-        options.reduceOp, options.asyncOp = _OPS[self.op], False
+        options.reduceOp, options.asyncOp = REDUCE_OPS[self.op], False
         return options
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:

@@ -240,18 +240,22 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
         v = old.get(new)
         if v is None or (v.shape, v.dtype, v.layout) != (new.shape, new.dtype, new.layout):
             return False
-        last_read = max(lifetimes.last.get(v, -1), lifetimes.read.get(v, -1))
-        if lifetimes.owner[new] is not new or last_read > end:
-            return False
-        # A kernel does not know that two of its arguments share memory.
-        return not any(lifetimes.owner[x] is v for x in group.ins if x is not v)
+        return lifetimes.owner[new] is new and _is_free(v, group.ins, lifetimes, end)
 
     return {new: old[new] for new in group.outs if may_overwrite(new)}
 
 
 def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
-    """Whether nothing reads a value after position `end`, and no other argument shares its memory."""
+    """Whether a value of its own storage dies at position `end`, so that a kernel may reuse its memory."""
     if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or lifetimes.owner[v] is not v:
         return False
-    dies = max(lifetimes.last[v], lifetimes.read.get(v, -1)) <= end
-    return dies and not any(lifetimes.owner[x] is v for x in ins if x is not v)
+    return _is_free(v, ins, lifetimes, end)
+
+
+def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
+    """Whether nothing reads a storage after position `end`, and no other argument shares it.
+
+    A kernel does not know that two of its arguments share memory.
+    """
+    last_read = max(lifetimes.last.get(v, -1), lifetimes.read.get(v, -1))
+    return last_read <= end and not any(lifetimes.owner[x] is v for x in ins if x is not v)

@@ -14,18 +14,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
+from ...ir.ambient import having
+
 
 @contextlib.contextmanager
 def averaging(model: nn.Module) -> Iterator[None]:
     """While this is active, each averaged model in `model` updates itself without reading its count."""
-    averaged = [m for m in model.modules() if isinstance(m, AveragedModel)]
-    for m in averaged:
-        vars(m)["update_parameters"] = _update_of(m, m.update_parameters)
-    try:
+    with contextlib.ExitStack() as stack:
+        for m in model.modules():
+            if isinstance(m, AveragedModel):
+                stack.enter_context(having(m, update_parameters=_update_of(m, m.update_parameters)))
         yield
-    finally:
-        for m in averaged:
-            del vars(m)["update_parameters"]
 
 
 def _update_of(averaged: AveragedModel, later: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

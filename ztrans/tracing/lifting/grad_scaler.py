@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ...ir.ambient import having
 from ...ir.collectives import HALF
 from ...ir.source import user_source, where
+from .optimizer_state import copied
 
 State = dict[str, torch.Tensor]
 
@@ -45,20 +46,15 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
         return
     fresh: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
     held = {"_scale": state["scale"], "_growth_tracker": state["growth"], "_per_optimizer_states": fresh}
-    with having(scaler, **held), _Selecting():
-        vars(scaler)["_maybe_opt_step"] = _step
-        try:
-            yield
-        finally:
-            del vars(scaler)["_maybe_opt_step"]
+    with having(scaler, **held, _maybe_opt_step=_step), _Selecting():
+        yield
 
 
 def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Step, and select the old values of parameters and state if the gradients were not finite."""
     is_skipped = sum(of_optimizer["found_inf_per_device"].values()) > 0
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    copied = lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x
-    before = [(copied(p), pytree.tree_map(copied, {**optimizer.state.get(p, {})})) for p in params]
+    before = [copied((p, dict(optimizer.state.get(p, {})))) for p in params]
     result = optimizer.step(*args, **kwargs)
     select = lambda old, new: torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
     with torch.no_grad():

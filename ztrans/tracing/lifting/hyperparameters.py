@@ -4,14 +4,14 @@ The parameter groups are read at every call, so what a scheduler has set is what
 tensors are inputs. So is a number that a scheduler of PyTorch cycles. Any other number is a constant until two calls
 have different values of it. From then on it is an input, so a number that changes in every step costs one more trace.
 
-If a loop step changed a hyperparameter, it would do so once, while it is traced, and not in later steps. The checks
-here refuse such a step.
+If a loop step changed a hyperparameter, it would do so once, while it is traced, and not in later steps. `unchanged`
+refuses such a step.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Hyperparameters:
 
     def constants(self) -> tuple[str, ...]:
         """The constants of every group, and the numbers among the attributes of every optimizer, as text."""
-        return *(read.constants for read in self._read()), *(repr(numbers_of(o)) for o in self._optimizers)
+        return *(read.constants for read in self._read()), *(repr(_numbers_of(o)) for o in self._optimizers)
 
     def numbers(self, given: Sequence[Group]) -> list[tuple[Any, int | None]]:
         """What is given in place of each number among the inputs, with its present sign. That of a rate is None."""
@@ -85,9 +85,9 @@ class _Read:
 
     def then(self, group: Group) -> _Read:
         """The group as it is read at the next call."""
-        if [*group] == [*self.group] and all(map(operator.is_, group.values(), self.group.values())):
-            return self
         others = [k for k, v in group.items() if v is not self.group.get(k, self)]
+        if not others and len(group) == len(self.group):
+            return self
         if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
             rate = _as_inputs(group["lr"])
             return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
@@ -108,7 +108,7 @@ def _is_input(group: Group, key: str, changing: Collection[str]) -> bool:
     return is_cycled or key in changing or any(isinstance(x, torch.Tensor) for x in _entries(value))
 
 
-def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     """The numbers among the attributes of an optimizer."""
     return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k not in _SCHEDULERS}
 
@@ -136,31 +136,23 @@ def _sign(value: Any) -> int | None:
     return (value > 0) - (value < 0) if is_number(value) else None
 
 
-def versions(groups: Sequence[Group]) -> list[int]:
-    """The version counters of the tensors in the inputs of groups, for `check_inputs`."""
-    return [x._version for group in groups for v in group.values() for x in _entries(v) if isinstance(x, torch.Tensor)]
+@contextlib.contextmanager
+def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Iterator[None]:
+    """Refuse changes of hyperparameters inside, as a step would make them once, while it is traced.
 
-
-def check_inputs(groups: Sequence[Group], inputs: Sequence[Group], before: Sequence[int]) -> None:
-    """Raises: ValueError for an input that has changed, as a rate does if a scheduler steps inside the loop step."""
-    replaced = [k for group, given in zip(groups, inputs) for k, v in given.items() if group[k] is not v]
-    if replaced or versions(inputs) != before:
+    Raises: ValueError for an input that has changed, as a rate does if a scheduler steps, and for a constant, such as a
+        count that the optimizer keeps.
+    """
+    written, before = _versions(inputs), _constants(optimizers, inputs)
+    yield
+    replaced = [k for group, given in zip(groups_of(optimizers), inputs) for k, v in given.items() if group[k] is not v]
+    if replaced or _versions(inputs) != written:
         raise ValueError(
             f"lift: the loop step changes {replaced[0] if replaced else 'lr'!r} of a parameter group, as a scheduler "
             f"does. This would happen once, while it is traced.\n"
             f"Step the scheduler after the lifted step. The next call reads what it has set."
         )
-
-
-def constants_in(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
-    """What `check_unchanged` compares: the numbers of optimizers, and all in their groups besides the inputs."""
-    groups = zip(groups_of(optimizers), inputs)
-    held = [{k: v for k, v in group.items() if k not in given and k != "params"} for group, given in groups]
-    return [*held, *map(numbers_of, optimizers)]
-
-
-def check_unchanged(before: Sequence[dict], after: Sequence[dict]) -> None:
-    """Raises: ValueError for a hyperparameter that the loop step or an optimizer has changed, such as a step count."""
+    after = _constants(optimizers, inputs)
     changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:
         raise ValueError(
@@ -169,3 +161,15 @@ def check_unchanged(before: Sequence[dict], after: Sequence[dict]) -> None:
             f"Change it between steps, which are then traced anew. What changes in every step must be a tensor in the "
             f"optimizer's state of a parameter."
         )
+
+
+def _versions(groups: Sequence[Group]) -> list[int]:
+    """The version counters of the tensors in the inputs of groups."""
+    return [x._version for group in groups for v in group.values() for x in _entries(v) if isinstance(x, torch.Tensor)]
+
+
+def _constants(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
+    """The numbers of optimizers, and all in their groups besides the inputs and the parameters."""
+    groups = zip(groups_of(optimizers), inputs)
+    held = [{k: v for k, v in group.items() if k not in given and k != "params"} for group, given in groups]
+    return [*held, *map(_numbers_of, optimizers)]

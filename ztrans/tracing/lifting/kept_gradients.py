@@ -27,8 +27,8 @@ _OVERWRITES = ("fill_", "copy_", "_foreach_copy_")
 
 def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The present gradients of the parameters, for a state that carries them. A missing one is zeros."""
-    held = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in own.items()}
-    return {k: held[k].detach() for k, p in own.items() if p.requires_grad or p.grad is not None}
+    carried = {k: p for k, p in own.items() if p.requires_grad or p.grad is not None}
+    return {k: torch.zeros_like(p) if p.grad is None else p.grad.detach() for k, p in carried.items()}
 
 
 class KeptGradients(TorchFunctionMode):
@@ -78,8 +78,8 @@ class KeptGradients(TorchFunctionMode):
         placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
         for name in placeholders:
             self.params[name].grad = None
-        unsure = dict.fromkeys(placeholders.keys() - self._zeroed, source)
-        self._unsure |= unsure  # before backward, because a hook may step an optimizer during backward
+        # Before backward, because a hook may step an optimizer during backward.
+        self._unsure |= dict.fromkeys(placeholders.keys() - self._zeroed, source)
         result = func(*args, **kwargs)
         for name, gradient in placeholders.items():
             computed = self.params[name].grad
@@ -123,24 +123,18 @@ class KeptGradients(TorchFunctionMode):
     def end(self) -> dict[str, torch.Tensor] | None:
         """The gradients for the new state, if they are carried.
 
-        Raises: ValueError if the next call would need gradients that are not carried.
+        Raises: ValueError if the next call would need gradients that are not carried, or if a gradient that counted
+            as None is not None in every call.
         """
         for name, source in self._as_none.items():
-            self._check_none(name, source)
+            if self.params[name].grad is not None or (self.carried is None and name in self.had):
+                raise _early(name, source) if self.carried is not None else _kept(name, "adds to", source)
         self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
         if self.carried is None:
             return None
         now = {name: self.params[name].grad for name in self._begin}
         none = {name: g if name in self._as_none else torch.zeros_like(g) for name, g in self._begin.items()}
         return {name: none[name] if g is None else g.detach() for name, g in now.items()}
-
-    def _check_none(self, name: str, source: Source | None) -> None:
-        """Raises: ValueError if a gradient that counted as None is not None in every call."""
-        ends_with_one = self.params[name].grad is not None
-        if ends_with_one and self.carried is not None:
-            raise _early(name, source)
-        if self.carried is None and (ends_with_one or name in self.had):
-            raise _kept(name, "adds to", source)
 
 
 def _kept(name: str, use: str, source: Source | None) -> ValueError:

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ...ir.ambient import having
 from ..parallel.dtensors import refuse_wrappers
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
 from .grad_scaler import scale_of, scaling
-from .hyperparameters import Group, Hyperparameters, check_inputs, check_unchanged, constants_in, groups_of, versions
-from .kept_gradients import KeptGradients, kept
+from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
+from .kept_gradients import KeptGradients
 from .lifted_state import State, check_apart, check_known, several, state_of
-from .optimizer_state import make
 from .repeated_updates import RepeatedUpdates
 from .scalars import Numbers
 from .stand_ins import StandIns
@@ -89,42 +89,40 @@ def lift(
     names = _check_held(model, optimizers)
     own = dict(model.named_parameters())
     refuse_wrappers(own.items(), "lift")
-    today = _present_state(model, optimizers, names, carry_grads)
+    today = state_of(model, optimizers, names, carry_grads)
     if scaler is not None:
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
-    counted = [is_number(x) for x in pytree.tree_leaves(today["optimizer"])]
+    counted = pytree.tree_map(is_number, today["optimizer"])  # whether each leaf is a number, such as a count of steps
     hyperparameters, updates = Hyperparameters(optimizers), RepeatedUpdates()
     had = {name for name, p in own.items() if p.grad is not None}
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
-        written, leaves = versions(groups), pytree.tree_leaves(state["optimizer"])
-        numbers = [(x, None) for x, is_counted in zip(leaves, counted) if is_counted] + hyperparameters.numbers(groups)
+        pairs = [(of_parameter, counted.get(name, ())) for name, of_parameter in state["optimizer"].items()]
+        counts = [x for pair in pairs for x, is_count in zip(*map(pytree.tree_leaves, pair)) if is_count]
+        numbers = [*((x, None) for x in counts), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
-        with swapped(model, optimizers, names, state, groups) as (params, buffers):
-            before = constants_in(optimizers, groups)
+        with swapped(model, optimizers, names, state, groups) as params:
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
             stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
-            with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
+            checked = unchanged(optimizers, groups)
+            with checked, gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
             held = {p: s for o in optimizers for p, s in o.state.items()}
             after = {name: held.get(p, {}) for name, p in params.items()}
-            check_inputs(groups_of(optimizers), groups, written)
-            check_unchanged(before, constants_in(optimizers, groups))
             check_known(after, state["optimizer"])
             new = {
                 **state,
                 "params": {name: p.detach() for name, p in params.items()},
-                "buffers": {name: b.detach() for name, b in buffers().items()},
+                "buffers": {name: b.detach() for name, b in model.named_buffers()},
             }
             if optimizers:
-                optimized = {name: _as_before(after[name], known) for name, known in state["optimizer"].items()}
-                new["optimizer"] = optimized
+                new["optimizer"] = {name: _as_before(after[name], x) for name, x in state["optimizer"].items()}
         new |= ({"grads": carried} if carried is not None else {}) | ({"scaler": scaled} if scaled else {})
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
@@ -135,7 +133,11 @@ def lift(
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
         _check_held(model, optimizers)
-        return _lacking(state, _present_state(model, optimizers, names, carry_grads))
+        present = state_of(model, optimizers, names, carry_grads)
+        counted.update(pytree.tree_map(is_number, present["optimizer"]))
+        entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
+        lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
+        return {entry: leaves for entry, leaves in lacking.items() if leaves}
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
@@ -143,23 +145,6 @@ def lift(
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
-
-
-def _present_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool
-) -> State:
-    """The present state of a loop. An optimizer without a state gets the one that it has before its first step."""
-    for o in optimizers:
-        make(o, names)
-    present = state_of(model, optimizers, names)
-    return present | ({"grads": kept(dict(model.named_parameters()))} if carry_grads else {})
-
-
-def _lacking(state: State, present: State) -> State:
-    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
-    entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
-    lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
-    return {entry: leaves for entry, leaves in lacking.items() if leaves}
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
@@ -226,7 +211,7 @@ def _stepped(
     """
     stepped: list[Optimizer] = []
     present: list[Optimizer] = []  # the one that steps, while it does so
-    flag, inside = torch.compiler._is_compiling_flag, contextlib.ExitStack()
+    inside = contextlib.ExitStack()
 
     def begin(o: Optimizer, args: tuple, kwargs: dict) -> None:
         if o not in optimizers:
@@ -240,12 +225,12 @@ def _stepped(
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
         numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
-        torch.compiler._is_compiling_flag = flag and not numbers.reading
+        compiling = torch.compiler._is_compiling_flag and not numbers.reading
+        inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
 
     def end(*_: Any) -> None:
         present.clear()
         inside.close()
-        torch.compiler._is_compiling_flag = flag
 
     handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
     try:

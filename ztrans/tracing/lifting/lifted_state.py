@@ -19,6 +19,8 @@ from ...ir.trees.empty_subtrees import state_leaves
 from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
+from .kept_gradients import kept
+from .optimizer_state import make
 
 State = dict[str, Any]
 
@@ -49,16 +51,21 @@ def constants(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.items() if not is_state(k, v)}
 
 
-def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> State:
-    """The present state of a module and its optimizers; `names` has the names of the parameters by their ids."""
-    by_name = {names[id(p)]: s for o in optimizers for p, s in o.state.items() if s}
-    return {
-        "params": {k: p.detach() for k, p in model.named_parameters()},
+def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool) -> State:
+    """The present state of a loop. An optimizer without a state gets the one that it has before its first step.
+
+    `names` has the names of the parameters by their ids.
+    """
+    for o in optimizers:
+        make(o, names)
+    own, states = dict(model.named_parameters()), [item for o in optimizers for item in o.state.items()]
+    by_name = {names[id(p)]: {key: v for key, v in s.items() if is_state(key, v)} for p, s in states if s}
+    state = {
+        "params": {k: p.detach() for k, p in own.items()},
         "buffers": {k: b.detach() for k, b in model.named_buffers()},
-        "optimizer": {
-            k: {key: v for key, v in by_name[k].items() if is_state(key, v)} for k in names.values() if k in by_name
-        },
+        "optimizer": {k: by_name[k] for k in names.values() if k in by_name},
     }
+    return state | ({"grads": kept(own)} if carry_grads else {})
 
 
 def restore(
@@ -122,8 +129,9 @@ def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
 def check_apart(state: State) -> None:
     """Raises: ValueError for tensors that share memory if a step changes them, because leaves of a state do not."""
     trained = dict(state["params"])
-    for name, kept in state["optimizer"].items():
-        trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in pytree.tree_flatten_with_path(kept)[0]}
+    for name, of_parameter in state["optimizer"].items():
+        paths = pytree.tree_leaves_with_path(of_parameter)
+        trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in paths}
     trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
     in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
     held = {name: local_part(x) for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
@@ -136,9 +144,9 @@ def check_apart(state: State) -> None:
             )
 
 
-def check_known(kept: Mapping[str, dict], known: Mapping[str, dict]) -> None:
+def check_known(after: Mapping[str, dict], known: Mapping[str, dict]) -> None:
     """Raises: ValueError for optimizer state that the step has created, as every later step would create it again."""
-    for name, state in kept.items():
+    for name, state in after.items():
         new = [k for k, v in state.items() if is_state(k, v) and k not in known.get(name, {})]
         if new:
             raise ValueError(

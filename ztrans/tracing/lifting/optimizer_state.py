@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import UserDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,10 +43,10 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
             "Use torch.optim.Adam. The lookups may keep sparse=True; it has no effect in a program."
         )
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    new = [p for p in params if not optimizer.state.get(p)]
-    if new:
-        fresh = _by_name(optimizer, params, new) if _has_known_names(optimizer) else None
-        optimizer.state.update(_tried(optimizer, params, new, names) if fresh is None else fresh)
+    if not all(map(optimizer.state.get, params)):
+        fresh = _by_name(optimizer, params) if _has_known_names(optimizer) else None
+        states = _tried(optimizer, params, names) if fresh is None else fresh
+        optimizer.state.update({p: state for p, state in zip(params, states) if not optimizer.state.get(p)})
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
@@ -60,29 +60,25 @@ def _has_known_names(optimizer: Optimizer) -> bool:
     return is_torchs(optimizer) and not dampened
 
 
-def _by_name(
-    optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor]
-) -> dict[torch.Tensor, State] | None:
-    """The state of parameters before the first step, or None if not all names of its entries are known."""
-    try:
-        states = _states_after_zeros(optimizer, params)
-    except Exception as error:
-        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
-    created = {p: {k: v for k, v in state.items() if v is not None} for p, state in zip(params, states)}
-    if any(key not in _FRESH for p in new for key in created[p]):
-        return None
-    return {p: {key: _filled(value, _FRESH[key], p) for key, value in created[p].items()} for p in new}
+def _by_name(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[State] | None:
+    """The states before the first step, or None if not all names of their entries are known.
 
-
-def _states_after_zeros(optimizer: Optimizer, params: list[torch.Tensor]) -> list[State]:
-    """The states of parameters after a step with gradients of zeros.
-
-    The names of their entries need no values. So the step is tried on the meta device first, where it takes no memory.
+    The names need no values. So a step with gradients of zeros is tried on the meta device first, where it takes no
+    memory.
     """
+    trial: list[tuple[torch.Tensor, State]] = []
     if not optimizer.state and not any(isinstance(p, DTensor) for p in params):
         with contextlib.suppress(Exception):  # an optimizer that reads values, or a fused one
-            return _trial(optimizer, params, None, None, "meta").states
-    return _trial(optimizer, params, None, None).states
+            trial = _trial(optimizer, params, device="meta")
+    try:
+        trial = trial or _trial(optimizer, params)
+    except Exception as error:
+        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
+    created = [{k: v for k, v in state.items() if v is not None} for _, state in trial]
+    if any(key not in _FRESH for state in created for key in state):
+        return None
+    filled = lambda p, state: {key: _filled(value, _FRESH[key], p) for key, value in state.items()}
+    return map(filled, params, created)
 
 
 def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
@@ -91,7 +87,8 @@ def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
     return torch.full_like(value, number, device=p.device if value.is_meta else value.device)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A tree with copies of its tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
 
 
@@ -104,7 +101,7 @@ class _First(UserDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not None:
-            self.first.setdefault(key, _copied(value))
+            self.first.setdefault(key, copied(value))
         super().__setitem__(key, value)
 
 
@@ -119,24 +116,17 @@ class _FirstOfAll(defaultdict):
         return self[p]
 
 
-class _Trial(NamedTuple):
-    """One step on copies, with an entry for each parameter."""
-
-    params: list[torch.Tensor]  # the values after the step
-    states: list[Any]  # the state after the step; a `_First` where gradients were drawn
-
-
 def _trial(
     optimizer: Optimizer,
     params: list[torch.Tensor],
-    begin: list[State] | None,
-    seed: int | None,
+    seed: int | None = None,
+    begin: list[State] | None = None,
     device: str | None = None,
-) -> _Trial:
-    """One step of a copy of the optimizer, on copies of its parameters, with gradients drawn from `seed`, else zeros.
+) -> list[tuple[torch.Tensor, Any]]:
+    """Each parameter and its state after a step on copies, with gradients drawn from `seed`, or else of zeros.
 
     The copies are on `device`, by default where the parameters are. Parameters without a state start with that of
-    `begin`, or without one if `begin` is None.
+    `begin`, or without one if `begin` is None. Where gradients are drawn, each state is a `_First`.
     """
     copies = [p.detach().to(device or p.device, copy=True).requires_grad_() for p in params]
     trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
@@ -146,13 +136,13 @@ def _trial(
         if held.get(c):
             trial.state[c] = held[c]
         elif begin is not None:
-            trial.state[c] = {key: _copied(value) for key, value in begin[k].items()}
+            trial.state[c] = {key: copied(value) for key, value in begin[k].items()}
     with torch.random.fork_rng({p.device.index for p in params if p.is_cuda}):
         torch.manual_seed(seed or 0)
         for c in copies:
             c.grad = _drawn(c, seed)
         trial.step()
-    return _Trial([c.detach() for c in copies], [trial.state[c] for c in copies])
+    return [(c.detach(), trial.state[c]) for c in copies]
 
 
 def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimizer:
@@ -172,26 +162,23 @@ def _drawn(like: torch.Tensor, seed: int | None) -> torch.Tensor:
     return drawn.to(like.device, like.dtype)
 
 
-def _tried(
-    optimizer: Optimizer, params: list[torch.Tensor], new: list[torch.Tensor], names: Mapping[int, str]
-) -> dict[torch.Tensor, State]:
-    """The state before the first step, determined and verified by steps on copies."""
+def _tried(optimizer: Optimizer, params: list[torch.Tensor], names: Mapping[int, str]) -> list[State]:
+    """The states before the first step, determined and verified by steps on copies."""
     if any(p.is_meta for p in params):
         raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
     try:
-        first_step, second_draw = (_trial(optimizer, params, None, seed) for seed in (0, 1))
-        begin = [_before(a.first, b.first) for a, b in zip(first_step.states, second_draw.states)]
-        from_begin = _trial(optimizer, params, begin, 0)
+        first_step, second_draw = (_trial(optimizer, params, seed) for seed in (0, 1))
+        begin = [_before(a.first, b.first) for (_, a), (_, b) in zip(first_step, second_draw)]
+        from_begin = _trial(optimizer, params, 0, begin)
     except Exception as error:
         raise _unknown(optimizer, f"a step on copies of its parameters failed: {error}") from error
-    for k, p in enumerate(params):
-        equal = _same(first_step.params[k], from_begin.params[k]) and _same(first_step.states[k], from_begin.states[k])
-        if not equal:
-            keys = ", ".join(map(repr, begin[k])) or "nothing"
+    for p, tried, first, second in zip(params, begin, first_step, from_begin):
+        if not _same(first, second):
+            keys = ", ".join(map(repr, tried)) or "nothing"
             raise _unknown(
                 optimizer, f"it keeps {keys} for {names[id(p)]}, and a step from the values tried is not its first step"
             )
-    return {p: begin[k] for k, p in enumerate(params) if any(p is q for q in new)}
+    return begin
 
 
 def _before(stored: State, stored_for_other_gradients: State) -> State:
@@ -199,9 +186,8 @@ def _before(stored: State, stored_for_other_gradients: State) -> State:
 
     A value that differs between the two depends on the gradient, so it was already updated, from zeros.
     """
-    updated = {k: not _same(v, stored_for_other_gradients.get(k)) for k, v in stored.items()}
-    zeros = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
-    return {k: pytree.tree_map(zeros, v) if updated[k] else v for k, v in stored.items()}
+    zeros = lambda value: pytree.tree_map_only(torch.Tensor, torch.zeros_like, value)
+    return {k: v if _same(v, stored_for_other_gradients.get(k)) else zeros(v) for k, v in stored.items()}
 
 
 def _same(a: Any, b: Any) -> bool:

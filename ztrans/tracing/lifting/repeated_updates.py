@@ -55,10 +55,11 @@ class RepeatedUpdates:
         """
         number = next(numbers)
         mode: Any = get_proxy_mode()  # a `Watch`
-        inputs = _inputs(optimizer)
+        tree = _read_by(optimizer)
+        inputs = tensors_in(tree)
         if mode is None or has_closure or not _is_known(optimizer, inputs):
             return lambda: None
-        key, last = (settings, user_source(2), _key(optimizer, inputs)), self._last.get(number)
+        key, last = (settings, user_source(2), id(optimizer), _key(tree, inputs)), self._last.get(number)
         if last is not None and last.key == key:
             return _repeating(optimizer, last, inputs, mode.operations)
         start, versions = len(mode.operations), [x._version for x in inputs]
@@ -67,7 +68,7 @@ class RepeatedUpdates:
             written = [k for k, x in enumerate(inputs) if x._version != versions[k]]
             places = {id(x): Place() for x in inputs}
             operations = _with_places(mode.operations[start:], places)
-            if operations is not None and [*map(id, _inputs(optimizer))] == [*map(id, inputs)]:
+            if operations is not None and [*map(id, tensors_in(_read_by(optimizer)))] == [*map(id, inputs)]:
                 self._last[number] = _Update(key, [places[id(x)] for x in inputs], written, operations)
 
         return keep
@@ -95,30 +96,22 @@ def _is_known(optimizer: Optimizer, inputs: Sequence[torch.Tensor]) -> bool:
     return is_torchs(optimizer) and not hooks and not in_backward and all(type(x) is FakeTensor for x in inputs)
 
 
-def _inputs(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors of an optimizer: its hyperparameters, then each parameter with its gradient and state."""
-    tensors: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        tensors += tensors_in({k: v for k, v in group.items() if k != "params"})
-        for p in group["params"]:
-            tensors += tensors_in((p, p.grad, dict(optimizer.state.get(p, {}))))
-    return tensors
+def _read_by(optimizer: Optimizer) -> list:
+    """What a step of an optimizer reads: the parameter groups, and the gradient and state of each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.param_groups, [(p.grad, optimizer.state.get(p)) for p in params]]
 
 
-def _key(optimizer: Optimizer, inputs: Sequence[torch.Tensor]) -> Hashable:
+def _key(tree: list, inputs: Sequence[torch.Tensor]) -> Hashable:
     """What the operations of a step follow from: types of tensors, which of them are the same, and all else."""
     first: dict[int, int] = {}
     types = [
         (x.shape, x.dtype, x.stride(), x.device, x.requires_grad, first.setdefault(id(x), k))
         for k, x in enumerate(inputs)
     ]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [(p.grad is None, optimizer.state.get(p)) for p in params]
-    rest = [len(group["params"]) for group in optimizer.param_groups], repr(_map([groups, states], lambda x: ...))
     device = inputs[0].device.type if inputs else "cpu"
     ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-    return id(optimizer), tuple(types), repr(rest), ambient
+    return tuple(types), repr(_map(tree, lambda x: ...)), ambient
 
 
 def _with_places(operations: Sequence[Operation], places: dict[int, Place]) -> list[Operation] | None:

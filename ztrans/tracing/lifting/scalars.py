@@ -22,13 +22,8 @@ from torch.utils import _pytree as pytree
 from ...ir.collectives import HALF
 from .by_value import by_value
 
-_OPERANDS = {
-    "add": 2,
-    "sub": 2,
-    "lerp": 2,
-    "addcmul": 3,
-    "addcdiv": 3,
-}  # operations with a scalar: how many operands precede it
+# Operations with a scalar: how many operands precede it.
+_OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}
 _SCALARS = ("alpha", "value", "scalars", "weight")  # the names of the scalar
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
@@ -76,25 +71,21 @@ def _per_member(plain: str, operands: tuple, scalar: torch.Tensor | None, in_pla
 
 def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
     """The result for one tensor."""
-    x, *rest = operands
-    dtype = torch.result_type(x, rest[0]) if isinstance(rest[0], torch.Tensor) else x.dtype
-    if dtype in HALF and (
-        x.device.type != "cpu" or plain.startswith(("addc", "lerp"))
-    ):  # computed in fp32, rounded once
-        widened = (y.float() if isinstance(y, torch.Tensor) else y for y in (x, *rest))
-        result = _scaled(plain, *widened, scalar, torch.float32).to(dtype)
-    else:
-        result = _scaled(plain, x, *rest, scalar, dtype)
+    x, y = operands[:2]
+    dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
+    in_fp32 = dtype in HALF and (x.device.type != "cpu" or plain.startswith(("addc", "lerp")))  # and rounded once
+    wide = torch.float32 if in_fp32 else dtype
+    widened = (v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands, scalar))
+    result = _scaled(plain, *widened).to(dtype)
     return x.copy_(result) if in_place else result
 
 
-def _scaled(plain: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _scaled(plain: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor:
     """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
-    *operands, scalar, dtype = rest
-    y, *z = (operand.to(dtype) if isinstance(operand, torch.Tensor) else operand for operand in operands)
+    *z, scalar = rest
     if scalar is None:
         return x - y if plain == "sub" else x + y
-    scalar = -scalar.to(dtype) if plain == "sub" else scalar.to(dtype)
+    scalar = -scalar if plain == "sub" else scalar
     if plain == "lerp":
         return torch.lerp(x, y, scalar)
     if plain == "addcdiv":

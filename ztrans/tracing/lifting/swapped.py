@@ -26,24 +26,21 @@ _COUNTS = ("step", "eta", "mu")  # in their state
 @contextlib.contextmanager
 def swapped(
     model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], state: State, inputs: Sequence[Group]
-) -> Iterator[tuple]:
+) -> Iterator[dict[str, torch.Tensor]]:
     """While this is active, the module and the optimizers use the tensors of the state and these inputs of groups."""
-    grads = {name: p.requires_grad for name, p in model.named_parameters()}
-    params = {name: p.detach().requires_grad_(grads[name]) for name, p in state["params"].items()}
-    for name, p in model.named_parameters():
+    own = dict(model.named_parameters())
+    params = {name: p.detach().requires_grad_(own[name].requires_grad) for name, p in state["params"].items()}
+    for name, p in own.items():
         for hook in (p._backward_hooks or {}).values():
             params[name].register_hook(hook)
         for hook in (p._post_accumulate_grad_hooks or {}).values():
             params[name].register_post_accumulate_grad_hook(hook)
     tensors = {**params, **state["buffers"]}
-    with (
-        stateless._reparametrize_module(model, tensors, tie_weights=True),
-        contextlib.ExitStack() as stack,
-    ):
+    with stateless._reparametrize_module(model, tensors, tie_weights=True), contextlib.ExitStack() as stack:
         rest = iter(inputs)
         for o in optimizers:
             stack.enter_context(_held(o, params, names, [next(rest) for _ in o.param_groups], state["optimizer"]))
-        yield params, lambda: dict(model.named_buffers())
+        yield params
 
 
 @contextlib.contextmanager

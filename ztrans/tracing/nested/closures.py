@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.ambient import having
+from ...ir.relations import instances
 from ...ir.source import user_source
 
 hops = torch.ops.higher_order
@@ -111,30 +112,28 @@ def _closed(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
 
     def closed(*args: Any) -> Any:
         own, values = args[: len(args) - len(free)], args[len(args) - len(free) :]
-        with _Substituted(dict(zip(map(id, free), values))):
+        others = dict(zip(map(id, free), values))
+        with _Calls(lambda tree: pytree.tree_map_only(torch.Tensor, lambda x: others.get(id(x), x), tree)):
             return function(*own)
 
     return closed
 
 
-class _Substituted(TorchFunctionMode):
-    """Let a function read other tensors than those that it refers to; `values` are the others, by the id of the first.
+class _Calls(TorchFunctionMode):
+    """Call the functions of PyTorch with the arguments that `visit` returns for theirs.
 
     The operations are recorded with their own lines.
     """
 
-    def __init__(self, values: Mapping[int, Any]) -> None:
+    def __init__(self, visit: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.values = values
+        self.visit = visit
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with _at_the_users_line():
             if isinstance(func, HigherOrderOperator):
-                return call_closed(func, args, kwargs or {}, self._read)
-            return func(*self._read(args), **self._read(kwargs or {}))
-
-    def _read(self, tree: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda x: self.values.get(id(x), x), tree)
+                return call_closed(func, args, kwargs or {}, self.visit)
+            return func(*self.visit(args), **self.visit(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -150,12 +149,18 @@ def _at_the_users_line() -> Iterator[None]:
 
 def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that `functions` read besides their arguments and what they compute from them."""
-    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Read() as read:
+    read: dict[int, torch.Tensor] = {}
+
+    def visit(tree: Any) -> Any:
+        read.update((id(x), x) for x in instances(tree, torch.Tensor))
+        return tree
+
+    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Calls(visit):
         for function in functions:
             with contextlib.suppress(Exception):  # it fails again in the trace, which says where
                 function(*args)
     known = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
-    return [x for x in {id(x): x for x in read.tensors}.values() if id(x) not in known]
+    return [x for x in read.values() if id(x) not in known]
 
 
 class _Created(TorchDispatchMode):
@@ -169,22 +174,5 @@ class _Created(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        self.tensors += [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.tensors += instances(results, torch.Tensor)
         return results
-
-
-class _Read(TorchFunctionMode):
-    """Keep the tensors that functions of PyTorch are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[torch.Tensor] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, HigherOrderOperator):
-            return call_closed(func, args, kwargs or {}, self._visit)
-        return func(*self._visit(args), **self._visit(kwargs or {}))
-
-    def _visit(self, tree: Any) -> Any:
-        self.tensors += [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-        return tree

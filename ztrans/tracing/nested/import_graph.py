@@ -57,8 +57,7 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
         return import_launch(builder, kwargs)
     seen, tree = pytree.tree_flatten(_seen(node))
-    read = lambda x: builder.read(x) if isinstance(x, Alias) else x
-    args, kwargs = pytree.tree_map(read, (args, kwargs))
+    args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
     if node.target is torch.ops.higher_order.flex_attention_backward:
         joint = args[8].graph.outputs  # None for a tensor that score_mod reads without a gradient, which fakes have
         seen[3:] = [x if grad is not None else None for x, grad in zip(seen[3:], joint[5:])]

@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 
-from ...ir.relations import reachable
+from ...ir.relations import grouped, reachable
 
 _WRITES = ("store", "atomic_")  # how the names of operations that write begin
 _LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")
@@ -28,16 +28,11 @@ def changed_arguments(function: Callable) -> set[str]:
     {'out'}
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    from_names: dict[str, set[str]] = {}
-    for target, value in _assignments(tree):
-        for name in _names(target):
-            from_names.setdefault(name, set()).update(_names(value))
+    assigned = ((name, value) for target, value in _assignments(tree) for name in _names(target))
+    computed_from = grouped((name, read) for name, value in assigned for read in _names(value))
     written = [name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _written(call)]
-    definition = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    arguments = {a.arg for a in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs)}
-    computed_from: Callable[[str], set[str]] = lambda name: from_names.get(name, set())
-    pointers = set(reachable(written, computed_from))
-    return arguments & pointers
+    pointers = reachable(written, lambda name: computed_from.get(name, []))
+    return set(pointers) & inspect.signature(function).parameters.keys()
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

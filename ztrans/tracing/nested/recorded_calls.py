@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
 from ...ir.source import Source
+from ..operation import Seen
 
 
 class RecordedCall(NamedTuple):
@@ -32,10 +33,8 @@ class RecordedCall(NamedTuple):
     result: Any
 
 
-def record_call(
-    op: HigherOrderOperator, args: tuple, kwargs: dict, source: Source | None, seen: Callable[[Any], Any]
-) -> RecordedCall:
-    """Call a higher-order operator on fake tensors. `seen` gives the properties of a result that the import reads."""
+def record_call(op: HigherOrderOperator, args: tuple, kwargs: dict, source: Source | None) -> RecordedCall:
+    """Call a higher-order operator on fake tensors."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     results: list[Any] = []
 
@@ -48,14 +47,14 @@ def record_call(
 
     inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
     custom = having(fx_traceback, current_meta={**fx_traceback.current_meta, "custom": {"source": source}})
-    with custom, _sparingly(seen), warnings.catch_warnings():
+    with custom, _sparingly(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
         module = make_fx(call, None, "fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(*inputs)
     return RecordedCall(module, inputs, results[0])
 
 
 @contextlib.contextmanager
-def _sparingly(seen: Callable[[Any], Any]) -> Iterator[None]:
+def _sparingly() -> Iterator[None]:
     """Let make_fx record of each result what the import reads, and generate no code for the graph.
 
     In the graphs of functions it also keeps a copy of each fake tensor: PyTorch reads them to differentiate the
@@ -65,7 +64,7 @@ def _sparingly(seen: Callable[[Any], Any]) -> Iterator[None]:
 
     def set_meta(proxy: Any, result: Any) -> Any:
         call[:] = call or [proxy.tracer]
-        proxy.node.meta["seen"] = seen(result)
+        proxy.node.meta["seen"] = Seen.of(result)
         return proxy if proxy.tracer is call[0] else plain(proxy, result)
 
     with having(proxy_tensor, set_meta=set_meta), _use_lazy_graph_module(True):

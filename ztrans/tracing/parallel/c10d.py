@@ -15,32 +15,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..overloads import named
+
 functional = torch.ops._c10d_functional
-# The reductions of torch.distributed, and their names in functional collectives. PREMUL_SUM has none.
-_REDUCTIONS = {
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max",
-    "BAND": "band", "BOR": "bor", "BXOR": "bxor",
-}  # fmt: skip
 
 
 class NoForm(Exception):
     """A collective has no functional form; the message says why."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(dict[str, Any]):
     """The arguments of one call of a collective, by name."""
-
-    given: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.given[name]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -52,11 +42,10 @@ class Call:
 
     @property
     def reduction(self) -> str:
-        asked = self["reduce_op"].op()
-        for name, kind in _REDUCTIONS.items():
-            if asked == getattr(dist.ReduceOp, name):
-                return kind
-        raise NoForm("a sum of scaled terms is no reduction of a program; scale the tensor first")
+        name = dist.ReduceOp.RedOpType(self["reduce_op"].op()).name
+        if name == "PREMUL_SUM":
+            raise NoForm("a sum of scaled terms is no reduction of a program; scale the tensor first")
+        return name.lower()  # functional collectives write these names in lower case
 
     def run(self, op: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Run a functional collective on `x`, wait for it, and return its result."""
@@ -84,15 +73,14 @@ def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:
     if name not in _FORMS:
         moves_nothing = "it moves no values, and a program runs as soon as its values are there"
         raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
-    declared = op._schema.arguments
-    given = {a.name: a.default_value for a in declared} | dict(zip((a.name for a in declared), args)) | kwargs
-    written = _FORMS[name](Call(given))
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    written = _FORMS[name](Call(defaults | named(op, args, kwargs)))
     work = torch._C._distributed_c10d.FakeWork().boxed()
     return (written, work) if len(op._schema.returns) == 2 else work
 
 
 def _all_reduce(call: Call) -> list[torch.Tensor]:
-    if call.given.get("sparse_indices") is not None:
+    if call.get("sparse_indices") is not None:
         raise NoForm("its tensor is sparse")
     for x in call["tensors"]:
         x.copy_(call.run(functional.all_reduce.default, x, call.reduction))
