@@ -37,7 +37,7 @@ def test_a_step_looks_like_its_function():
     assert step.__wrapped__ is scaled and step.__doc__ == "A step with defaults."
     for name in functools.WRAPPER_ASSIGNMENTS:
         assert getattr(step, name) == getattr(scaled, name)
-    assert step.__signature__ == inspect.signature(step) == inspect.signature(scaled)
+    assert inspect.signature(step) == inspect.signature(scaled)
     assert "plan" in inspect.signature(zt.Step).parameters, "the class has its own signature"
     assert zt.Step.__doc__ != step.__doc__
     assert zt.Step.of(functools.partial(scaled, scale=3.0)).__name__ == "partial"
@@ -82,6 +82,17 @@ def test_keyword_arguments_may_be_passed_in_any_order():
     assert len(step._cache) == 1
 
 
+def test_a_program_for_another_size_takes_only_its_own():
+    """A batch that the first program has accepted is one of the wrong size for the second."""
+    step = zt.Step.of(lambda state, x: (state + x.sum() / len(x), x.sum()))
+    state = step.shard(torch.zeros(3))
+    four, two = (step.compiled(state, X[:n]) for n in (4, 2))
+    for _ in range(2):
+        state, _ = four(state, X)
+    with pytest.raises(TypeError, match=r"compiled for x: f32\[2\], called with f32\[4\]"):
+        two(state, X)
+
+
 def test_wrong_arguments_are_a_type_error_as_in_python():
     step = zt.Step.of(scaled)
     for run in (step, step.trace, step.lower, step.compiled, step.lower(torch.zeros(()), X).compile()):
@@ -124,7 +135,7 @@ def test_a_lifted_loop_takes_its_batch_by_name():
 
     lifted, state = zt.lift(loop_step, model, sgd)
     step, x, y = zt.Step.of(lifted), torch.ones(3, 2), torch.zeros(3, 1)
-    assert step.__doc__ == "Fit y." and [*step.__signature__.parameters] == ["state", "x", "y", "scale"]
+    assert step.__doc__ == "Fit y." and [*inspect.signature(step).parameters] == ["state", "x", "y", "scale"]
     losses = [step(step.shard(state), *args, **kwargs)[1] for args, kwargs in (((x, y), {}), ((), {"y": y, "x": x}))]
     assert torch.equal(*losses) and len(step._cache) == 1
     assert torch.allclose(step(step.shard(state), x, y, scale=2.0)[1].float(), 2 * losses[0])

@@ -193,7 +193,9 @@ class Compiled(Printed):
         state = leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
         with alone(self._runner if mesh is None else process_groups(mesh).runner, name):
-            bound = self._bound[0] if self._bound else self._bind(local)
+            if not self._bound:
+                self._bound.append(self._bind(local))
+            bound = self._bound[0]
             if mesh is not None:
                 call = Call(f"a step of {name}", bound.messages, steps_of(state))
                 meet(mesh, call, lambda: messages(bound.lowered.graph))
@@ -210,9 +212,10 @@ class Compiled(Printed):
         """
         known = self._bound[0].lowered if self._bound else self.lowered
         try:
-            return dataclasses.replace(self, lowered=traced.follow(known), agreed=bool(self._bound), _bound=[])
+            lowered, agreed = traced.follow(known), bool(self._bound)
         except ValueError:
-            return dataclasses.replace(self, lowered=traced.lower(cluster=known.cluster), agreed=False, _bound=[])
+            lowered, agreed = traced.lower(cluster=known.cluster), False
+        return dataclasses.replace(self, lowered=lowered, agreed=agreed, _bound=[], _accepted={})
 
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         program, graph = self.lowered.program, self.lowered.graph
@@ -231,23 +234,21 @@ class Compiled(Printed):
     @without_autocast()
     def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
         run: Any
-        if not self._bound:
-            lowered = self.lowered if self.agreed else _agreed(self.lowered)
-            if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
-                lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
-            if self.cuda_graph:
-                check_values(lowered.graph)
-                local = placed(lowered.graph, local)
-            with stage(lowered.graph.name, f"compile ({self.backend})"):
-                if lowered.graph.micro > 1:
-                    run = micro_batches(lowered.graph, self._mesh, local, self._executable)
-                else:
-                    graph, run = self._executable(lowered.graph, local)
-                    lowered = dataclasses.replace(lowered, graph=graph)
-            if self.cuda_graph:
-                run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
-            self._bound.append(Bound(lowered, run, messages_hash(lowered.graph)))
-        return self._bound[0]
+        lowered = self.lowered if self.agreed else _agreed(self.lowered)
+        if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
+            lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
+        if self.cuda_graph:
+            check_values(lowered.graph)
+            local = placed(lowered.graph, local)
+        with stage(lowered.graph.name, f"compile ({self.backend})"):
+            if lowered.graph.micro > 1:
+                run = micro_batches(lowered.graph, self._mesh, local, self._executable)
+            else:
+                graph, run = self._executable(lowered.graph, local)
+                lowered = dataclasses.replace(lowered, graph=graph)
+        if self.cuda_graph:
+            run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
+        return Bound(lowered, run, messages_hash(lowered.graph))
 
     def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -47,7 +46,7 @@ from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
 from .tracing.arguments import Arguments, check_captured, local_inputs
 from .tracing.trace import Program
-from .transforms.base import Transform, all_axes, axes_of, mesh_of, rewritten
+from .transforms.base import Transform, all_axes, axes_of, mesh_of, meta_leaves, rewritten
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +102,7 @@ class Traced(Printed):
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        leaves = (torch.empty(x, dtype=v.dtype, device="meta") for v, x in zip(graph.inputs, graph.leaf_shapes))
-        of_state = [axes_of(self.transforms, v.name, leaf) for v, leaf in zip(graph.inputs, leaves)]
+        of_state = [axes_of(self.transforms, v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))]
         of_batch = [all_axes(self.transforms, of_state)] * (len(graph.inputs) - graph.num_state)
         program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
         return Lowered(hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted)

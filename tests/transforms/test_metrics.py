@@ -105,6 +105,23 @@ def test_a_sum_over_all_axes_of_what_varies_over_one():
     assert [float(x) for x in outputs] == [12.0] * 4
 
 
+@pytest.mark.parametrize("options", [{"replicate_axis": "host"}, {"axis": ("host", "dp")}], ids=["hsdp", "joint"])
+@pytest.mark.parametrize("axis", ["dp", "host"])
+def test_a_running_mean_over_one_axis_becomes_that_over_both(axis, options):
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        mean = zt.pmean((x * w).mean(0), axis)
+        new = 0.9 * state["mean"] + 0.1 * mean.detach()
+        (grad,) = torch.autograd.grad(mean.square().sum(), w)
+        return {"w": state["w"] - 0 * grad, "mean": new}, x.sum()
+
+    parts, state = [(x,) for x, _ in batches((4, 4, 4, 4))], {"w": torch.randn(6), "mean": torch.randn(6)}
+    lowered = zt.shard_params(zt.AbstractMesh(host=2, dp=2), **options)(step).lower(state, *parts[0])
+    got, _ = lowered.lockstep(state, parts)
+    wanted = 0.9 * state["mean"] + 0.1 * (whole(parts)[0] * state["w"]).mean(0)
+    assert distance(got["mean"], wanted) <= 1e-6
+
+
 def test_a_quotient_by_a_psum_is_told():
     """Its mean over the ranks is too small. A softmax over all ranks is no such quotient."""
     state, parts = {"w": torch.randn(6, 4)}, batches((4, 4, 4))

@@ -33,9 +33,8 @@ if TYPE_CHECKING:  # the module of the rules imports this one, because rules tak
 Region = Literal["forward", "backward", "update"]
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
-    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
 
 
@@ -88,6 +87,10 @@ class Var:
     def split(self) -> Split | None:
         """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
+
+    def is_like(self, other: Var) -> bool:
+        """Whether another value has the same dtype, shape and layout."""
+        return (self.dtype, self.shape, self.layout) == (other.dtype, other.shape, other.layout)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
@@ -165,8 +168,11 @@ class Eqn:
         """The variable that it binds, or the first of several."""
         return self.results[0]
 
-    def replace(self, **changes: Any) -> Eqn:
-        return dataclasses.replace(self, **changes)
+    replace = dataclasses.replace
+
+    def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
+        """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
+        return self.replace(args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +211,7 @@ class Graph:
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def replace(self, **changes: Any) -> Graph:
-        return dataclasses.replace(self, **changes)
+    replace = dataclasses.replace
 
     @property
     def axes(self) -> dict[str, int]:
@@ -214,12 +219,10 @@ class Graph:
 
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module
-
         return program(self)
 
     def _repr_html_(self) -> str:
         from .printer import html  # as above
-
         return html(self)
 
     def __repr__(self) -> str:
@@ -293,6 +296,5 @@ def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
             var = alias[var]
         return var
 
-    renamed = lambda e: e.replace(args=substitute(e.args, read), kwargs=substitute(e.kwargs, read))
-    eqns = (renamed(e) if any(v in alias for v in e.ins) else e for e in graph.eqns)
+    eqns = (e.reading(read) if any(v in alias for v in e.ins) else e for e in graph.eqns)
     return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))

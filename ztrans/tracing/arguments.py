@@ -23,7 +23,7 @@ from ..ir.trees.leaf_names import leaf_names
 from .captured import Key
 from .containers import opened
 from .errors import no_state
-from .trace import EXTRA, Abstract, Program, is_number, is_of_batch
+from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, shape_of
 
 
 class Arguments(NamedTuple):
@@ -219,7 +219,7 @@ def local_inputs(
     leaves = traced_leaves(program, caller or graph.name, arguments)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, own, axes, x, y in zip(graph.inputs, program.owns, program.axes, leaves, local, strict=True):
-        now, shape = Own.of(x, axes), tuple(getattr(x, "shape", ()))
+        now, shape = Own.of(x, axes), shape_of(x)
         wanted = own.shape if own else full_shape(graph, v)
         if own != now or shape != wanted or v.dtype != y.dtype:
             made_for, got = dataclasses.replace(v, shape=wanted), Var("", y.dtype, shape).type

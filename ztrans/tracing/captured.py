@@ -8,7 +8,6 @@ compared.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import numbers
@@ -22,15 +21,14 @@ import numpy
 import torch
 
 from ..ir.ambient import ambient
-from .reached import LONGEST, Reach, is_own, reach
+from .reached import CONTAINERS, LONGEST, Reach, is_own, reach
 
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
 _LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
 _LONGEST_TEXT = 80  # characters of a container in a message
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_CHANGING = (*_CONTAINERS, numpy.ndarray)
+_CHANGING = (*CONTAINERS, numpy.ndarray)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Key:
         return self._hash
 
 
-@dataclass(frozen=True)
 class Captured:
     """The values that the step `fn` reads besides its arguments.
 
@@ -58,17 +55,18 @@ class Captured:
     another one, the places that can be reached change. So there may be several lists of places.
     """
 
-    fn: Callable
-    _readings: list[_Readings] = dataclasses.field(default_factory=list, compare=False, repr=False)
-    _last: list[Key] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    def __init__(self, fn: Callable) -> None:
+        self.fn = fn
+        self._readings: list[_Readings] = []
+        self._last: Key | None = None
 
     def key(self) -> Key:
         """The present values. While they stay the same, so does the key."""
         settings = getattr(self.fn, "settings", None)
         key = Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
-        if not self._last or key != self._last[0]:
-            self._last[:] = [key]
-        return self._last[0]
+        if self._last is None or key != self._last:
+            self._last = key
+        return self._last
 
     def reach(self) -> Reach:
         """The places that the step reads at present."""
@@ -123,13 +121,13 @@ class _Readings:
     def read(self) -> tuple | None:
         """The present values; None where a function or an object is another one, so that other places apply."""
         raw = [read() for read in self._reads]
-        suspects = {k for k, entries in self._containers.items() if not _same(_entries(raw[k]), entries)}
-        if not _same(raw, self._raw):
+        suspects = {k for k, entries in self._containers.items() if not same_objects(_entries(raw[k]), entries)}
+        if not same_objects(raw, self._raw):
             suspects.update(k for k, (new, old) in enumerate(zip(raw, self._raw)) if new is not old)
         if not suspects:
             return self.values
         examined = {k: constants(raw[k]) for k in suspects}
-        if not all(_same(objects, self._objects[k]) for k, (_, objects) in examined.items()):
+        if not all(same_objects(objects, self._objects[k]) for k, (_, objects) in examined.items()):
             return None
         self.values = tuple(examined[k][0] if k in examined else value for k, value in enumerate(self.values))
         self._raw, self._containers = raw, _containers(raw)
@@ -148,10 +146,10 @@ def _entries(value: Any) -> list | None:
     """The keys and entries of a container; None for other values."""
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return [*value] if isinstance(value, _CONTAINERS) else None
+    return [*value] if isinstance(value, CONTAINERS) else None
 
 
-def _same(a: list | None, b: list | None) -> bool:
+def same_objects(a: list | None, b: list | None) -> bool:
     """Whether two lists hold the same objects."""
     return a is not None and b is not None and len(a) == len(b) and all(map(operator.is_, a, b))
 
@@ -178,7 +176,7 @@ def _value(value: Any, reading: _Reading) -> Any:
         return None
     if isinstance(value, numpy.ndarray):
         return kind, (value.dtype.str, value.shape, value.tobytes() if value.size <= LONGEST else None)
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         reading.left -= len(value) + _LEVEL
         if reading.left < 0:
             return kind, len(value)

@@ -86,7 +86,7 @@ class Builder:
     facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
-    fact: Fact = field(default_factory=functools.partial(Fact, backward=False, recorded=False))
+    fact: Fact = field(default_factory=Fact)
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""

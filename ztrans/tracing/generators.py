@@ -31,17 +31,16 @@ class Generators:
             elif isinstance(value, numpy.random.Generator):
                 bits = value.bit_generator
                 self._pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
-        self._states = [read() for read, _ in self._pairs]
-        self._seen = self._bytes()
+        self._before = self._states()
 
     def have_moved(self) -> bool:
         """Whether the state of any generator has changed since this object was created."""
-        return self._bytes() != self._seen
+        return self._states() != self._before
 
     def restore(self) -> None:
         """Put every generator back into the state in which this object found it."""
-        for (_, write), state in zip(self._pairs, self._states):
-            write(state)
+        for (_, write), state in zip(self._pairs, self._before):
+            write(pickle.loads(state))
 
     def line_of_draw(self, run: Callable[[], object]) -> Source | None:
         """The user's first line that draws while `run()` runs line by line, or None if no line draws."""
@@ -66,6 +65,6 @@ class Generators:
             sys.settrace(before)
         return lines[0] if lines else None
 
-    def _bytes(self) -> list[bytes]:
+    def _states(self) -> list[bytes]:
         """The states as bytes, which can be compared; NumPy's states contain arrays, which cannot."""
         return [pickle.dumps(read()) for read, _ in self._pairs]

@@ -76,8 +76,7 @@ class Marks(TorchFunctionMode):
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.autograd.grad:
             grads = func(*args, **kwargs)
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            inputs = _listed(args[1] if len(args) > 1 else kwargs["inputs"])
             return tuple(g if g is None else marked(g, p) for g, p in zip(grads, inputs))
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             return _renamed(func, *args)

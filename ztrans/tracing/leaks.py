@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import operator
 import sys
 import types
 import warnings
@@ -32,12 +31,10 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
 from ..ir.source import Source, user_source, where
-from .captured import constants
+from .captured import constants, same_objects
 from .errors import changes_python, draws_in_python, leaks_tensor, warn_of_trace
 from .generators import Generators
-from .reached import ABSENT, Reach, is_internal
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+from .reached import ABSENT, CONTAINERS, Reach, is_internal
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Snapshot:
         """The values that have changed since the snapshot was taken."""
         pairs = [(place.name, old, place.read()) for place, old in self._variables]
         for name, holder, before in self._holders:
-            now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, _CONTAINERS) else "{}.{}"
+            now, show = _contents(holder), "{}[{!r}]" if isinstance(holder, CONTAINERS) else "{}.{}"
             keys = [k for k in {**before, **now} if not (isinstance(k, str) and is_internal(holder, k))]
             pairs += [(show.format(name, k), before.get(k, ABSENT), now.get(k, ABSENT)) for k in keys]
         return [Change(name, self._line(name), old, new) for name, old, new in pairs if not _same(old, new)]
@@ -206,7 +203,7 @@ def _same(old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or _holds_tensor_of_trace(new):
         return False
     (before, held), (now, holds) = constants(old), constants(new)
-    return before == now and len(held) == len(holds) and all(map(operator.is_, held, holds))
+    return before == now and same_objects(held, holds)
 
 
 def _contents(holder: Any) -> dict:

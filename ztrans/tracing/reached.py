@@ -24,6 +24,7 @@ from torch import nn
 from ..ir.source import Source, is_library
 
 ABSENT = object()
+CONTAINERS = (list, tuple, dict, set, frozenset)
 LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -191,7 +192,7 @@ class _Walk:
         before = len(self.scanned)
         for name, owner in list(self.holders.values()):
             known = isinstance(owner, nn.Module) and not is_own(type(owner))
-            if not known and not isinstance(owner, list | tuple | set | frozenset | dict):
+            if not known and not isinstance(owner, CONTAINERS):
                 for attribute in list(self.attributes):
                     self.attribute(owner, attribute, name)
         return len(self.scanned) > before
@@ -228,7 +229,7 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
     (types.MethodType, _Walk.method),
     (functools.partial, _Walk.partial),
     (nn.Module, _Walk.module),
-    ((list, tuple, dict, set, frozenset), _Walk.container),
+    (CONTAINERS, _Walk.container),
     ((type, types.ModuleType), _Walk.namespace),
     (torch.optim.Optimizer, lambda walk, value, name: None),  # `lift` compares the settings of optimizers
 )

@@ -75,14 +75,12 @@ def _outside_inference_mode() -> Iterator[None]:
 def run_traced(
     call: Callable[[Sequence[torch.Tensor]], Any],
     make_inputs: Callable[[], list[torch.Tensor]],
-    wants_grad: Sequence[bool],
     names: Sequence[str],
     step: str,
 ) -> Recorded:
-    """Record `call(make_inputs())` on fake tensors. The inputs for which `wants_grad` holds require gradients.
+    """Record `call(make_inputs())` on fake tensors. Errors call the inputs by their `names`.
 
-    Errors call the inputs by their `names`. `user_source` looks no further up the stack than for a function of this
-    name.
+    `user_source` looks no further up the stack than for a function of this name.
 
     Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
         (see `watch`).
@@ -97,8 +95,6 @@ def run_traced(
         for context in (mode, *ways, *nested):
             stack.enter_context(context)
         inputs = make_inputs()
-        for tensor, wants in zip(inputs, wants_grad):
-            tensor.requires_grad_(wants)
         watch.know(inputs)
         stack.enter_context(watch)
         stack.enter_context(Marks(step, dict(zip(names, inputs))))

@@ -21,8 +21,8 @@ from ..ir.graph import Eqn, Graph, Region, Var, variables
 class Fact:
     """What the tracer recorded about an equation."""
 
-    backward: bool  # autograd ran it
-    recorded: bool  # autograd recorded it, to run its derivative later
+    backward: bool = False  # autograd ran it
+    recorded: bool = False  # autograd recorded it, to run its derivative later
     checkpoint: int | None = None  # the number of the selective checkpoint that it is in
     dropped: bool = False  # that checkpoint does not store its results: backward recomputes them
 

@@ -73,10 +73,11 @@ class Abstract:
     stride: tuple[int, ...]
     device: str
 
-    def empty(self, otherwise: str) -> torch.Tensor:
+    def empty(self, otherwise: str, requires_grad: bool) -> torch.Tensor:
         """An uninitialised tensor with these properties. That of a meta leaf is on the device `otherwise`."""
         device = otherwise if self.device == "meta" else self.device
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return empty.requires_grad_(requires_grad)
 
     @staticmethod
     def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Any:
@@ -119,9 +120,7 @@ def _device(leaf: torch.Tensor) -> str:
     return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
 
 
-@functools.cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+_has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
 @no_collection()
@@ -186,15 +185,14 @@ def trace(
         refuse_wrappers((*zip(paths, new), *outputs))
         return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
+    def make_inputs() -> list[torch.Tensor]:
+        return [abstract[i].empty(default_device, getattr(leaves[i], "requires_grad", False)) for i in dynamic]
+
     def record_program() -> Imported:
-        traced_as = [abstract[i] for i in dynamic]
-        wants_grad = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        recorded = run_traced(
-            call, lambda: [a.empty(default_device) for a in traced_as], wants_grad, [v.name for v in inputs], name
-        )
+        recorded = run_traced(call, make_inputs, [v.name for v in inputs], name)
         with without_autocast():
             eqns, outputs, facts = import_record(recorded, inputs)
-        shapes = tuple(map(_shape, leaves[:num_state]))
+        shapes = tuple(map(shape_of, leaves[:num_state]))
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
         return Imported(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
@@ -214,7 +212,7 @@ def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[s
     return owns
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def shape_of(leaf: Any) -> tuple[int, ...]:
     """The shape of a tensor, before the step itself divides it, or of a number."""
     return tuple(getattr(leaf, "shape", ()))
 

@@ -147,7 +147,7 @@ class Watch(TorchDispatchMode):
 
     def rename(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Record that `x` is `value` from here on."""
-        origin = Origin(user_source(3), Fact(backward=False, recorded=False))
+        origin = Origin(user_source(3), Fact())
         self.operations.append(Operation(aten.set_.source_Tensor, (x, value), {}, x, Seen.of(x), origin, {}))
 
     def set_arguments(self, name: str, arguments: dict[str, Any]) -> None:

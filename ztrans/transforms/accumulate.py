@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, rules
+from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, role, rules
 from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
 from ..ir.source import Source, where
 from .base import Transform, check_number, constructor
-from .edits import Edits
-from .micro_roles import Gradient, Roles, role_of
+from .edits import Edits, widened
+from .micro_roles import Gradient, Roles
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ class _Marking:
 
     def __init__(self, graph: Graph, whole: bool) -> None:
         self.graph, self.whole, self.roles, self.edits = graph, whole, Roles(graph), Edits(graph)
-        self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.results])
+        self.names = Names(v.name for v in (*graph.inputs, *self.roles.makers))
         self.readers = users(graph)
 
     def run(self, kept: bool) -> Graph:
@@ -137,17 +137,13 @@ class _Marking:
         there = start.replace(kwargs={}, provenance=None, order=Order("birth") if planned else None)
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
         self.edits.read([start], term, total)
-        if term.dtype != v.dtype:
-            wide = self.new(term, "wide", dtype=v.dtype)
-            cast = there.replace(op=aten._to_copy.default, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
-            self.edits.before(start, cast)
-            term = wide
-        self.edits.before(start, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
+        cast, term = widened(term, v.dtype, self.names.fresh(f"{term.name}.wide"), there)
+        self.edits.before(start, *cast, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
 
     def keep_gathered(self, whole: bool) -> None:
         """Mark what only the first micro-batch computes: maxima of parameters, and if `whole`, gathered parameters."""
         for e, waited in pair(self.graph).waits.items():
-            of_param = role_of(waited.start) == "param" and e.out not in self.roles.changes
+            of_param = role(waited.start) == "param" and e.out not in self.roles.changes
             if of_param and (whole or not rules(waited.start).moves):
                 value = self.new(e.out, "kept")
                 self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))

@@ -116,7 +116,7 @@ class Transform:
 
 def _shown(option: object) -> str:
     """An option as text; a function by its name, because its address differs from rank to rank."""
-    return getattr(option, "__name__", repr(option)) if inspect.isfunction(option) else repr(option)
+    return option.__name__ if inspect.isfunction(option) else repr(option)
 
 
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
@@ -258,6 +258,11 @@ def _meta(leaf: object) -> torch.Tensor:
     """A meta tensor of the shape and dtype of a state leaf; of a leaf that is no tensor, a scalar."""
     whole = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
     return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+
+
+def meta_leaves(graph: Graph) -> list[torch.Tensor]:
+    """Meta tensors of the shapes and dtypes of the state leaves, before the step itself divides them."""
+    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(graph.inputs, graph.leaf_shapes)]
 
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
-from ..ir.graph import Eqn, Graph, Var, substitute
+import torch
+
+from ..ir.graph import Eqn, Graph, Var
+from ..ir.operations import CAST
 
 
 class Edits:
@@ -49,7 +53,12 @@ class Edits:
 
     def _edited(self, e: Eqn) -> Eqn:
         instead = self._read.get(e)
-        if instead is None:
-            return e
-        args, kwargs = (substitute(x, lambda v: instead.get(v, v)) for x in (e.args, e.kwargs))
-        return e.replace(args=args, kwargs=kwargs)
+        return e.reading(lambda v: instead.get(v, v)) if instead is not None else e
+
+
+def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn], Var]:
+    """A cast of a value, with the place and the line of `like`, and its result; no cast if the value has that dtype."""
+    if v.dtype == dtype:
+        return [], v
+    wide = dataclasses.replace(v, name=name, dtype=dtype)
+    return [like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)], wide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +66,13 @@ def _narrowed(gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tup
     """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
     future = gather.out
     (end,) = used[future]
-    gathered = end.out
-    readers = _readers(gathered, torch.empty(gathered.shape, dtype=gathered.dtype, device="meta"), used, outputs)
-    dtypes = {c.kwargs["dtype"] for c in readers[1]} if readers else set()
-    if readers is None or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
+    whole = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
+    reading = list(_reading(end.out, whole, used, outputs))
+    casts = [x for x in reading if isinstance(x, Eqn)]
+    dtypes = {c.kwargs["dtype"] for c in casts}
+    if None in reading or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
         return [], []
-    return [future, *readers[0]], readers[1]
+    return [future, *(x for x in reading if isinstance(x, Var))], casts
 
 
 def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
@@ -81,32 +83,21 @@ def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
     return e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype}) if rules(e).moves else e
 
 
-def _readers(
+def _reading(
     v: Var, x: torch.Tensor, used: dict[Var, list[Eqn]], outputs: set[Var]
-) -> tuple[list[Var], list[Eqn]] | None:
-    """The views of `v`, which has the strides of `x`, and the casts that read `v` and them.
+) -> Iterator[Var | Eqn | None]:
+    """`v`, which has the strides of `x`, its views, and the casts that read them.
 
-    None if another operation reads one of them, or a cast that also moves elements, as that of rows with gaps does.
+    None stands for a reader of another kind, and for a cast that also moves elements, as that of rows with gaps does.
     """
-    if v in outputs:
-        return None
-    seen: list[Var] = [v]
-    casts: list[Eqn] = []
+    yield None if v in outputs else v
     for e in used.get(v, ()):
         if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
             keep = e.kwargs.get("memory_format") or torch.preserve_format
-            if torch.empty_like(x, memory_format=keep).stride() != x.stride():
-                return None
-            casts.append(e)
+            yield e if torch.empty_like(x, memory_format=keep).stride() == x.stride() else None
         elif rearranges(e):
             for out, y in zip(e.outs, compute(e, {v: x})):
-                if out is None:
-                    continue
-                readers = _readers(out, y, used, outputs)
-                if readers is None:
-                    return None
-                seen += readers[0]
-                casts += readers[1]
+                if out is not None:
+                    yield from _reading(out, y, used, outputs)
         else:
-            return None
-    return seen, casts
+            yield None

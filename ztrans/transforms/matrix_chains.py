@@ -12,7 +12,6 @@ the same bits as in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -24,12 +23,7 @@ from ..ir.relations import reachable
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten
-_FACTORS: dict[Any, slice] = {
-    aten.mm: slice(0, 2),
-    aten.bmm: slice(0, 2),
-    aten.addmm: slice(1, 3),
-    aten.baddbmm: slice(1, 3),
-}
+_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 
 
 def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple[str, ...]]:
@@ -65,7 +59,7 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
     """Whether an equation is a product that sums over the sharded dim of one of its factors."""
-    factors = e.args[_FACTORS.get(getattr(e.op, "overloadpacket", None), slice(0))] if is_matmul(e) else ()
+    factors = e.args[-2:] if getattr(e.op, "overloadpacket", None) in _PRODUCTS else ()
     summed = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
     return any(isinstance(p, Split) and p.dim == dim for p, dim in summed)
 
@@ -115,16 +109,17 @@ def _runs_anywhere(e: Eqn) -> bool:
 def _leaves(graph: Graph, sources: Iterable[Var]) -> tuple[str, ...]:
     """The names of the leaves from whose gradients `sources` are computed; the name of a source that has none."""
     makers, names = producers(graph.eqns), set[str]()
+    leaf_of = {e.out: e.args[1].name for e in graph.eqns if e.op is GRADIENT}
 
     def alike(v: Var) -> list[Var]:
         """The values of the shape of `v`, up to the order of its dims, from which the update computes it."""
         e = makers.get(v)
-        computed = e is not None and e.op is not GRADIENT and e.region == "update"
-        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)] if e is not None and computed else []
+        if e is None or v in leaf_of or e.region != "update":
+            return []
+        return [x for x in e.ins if sorted(x.shape) == sorted(v.shape)]
 
     for source in sources:
-        before = (makers[v] for v in reachable([source], alike) if v in makers)
-        names |= {e.args[1].name for e in before if e.op is GRADIENT} or {source.name}
+        names |= {leaf_of[v] for v in reachable([source], alike) if v in leaf_of} or {source.name}
     order = {v.name: k for k, v in enumerate(graph.inputs)}
     return tuple(sorted(names, key=lambda name: (order.get(name, len(order)), name)))
 

@@ -8,10 +8,10 @@ that is computed behind backward, runs in each micro-batch too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair
+from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair, role
 from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.micro_batches import changing
@@ -37,37 +37,20 @@ class Gradient(NamedTuple):
     paths: tuple[str, ...] = ()
 
 
-def _of_gradient(e: Eqn) -> Gradient:
-    return Gradient(e.args[0], e, paths=(e.args[1].name,))
-
-
-def _of_mean(e: Eqn) -> Gradient:
-    return Gradient(e.args[0], e)
-
-
-_MARKED: Mapping[object, Callable[[Eqn], Gradient]] = {GRADIENT: _of_gradient, PMEAN: _of_mean}
-
-
 def gradients(graph: Graph) -> dict[Var, Gradient]:
     """The values of a program that are averaged over micro-batches."""
     over = varying(graph, ("batch",))
-    marks = (e for e in graph.eqns if e.op in _MARKED and not any(v in over for v in e.ins[1:]))
-    averaged = {e.out: _MARKED[e.op](e) for e in marks}
+    marks = (e for e in graph.eqns if e.op in (GRADIENT, PMEAN) and not any(v in over for v in e.ins[1:]))
+    averaged = {e.out: Gradient(e.args[0], e, paths=tuple(leaf.name for leaf in e.ins[1:])) for e in marks}
     for e, waited in pair(graph).waits.items():
-        start, role = waited.start, role_of(waited.start)
-        if role == "grad" or (role == "pmean" and start.kwargs["op"] == "mean"):
+        start = waited.start
+        if role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean"):
             member = start.ins[waited.member]
             first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
-            several = graph.axes[start.kwargs["axis"]] > 1
-            paths = start.provenance.paths if start.provenance and role == "grad" else ()
-            this = Gradient(member, e, start, start.order is not None and several, paths)
-            averaged[e.out] = first._replace(end=e) if first else this
+            planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
+            paths = start.provenance.paths if start.provenance and role(start) == "grad" else ()
+            averaged[e.out] = first._replace(end=e) if first else Gradient(member, e, start, planned, paths)
     return averaged
-
-
-def role_of(e: Eqn) -> str:
-    """The role of a collective, or "" for any other equation."""
-    return e.provenance.role if e.provenance else ""
 
 
 class Roles:
@@ -77,43 +60,33 @@ class Roles:
         self.graph, self.makers, self.gradients = graph, producers(graph.eqns), gradients(graph)
 
     @functools.cached_property
-    def repeated(self) -> set[Eqn]:
+    def _repeated(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
-        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in self._reductions)
+        independent = self._independent()
+        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in independent)
 
-    @functools.cached_property
-    def _reductions(self) -> set[Eqn]:
+    def _independent(self) -> set[Eqn]:
         """The equations of the update that every micro-batch runs, because they depend on no gradient.
 
         These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
         from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
-        means = (g.end for g in self.gradients.values() if not g.paths)
-        independent = lambda e: not any(v in from_gradients for v in e.ins)
-        return {e for e in (*means, *self._brought(), *self._cut()) if independent(e)}
-
-    def _brought(self) -> Iterator[Eqn]:
-        """The waits for reductions of state and of outputs that are no scalars."""
-        for e, waited in pair(self.graph).waits.items():
-            role = role_of(waited.start)
-            if role == "state" or (role == "output" and any(v.shape for v in waited.start.ins)):
-                yield e
-
-    def _cut(self) -> Iterator[Eqn]:
-        """The equations that cut values of forward."""
+        means = {g.end for g in self.gradients.values() if not g.paths}
         forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
-        return (e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward)
+        brought = {e for e, waited in pair(self.graph).waits.items() if _brings(waited.start)}
+        cut = {e for e in self.graph.eqns if e.op is SHARD and e.args[0] in forward}
+        return {e for e in means | brought | cut if from_gradients.isdisjoint(e.ins)}
 
     @functools.cached_property
-    def once(self) -> set[Eqn]:
+    def _once(self) -> set[Eqn]:
         """The equations of the update."""
         state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
-        update = self._needed(state) | {e for e in self.graph.eqns if e.provenance and e.provenance.role == "output"}
+        update = self._needed(state) | {e for e in self.graph.eqns if role(e) == "output"}
         results = {v for v, g in self.gradients.items() if g.paths}
         once = set[Eqn]()
         for e in self.graph.eqns:
-            late = e.region == "update" and e not in self.repeated
-            if late and (e in update or any(v in results for v in e.ins)):
+            late = e.region == "update" and e not in self._repeated
+            if late and (e in update or not results.isdisjoint(e.ins)):
                 once.add(e)
                 results.update(e.results)
         return once
@@ -121,12 +94,12 @@ class Roles:
     @functools.cached_property
     def changes(self) -> set[Var]:
         """The values that differ from micro-batch to micro-batch."""
-        return changing(self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self.once)))
+        return changing(self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self._once)))
 
     @functools.cached_property
     def entering(self) -> Mapping[Var, list[Eqn]]:
         """The values of micro-batches that the update reads, each with the equations that read it."""
-        once = (e for e in self.graph.eqns if e in self.once)
+        once = (e for e in self.graph.eqns if e in self._once)
         return grouped((v, e) for e in once for v in dict.fromkeys(e.ins) if v in self.changes)
 
     def check_state(self) -> None:
@@ -153,6 +126,11 @@ class Roles:
         """The values, and all that are computed from them."""
         depending = set(values)
         for e in self.graph.eqns:
-            if any(v in depending for v in e.ins):
+            if not depending.isdisjoint(e.ins):
                 depending.update(e.results)
         return depending
+
+
+def _brings(start: Eqn) -> bool:
+    """Whether a reduction is of state, or of outputs that are no scalars."""
+    return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))

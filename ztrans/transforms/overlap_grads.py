@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..ir.collectives import role
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.operations import is_view_or_cast
 from .base import Transform, check_number, constructor
@@ -80,7 +81,7 @@ class _OverlapGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         makers, used = producers(graph.eqns), users(graph)
-        starts = [e for e in graph.eqns if e.provenance is not None and e.provenance.role in _REDUCED]
+        starts = [e for e in graph.eqns if role(e) in _REDUCED]
         if not starts and not graph.mesh:
             raise ValueError(
                 "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ir.collectives import rules
+from ..ir.collectives import role, rules
 from ..ir.graph import Graph, Order
 from .base import Transform, check_number, constructor
 
@@ -49,7 +49,5 @@ class _Prefetch(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None
-        params = (e for e in graph.eqns if e.provenance is not None and e.provenance.role == "param")
-        gathers = {e for e in params if rules(e).moves}
-        eqns = tuple(e.replace(order=hint) if e in gathers else e for e in graph.eqns)
-        return graph.replace(eqns=eqns, budget=budget)
+        hinted = lambda e: e.replace(order=hint) if role(e) == "param" and rules(e).moves else e
+        return graph.replace(eqns=tuple(map(hinted, graph.eqns)), budget=budget)

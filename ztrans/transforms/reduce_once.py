@@ -11,13 +11,15 @@ Reductions are linear, so the results are equal up to rounding. Gradients stay w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import NamedTuple
 
 import torch
 
-from ..ir.collectives import pair
+from ..ir.collectives import pair, role
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
-from ..ir.operations import CAST
+from .edits import widened
 
 aten = torch.ops.aten
 SUMS = (aten.add.Tensor,)
@@ -27,7 +29,7 @@ SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 def reduce_once(graph: Graph) -> Graph:
     """Rewrite with the patterns above until none of them matches."""
     while (rewritten := _rewritten(graph)) is not None:
-        graph = rewritten
+        graph = dce(rewritten)
     return graph
 
 
@@ -38,8 +40,7 @@ def _rewritten(graph: Graph) -> Graph | None:
     return next((new for new in graphs if new is not None), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reduced:
+class _Reduced(NamedTuple):
     """A value `wait(reduce(term))`, of which `start` is the reduction and `end` the wait. The value has one reader."""
 
     term: Var
@@ -48,13 +49,8 @@ class _Reduced:
 
     def sums_with(self, second: _Reduced) -> bool:
         """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
-        keys = [(r.start.op, r.start.kwargs, r.paths, r.start.out.layout) for r in (self, second)]
+        keys = [(r.start.op, r.start.kwargs, r.start.provenance, r.start.out.layout) for r in (self, second)]
         return keys[0] == keys[1] and self.end is not second.end
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The state leaves that the gradient is for."""
-        return self.start.provenance.paths if self.start.provenance else ()
 
 
 class _Uses:
@@ -80,9 +76,7 @@ class _Uses:
         if end is None or end not in self.waits:
             return None
         start = self.waits[end].start
-        role = start.provenance.role if start.provenance else None
-        ok = role == "grad" and len(start.ins) == 1
-        return _Reduced(start.ins[0], start, end) if ok else None
+        return _Reduced(start.ins[0], start, end) if role(start) == "grad" and len(start.ins) == 1 else None
 
     def holds(self, v: object, r: _Reduced) -> bool:
         """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""
@@ -108,31 +102,20 @@ def _is_sum(e: Eqn) -> bool:
     return e.op in SUMS and not e.kwargs
 
 
-def _either_way(e: Eqn) -> Iterator[tuple[object, object]]:
-    """The two terms of a sum, in both orders."""
-    yield e.args[0], e.args[1]
-    yield e.args[1], e.args[0]
-
-
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
     """wait(reduce(a)) + 0, from which `sum()` starts."""
     zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
-    return _without(uses.graph, e) if zero and uses.reduced(e.args[0]) else None
+    return rename(uses.graph, {e.out: e.args[0]}) if zero and uses.reduced(e.args[0]) else None
 
 
 def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + wait(reduce(b))."""
-    a, b = (uses.reduced(v) for v in e.args[:2]) if _is_sum(e) else (None, None)
-    return _merge(uses.graph, e, a, b, None) if a and b and a.sums_with(b) else None
-
-
-def _of_three(uses: _Uses, e: Eqn) -> Graph | None:
-    """(x + wait(reduce(a))) + wait(reduce(b)), with the terms of both sums in any order."""
-    for left, right in _either_way(e) if _is_sum(e) else ():
+    """wait(reduce(a)) + wait(reduce(b)), or (x + wait(reduce(a))) + wait(reduce(b)), with the terms in any order."""
+    for left, right in permutations(e.args) if _is_sum(e) else ():
         b, inner = uses.reduced(right), uses.maker(left)
-        for x, y in _either_way(inner) if b and inner is not None and _is_sum(inner) else ():
+        terms = permutations(inner.args) if inner is not None and _is_sum(inner) else ()
+        for x, y in ((None, left), *terms):
             a = uses.reduced(y)
-            if a and b and a.sums_with(b) and isinstance(x, Var):
+            if a and b and a.sums_with(b) and (x is None or isinstance(x, Var)):
                 return _merge(uses.graph, e, a, b, x)
     return None
 
@@ -141,49 +124,29 @@ def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
     """wait(reduce(a)) * c, if a sum of two reductions follows."""
     scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
     r = uses.reduced(e.args[0]) if scales else None
-    return _scale(uses.graph, e, r) if r and uses.is_summed(e.out, r) else None
+    if r is None or not uses.is_summed(e.out, r):
+        return None
+    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
+    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
+    return rename(_with(uses.graph, {r.start: [first, r.start.replace(args=([scaled],))]}), {e.out: r.end.out})
 
 
-_PATTERNS = (_from_zero, _of_two, _of_three, _scaled)
+_PATTERNS = (_from_zero, _of_two, _scaled)
 
 
 def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
     """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
     a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
     total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
-    casts, (x, y) = _as(total.dtype, (a.term, b.term), b.start)
-    before = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
-    start = b.start.replace(args=([total],))
-    sums = [] if rest is None else [add.replace(args=(rest, b.end.out))]
-    graph = _with(graph, {b.start: [*casts, before, start], a.start: [], a.end: [], add: sums})
-    return dce(graph if sums else rename(graph, {add.out: b.end.out}))
-
-
-def _as(dtype: torch.dtype, terms: tuple[Var, Var], at: Eqn) -> tuple[list[Eqn], list[Var]]:
-    """Casts of the terms to the dtype of the gradient, and their results, so that only the sum is rounded when sent."""
-    casts, widened = [], []
-    for v in terms:
-        if v.dtype != dtype:
-            wide = dataclasses.replace(v, name=f"{v.name}.wide", dtype=dtype)
-            casts.append(at.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None))
-            v = wide
-        widened.append(v)
-    return casts, widened
-
-
-def _without(graph: Graph, e: Eqn) -> Graph:
-    """The program without `e`; its first argument replaces its result."""
-    return rename(_with(graph, {e: []}), {e.out: e.args[0]})
+    # The terms are cast to the dtype of the gradient, so that only their sum is rounded when it is sent.
+    (casts, x), (more, y) = (widened(r.term, total.dtype, f"{r.term.name}.wide", b.start) for r in (a, b))
+    first = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
+    changes = {b.start: [*casts, *more, first, b.start.replace(args=([total],))]}
+    if rest is None:
+        return rename(_with(graph, changes), {add.out: b.end.out})
+    return _with(graph, {**changes, add: [add.replace(args=(rest, b.end.out))]})
 
 
 def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
     """The program with other equations in the place of some."""
     return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
-
-
-def _scale(graph: Graph, e: Eqn, r: _Reduced) -> Graph:
-    """The program with `reduce(term * c)` in place of `reduce(term) * c`, which `e` computes."""
-    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
-    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
-    start = r.start.replace(args=([scaled],))
-    return rename(_with(graph, {r.start: [first, start], e: []}), {e.out: r.end.out})

@@ -25,5 +25,5 @@ from .pairing import Pairs, Started, Waited, pair
 from .reduction import ALL_REDUCE, REDUCE_SCATTER, reduce
 from .shard import SHARD
 from .start import Start
-from .table import PRIMITIVES, STARTS, is_start, lane, rules
+from .table import PRIMITIVES, STARTS, is_start, lane, role, rules
 from .trivial import erase_trivial

@@ -47,6 +47,11 @@ def is_start(eqn: Eqn) -> bool:
     return isinstance(rules(eqn), Start)
 
 
+def role(eqn: Eqn) -> str:
+    """The role of a collective, or "" for any other equation."""
+    return eqn.provenance.role if eqn.provenance else ""
+
+
 def lane(eqn: Eqn) -> str:
     """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own."""
     return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ...ir.collectives import bucket_key, coalesce, reduce, rules, wait
-from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers, substitute
+from ...ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
+from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers
 from ...ir.relations import grouped, instances, reachable
 
 
@@ -23,19 +23,18 @@ class Head:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.names = Names([v.name for v in graph.inputs] + [out.name for e in graph.eqns for out in e.results])
+        self.names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
         self.eqns: list[Eqn] = []
         self.values: dict[Var, Var] = {v: v for v in graph.inputs if v not in graph.batch and not v.layout}
         self._known: dict[str, Eqn] = {}
-        self._starts: set[Eqn] = set()
         self._round: dict[Var, int] = {}  # how many reductions a value depends on that follow each other
 
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
-        args, kwargs = (substitute(x, lambda v: self.values.get(v, v)) for x in (eqn.args, eqn.kwargs))
-        eqn = eqn.replace(args=args, kwargs=kwargs, region="forward", order=None)
-        constants = [x.tolist() for x in instances((args, kwargs), torch.Tensor)]  # in full, which their texts are not
-        known = self._known.setdefault(repr((eqn.op, args, kwargs, constants)), eqn)
+        eqn = eqn.reading(lambda v: self.values.get(v, v), region="forward", order=None)
+        arguments = eqn.args, eqn.kwargs
+        constants = [x.tolist() for x in instances(arguments, torch.Tensor)]  # in full, which their texts are not
+        known = self._known.setdefault(repr((eqn.op, *arguments, constants)), eqn)
         if known is eqn:
             self.eqns.append(eqn)
             before = max((self._round.get(v, 0) for v in eqn.ins), default=0)
@@ -52,7 +51,6 @@ class Head:
         name = self.names.fresh(f"{out.name}.all") if out.shape else out.name
         provenance = Provenance("param", (path,), axis)
         start = self.add(reduce([term], [name], axis, op, None, provenance=provenance, source=eqn.source))
-        self._starts.add(start)
         end = wait(start.out, source=eqn.source)
         end = self.add(end if out.shape else end.replace(outs=(out,)))
         self.values[out] = end.out
@@ -70,7 +68,7 @@ class Head:
         rounds = grouped((self._round[e.out], e) for e in self.eqns if e in needed)
         ordered: list[Eqn] = []
         for _, eqns in sorted(rounds.items()):
-            buckets = grouped((bucket_key(e), e) for e in eqns if e in self._starts)
-            ordered += (e for e in eqns if e not in self._starts)
+            buckets = grouped((bucket_key(e), e) for e in eqns if role(e) == "param")
+            ordered += (e for e in eqns if role(e) != "param")
             ordered += map(coalesce, buckets.values())
         return ordered

@@ -15,7 +15,7 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.collectives.user_collectives import is_users
-from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, substitute, users, variables
+from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, users, variables
 from ...ir.layout import cut_over, part
 from ...ir.operations import CAST
 from ...ir.printer import op_name
@@ -108,8 +108,7 @@ class OnShards:
     def _elementwise(self, e: Eqn, like: Whole) -> Whole:
         out = dataclasses.replace(like.shards, name=self.head.names.fresh(f"{e.out.name}.shard"), dtype=e.out.dtype)
         read = lambda v: self.whole[v].shards if v in self.whole else v
-        args, kwargs = substitute(e.args, read), substitute(e.kwargs, read)
-        shards = self.head.add(e.replace(args=args, kwargs=kwargs, outs=(out,))).out
+        shards = self.head.add(e.reading(read, outs=(out,))).out
         return like._replace(shards=shards, plain=like.plain and e.op is CAST)
 
     def _extreme(self, e: Eqn, x: Whole) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from ...ir.axes import members, members_of
 from ...ir.graph import Graph, Var
+from ..base import all_axes, meta_leaves
 
 if TYPE_CHECKING:
     from ..shard_params import ShardParams
@@ -39,9 +38,8 @@ class LeafAxes:
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, as the options of `shard_params` say."""
-        leaves = graph.inputs[: graph.num_state]
-        by_leaf = {v: options.leaf_axes(v.name, meta_leaf(graph, i)) for i, v in enumerate(leaves)}
-        every = members_of([*options.axes, *(axis for axes in by_leaf.values() for axis in axes)])
+        by_leaf = {v: options.leaf_axes(v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))}
+        every = all_axes([options], by_leaf.values())
         first = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
         return LeafAxes(every, max(dict.fromkeys(first), key=first.count), by_leaf, others)
@@ -64,10 +62,3 @@ class LeafAxes:
                 axes.append(axis)
                 rest = rest - {*members(axis)}
         return axes
-
-
-def meta_leaf(graph: Graph, index: int) -> torch.Tensor:
-    """A meta tensor of the shape and dtype of a state leaf, before the step itself divides it."""
-    leaf = graph.inputs[index]
-    shape = graph.leaf_shapes[index] if graph.leaf_shapes else leaf.shape
-    return torch.empty(shape, dtype=leaf.dtype, device="meta")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers, substitute
+from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers
 from ...ir.operations import CAST, is_view_or_cast
 from ...ir.reshard import Site, redistribute, reduced
 
@@ -30,8 +30,8 @@ class Values:
     def __init__(self, graph: Graph, options: ShardParams) -> None:
         self.opt = options
         self.eqns: list[Eqn] = []
-        self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
         self.producers = producers(graph.eqns)
+        self.names = Names(v.name for v in (*graph.inputs, *self.producers))
         self.placed: dict[Var, Var] = {}
         self.local: dict[Var, Var] = {}
         self._laid: dict[tuple[Var, Split | Partial | None], Var] = {}
@@ -76,7 +76,7 @@ class Values:
         Returns: Whether it was deferred.
         """
         v = eqn.ins[0] if is_view_or_cast(eqn) else None
-        waits = v in self._lazy or (v in self.placed and v not in self.local)
+        waits = v in self._lazy or v in self.placed
         if waits:
             self._lazy.update((out, eqn) for out in eqn.results)
         return waits
@@ -98,12 +98,12 @@ class Values:
 
     def _make(self, lazy: Eqn, phase: tuple | None, eqn: Eqn, first: bool) -> None:
         """Compute a view or a cast of a gathered value for `eqn`; the first computation keeps its name."""
-        args, kwargs = (substitute(x, lambda v: self.whole(v, eqn)) for x in (lazy.args, lazy.kwargs))
         renamed = lambda out: out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
-        copy = lazy.replace(args=args, kwargs=kwargs, outs=tuple(out and renamed(out) for out in lazy.outs))
+        outs = tuple(out and renamed(out) for out in lazy.outs)
+        copy = lazy.reading(lambda v: self.whole(v, eqn), outs=outs, region=eqn.region)
         for old, new in zip(lazy.results, copy.results):
             self._whole.setdefault(old, {})[phase] = new
-        self.eqns.append(copy.replace(region=eqn.region))
+        self.eqns.append(copy)
 
     def reduce(self, eqn: Eqn, x: Var, out: Var, over: Sequence[str], to: Split | None, role, path, op: str) -> None:
         """Reduce `x` over each of the axes `over` to `out`; with `to`, the reduction over its axis scatters it."""

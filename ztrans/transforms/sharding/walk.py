@@ -18,14 +18,15 @@ from ...ir.axes import members, members_of
 from ...ir.collectives import GRADIENT, PMEAN, PSUM
 from ...ir.collectives.user_collectives import is_users, on_parts
 from ...ir.collectives.varying import INVARIANT, differing, varying
-from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, substitute, users
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, users
 from ...ir.layout import is_worth_cutting
 from ...ir.printer import op_name
 from ...ir.reshard import on_axis
 from ...ir.source import where
 from ...ops import EVERY_AXIS
+from ..base import meta_leaves
 from .dtensor_rules import NoRule, rule
-from .leaf_axes import LeafAxes, meta_leaf
+from .leaf_axes import LeafAxes
 from .value_layouts import Values
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
@@ -47,7 +48,8 @@ class Sharding:
 
     def run(self) -> Graph:
         g = self.graph
-        inputs = [dataclasses.replace(v, layout=self.layout(v, i)) for i, v in enumerate(g.inputs)]
+        leaves = [dataclasses.replace(v, layout=self.layout(v, x)) for v, x in zip(g.inputs, meta_leaves(g))]
+        inputs = (*leaves, *g.inputs[g.num_state :])
         for old, new in zip(g.inputs, inputs):
             self.values.bind(old, new)
         marks = {GRADIENT: self.gradient, PMEAN: self.explicit, PSUM: self.explicit}
@@ -57,32 +59,23 @@ class Sharding:
                 self.check_draw(eqn)
             if eqn.op in marks:
                 marks[eqn.op](eqn)
-            elif eqn.region == "update" and self.has_parts(eqn) and not self.varies(eqn):
+            elif eqn.region == "update" and any(map(self.layout_of, eqn.ins)) and not self.varies(eqn):
                 self.on_shards(eqn)
             elif self.varies(eqn) or not self.values.defer(eqn):
                 self.on_whole(eqn)
-        outputs = [
-            *map(self.state, g.inputs, inputs[: g.num_state], g.outputs),
-            *map(self.output, g.outputs[g.num_state :]),
-        ]
-        batch = frozenset(self.values.local[v] for v in g.batch)
-        return g.replace(inputs=tuple(inputs), eqns=tuple(self.values.eqns), outputs=tuple(outputs), batch=batch)
+        outputs = (*map(self.state, g.inputs, leaves, g.outputs), *map(self.output, g.outputs[g.num_state :]))
+        return g.replace(inputs=inputs, eqns=tuple(self.values.eqns), outputs=outputs)
 
     def layout_of(self, v: Var) -> Layout:
         """The layout that the walk has given to a value of the plain program."""
         return self.values.placed[v].layout if v in self.values.placed else ()
 
-    def layout(self, v: Var, i: int) -> Layout:
-        if i >= self.graph.num_state:
-            return ()
-        layout = self.opt.layout(v.name, v.shape, meta_leaf(self.graph, i))
+    def layout(self, v: Var, leaf: torch.Tensor) -> Layout:
+        layout = self.opt.layout(v.name, v.shape, leaf)
         return tuple(p for p in layout if self.graph.axes[p.axis] > 1)  # a single rank holds the whole value
 
     def varies(self, eqn: Eqn) -> bool:
         return any(v in self.over for v in eqn.ins)
-
-    def has_parts(self, eqn: Eqn) -> bool:
-        return any(v in self.values.placed for v in eqn.ins)
 
     # ---- equations
 
@@ -91,7 +84,7 @@ class Sharding:
 
         Raises: ValueError if they would, each its own numbers.
         """
-        cut = {p.axis for v in eqn.ins if v in self.values.placed for p in self.values.placed[v].layout}
+        cut = {p.axis for v in eqn.ins for p in self.layout_of(v)}
         apart = {*members_of(cut), *(axis for v in eqn.ins for axis in self.differ.get(v, ()))}
         if any(self.graph.axes[a] > 1 and a not in apart for a in self.axes.all):
             raise self.unreduced(
@@ -100,8 +93,7 @@ class Sharding:
 
     def on_whole(self, eqn: Eqn) -> None:
         """Add an equation of forward or backward, or one whose arguments vary: it runs on whole values, unchanged."""
-        args, kwargs = (substitute(x, lambda v: self.values.whole(v, eqn)) for x in (eqn.args, eqn.kwargs))
-        self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs))
+        self.values.eqns.append(eqn.reading(lambda v: self.values.whole(v, eqn)))
         for out in eqn.results:
             self.values.bind(out, out)
 
@@ -122,9 +114,8 @@ class Sharding:
             raise self.no_rule(eqn, error) from None
         ready = iter(wanted)
         read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
-        args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
-        self.values.eqns.append(eqn.replace(args=args, kwargs=kwargs, outs=outs))
+        self.values.eqns.append(eqn.reading(read, outs=outs))
         for old, new in zip(eqn.results, self.values.eqns[-1].results):
             self.values.bind(old, new)
 
@@ -145,19 +136,16 @@ class Sharding:
         if not varies:
             self.values.bind(out, self.values.value(g, eqn))
             return
-        layout = self.values.placed[p].layout if p in self.values.placed else ()
-        to = next((part for part in layout if isinstance(part, Split)), None)
+        to = self.values.placed[p].split if p in self.values.placed else None
         over = self.axes.cover(varies - differs, p)
         ranks = math.prod(self.graph.axes[a] for a in differs & varies)
-        if ranks == 1:
-            return self.values.reduce(eqn, g, out, over, to, "grad", p.name, "mean")
-        mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum"))
+        mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum")) if ranks > 1 else out
         self.values.reduce(eqn, g, mean, over, to, "grad", p.name, "mean")
-        value = self.values.value(mean, eqn)
-        scaled = dataclasses.replace(value, name=out.name)
-        args = (value, ranks)
-        self.values.eqns.append(eqn.replace(op=torch.ops.aten.div.Tensor, args=args, outs=(scaled,), region="update"))
-        self.values.bind(out, scaled)
+        if ranks > 1:
+            value = self.values.value(mean, eqn)
+            quotient = eqn.replace(op=torch.ops.aten.div.Tensor, args=(value, ranks), region="update")
+            self.values.eqns.append(quotient.replace(outs=(dataclasses.replace(value, name=out.name),)))
+            self.values.bind(out, self.values.eqns[-1].out)
 
     def explicit(self, eqn: Eqn) -> None:
         """Add a pmean or psum of the user.
@@ -209,24 +197,21 @@ class Sharding:
 
     def state(self, old: Var, new: Var, out: Var) -> Var:
         """A leaf of the new state, `out`, in the layout that the old leaf has in the new program, where it is `new`."""
-        to = next((part for part in new.layout if isinstance(part, Split)), None)
         others = self.axes.others.get(old, INVARIANT)
         if not self.varies_over(out) - others:
-            return self.values.laid(out, to, self.end(out))
+            return self.values.laid(out, new.split, self.end(out))
         maker = self.values.producers.get(out)
         if maker is None or maker.region == "update":
             subject = "a value that depends on the batch" if out in self.over else "a value of leaves that differ"
             raise self.unreduced(self.entry(maker) if out in self.over else maker, subject, old)
-        return self.averaged(out, to, f"state {old.name}", "state", others)
+        return self.averaged(out, new.split, f"state {old.name}", "state", others)
 
     def output(self, out: Any) -> Any:
         if not isinstance(out, Var):
             return out
-        if not self.varies_over(out):
-            return self.values.laid(out, None, self.end(out))
-        if self.opt.outputs == "local" or out.shape:  # the samples of a batch are not the same on two ranks
-            return self.values.local[out] if out in self.values.local else self.values.laid(out, None, self.end(out))
-        return self.averaged(out, None, "output", "output")
+        if self.varies_over(out) and self.opt.outputs == "mean" and not out.shape:
+            return self.averaged(out, None, "output", "output")
+        return self.values.laid(out, None, self.end(out))  # the samples of a batch are not the same on two ranks
 
     def end(self, out: Var) -> Eqn:
         """An equation that stands for the reader of output `out`, at the end of the update."""
@@ -246,7 +231,7 @@ class Sharding:
             self.means[key] = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
             over = self.axes.cover(self.varies_over(out) - not_over)
             self.values.reduce(end, out, self.means[key], over, to, role, out.name, "mean")
-        return self.values.value(self.means[key], end)
+        return self.values.laid(self.means[key], to, end)
 
     # ---- errors
 
