@@ -40,7 +40,7 @@ def main() -> None:
         with Races() as cuda:
             streamed, on_gpu = trained(case, states[1], low, mesh, Streams(cuda))
         truth = [case.state()]
-        for each in local if RANK == number else ():
+        for each in local if number == RANK else ():
             truth[0], _ = low.lockstep(truth[0], each)
         dist.broadcast_object_list(truth, src=number)
         # A recorded step waits for messages in threads, which then begin the second level.

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
+from ..ir.relations import instances
 from ..ir.source import Source, where
 from .regions import Fact
 
@@ -97,7 +98,7 @@ class Builder:
         """What `op` returns for meta tensors. An optimizer asks the same for many parameters, so results are kept."""
         typed = lambda var: (var.dtype, var.shape, self.strides[var])
         key = op, repr(substitute(args, typed)), repr(substitute(kwargs, typed))
-        if key not in self.metas:
+        if key not in self.metas or any(instances((args, kwargs), torch.Tensor)):  # literals of two shapes print alike
             self.metas[key] = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         return self.metas[key]
 
