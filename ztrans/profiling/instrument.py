@@ -74,12 +74,8 @@ class Record:
 @contextlib.contextmanager
 def watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
     """Keep a thread for each lane, which waits for the collectives of that lane one after the other."""
-    watchers: defaultdict[str, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1, "ztrans-watcher"))
-    try:
-        yield watchers
-    finally:
-        for watcher in watchers.values():
-            watcher.shutdown()
+    with contextlib.ExitStack() as stack:
+        yield defaultdict(lambda: stack.enter_context(ThreadPoolExecutor(1, "ztrans-watcher")))
 
 
 def mark(record: Record, weights: tuple[int, ...] = (1,)) -> None:
@@ -124,8 +120,7 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
     out = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     record: fx.Node | None = None
-    nodes = list(program.graph.nodes)
-    for node, after in zip(nodes, [*nodes[1:], None]):
+    for node in program.graph.nodes:
         eqn = node.meta.get("eqn")
         if record is None and node.op != "placeholder":
             record = out.get_attr("record")
@@ -135,7 +130,7 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
         env[node] = out.node_copy(node, env.__getitem__)
         if eqn is not None and is_start(eqn) and node.op == "call_module":
             out.call_function(watch, (record, env[node], lane(eqn)))
-        if eqn is not None and after.meta.get("eqn") is not eqn:
+        if eqn is not None and node.next.meta.get("eqn") is not eqn:
             out.call_function(mark, (record, node.meta["weights"]))
     attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
     return fx.GraphModule(attributes, out, "Recorded")

@@ -131,10 +131,8 @@ def profile(
             module.record = Record(device, watchers)
             run(prepare(inputs))
             runs.append(module.record.times())
-    observed = tuple(_observed(graph, t) for t in runs)
-    return Profile(
-        _timeline(graph, _medians(runs)), _by_signature(graph, runs), observed, _overhead(graph, runs, device)
-    )
+    timeline, observed = _timeline(graph, _medians(runs)), tuple(tuple(_observed(graph, t)) for t in runs)
+    return Profile(timeline, _by_signature(graph, runs), observed, _overhead(graph, runs, device))
 
 
 def _medians(runs: Sequence[Times]) -> Times:
@@ -165,15 +163,13 @@ def _messages(graph: Graph, t: Times) -> list[_Sent]:
     return [_Sent(*message, readings.get(k)) for k, message in enumerate(sent)]
 
 
-def _observed(graph: Graph, t: Times) -> tuple[Observed, ...]:
-    observed = []
+def _observed(graph: Graph, t: Times) -> Iterator[Observed]:
     for e, m, received, readings in _messages(graph, t):
         if readings is not None:
             started, done, arrived = readings
             axis, spent, unpacked = e.kwargs["axis"], started - t.marks[m.issue - 1], t.marks[m.need + 1] - arrived
             kind = op_name(e.op)
-            observed.append(Observed(axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked))
-    return tuple(observed)
+            yield Observed(axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked)
 
 
 def _timeline(graph: Graph, t: Times) -> Timeline:
@@ -227,8 +223,8 @@ def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     durations = list(_durations(graph, runs))
     medians = grouped((key, median(seconds)) for key, seconds in durations)
     total = sum(map(sum, medians.values()))
-    step = median(map(sum, zip(*(seconds for _, seconds in durations)))) if total else 0.0
-    return {key: fmean(seconds) * (step / total if total else 1.0) for key, seconds in sorted(medians.items())}
+    scale = median(map(sum, zip(*(seconds for _, seconds in durations)))) / total if total else 1.0
+    return {key: fmean(seconds) * scale for key, seconds in sorted(medians.items())}
 
 
 def _overhead(graph: Graph, runs: Sequence[Times], device: str) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.graph import Var
@@ -106,12 +107,8 @@ def _dispatched(function: Callable, args: Sequence[Any], kwargs: Mapping[str, An
     return first.call
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two calls or arguments are equal: the same tensors, and equal values of one type."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    return type(a) is type(b) and a == b
+def _same(a: Call | None, b: Call | None) -> bool:
+    """Whether two calls are equal: they have the same tensors, and equal values of one type."""
+    (leaves, tree), (others, other_tree) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    equal = lambda x, y: x is y or (type(x) is type(y) and not isinstance(x, torch.Tensor) and x == y)
+    return tree == other_tree and all(map(equal, leaves, others))

@@ -14,7 +14,7 @@ from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import DTYPES, Graph, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
-from .meeting import Call, everywhere, first_difference, meet
+from .meeting import SAME_PROGRAM, Call, everywhere, first_difference, meet
 
 
 def messages(graph: Graph) -> list[str]:
@@ -65,10 +65,7 @@ def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
     else:
         difference = first_difference(ranks, lists)
     raise RuntimeError(
-        f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n"
-        f"{difference}"
-        f"Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
-        f"transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
+        f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n{difference}{SAME_PROGRAM}"
     )
 
 

@@ -52,11 +52,18 @@ def shard_leaf(
     leaf, trained = leaf.detach(), leaf.requires_grad
     if source is None:
         return _cut(leaf, layout, mesh, None, device).requires_grad_(trained)
-    if leaf.is_meta:
-        leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device or mesh.device_type)
-    else:  # without the copy, a leaf that is replicated would be the caller's own tensor
-        leaf = leaf.clone(memory_format=torch.contiguous_format)
-    return distribute_tensor(leaf, mesh, placements(layout, mesh), src_data_rank=source).requires_grad_(trained)
+    whole = _own_memory(leaf, mesh, device)
+    return distribute_tensor(whole, mesh, placements(layout, mesh), src_data_rank=source).requires_grad_(trained)
+
+
+def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) -> torch.Tensor:
+    """A contiguous copy, or uninitialised memory for a meta tensor.
+
+    The step overwrites its state, and must not overwrite the caller's tensors.
+    """
+    if x.is_meta:
+        return torch.empty(x.shape, dtype=x.dtype, device=device or mesh.device_type)
+    return x.to(device or x.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _cut(
@@ -68,11 +75,8 @@ def _cut(
         if isinstance(split, Split):
             axis = [name for name, _ in mesh_axes(mesh)].index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
-    if local.is_meta:
-        local = torch.empty(local.shape, dtype=local.dtype, device=device or mesh.device_type)
-    else:  # copied, because the step overwrites its state, and must not overwrite the caller's tensors
-        local = local.to(device or local.device, copy=True, memory_format=torch.contiguous_format)
-    return _dtensor(local, mesh, placements(layout, mesh, own), own.shape if own else whole.shape)
+    shape = own.shape if own else whole.shape
+    return _dtensor(_own_memory(local, mesh, device), mesh, placements(layout, mesh, own), shape)
 
 
 def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,11 @@ from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 T = TypeVar("T")
 _RECORD = struct.Struct("<qq112s")
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
+_STOP_TOGETHER = "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+SAME_PROGRAM = (
+    "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
+    "transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
+)
 
 
 class Call(NamedTuple):
@@ -100,8 +105,7 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
         )
     if not causes or any("ended" in text for text in causes.values()):
         lines.append(
-            "Every rank must take the same number of steps. If data ends earlier on some ranks, stop all ranks "
-            "together, or drop the last batches: DistributedSampler(..., drop_last=True).\n"
+            f"Every rank must take the same number of steps. If data ends earlier on some ranks, {_STOP_TOGETHER}\n"
         )
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -168,14 +172,10 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
         lines = [f"  {_named(ranks)}: {name}\n" for name, ranks in by_name.items()]
         return (
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
-            f"has ended, stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+            f"has ended, {_STOP_TOGETHER}"
         )
     if messages:
-        return (
-            f"{head}{first_difference(groups.ranks, messages)}"
-            f"Batches may differ in size from rank to rank, but every rank must take the same branches, "
-            f"with the same transforms. Compare print(step.lower(state, batch)) of two ranks."
-        )
+        return f"{head}{first_difference(groups.ranks, messages)}{SAME_PROGRAM}"
     by_steps = grouped((call.steps, rank) for call, rank in zip(calls, groups.ranks))
     lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in by_steps.items()]
     return (

@@ -24,8 +24,9 @@ _ROW = 4096  # the positions that a digest distinguishes
 class Leaf(NamedTuple):
     """A description of one leaf on one rank. `values` is its digest, or None if the values are not compared."""
 
+    path: str
     kind: str
-    values: tuple[int, ...] | None
+    values: list[int] | None
 
 
 def check_same(
@@ -41,7 +42,7 @@ def check_same(
     if mesh.size() == 1:
         return
     meet(mesh, Call("shard"))
-    described = list(zip(paths, _described(leaves, source is None)))
+    described = _described(paths, leaves, source is None)
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
     _check_paths(by_rank)
     together = {of_leaf: rows(mesh.mesh, mesh.mesh_dim_names or (), of_leaf) for of_leaf in map(tuple, axes)}
@@ -49,13 +50,13 @@ def check_same(
         for first, *others in together[tuple(of_leaf)]:
             for rank in others:
                 if by_rank[rank][k] != by_rank[first][k]:
-                    raise ValueError(_text(paths[k], first, by_rank[first][k][1], rank, by_rank[rank][k][1]))
+                    raise ValueError(_text(first, by_rank[first][k], rank, by_rank[rank][k]))
 
 
-def _check_paths(by_rank: Mapping[int, Sequence[tuple[str, Leaf]]]) -> None:
+def _check_paths(by_rank: Mapping[int, Sequence[Leaf]]) -> None:
     (first, wanted), *others = by_rank.items()
     for rank, leaves in others:
-        if [path for path, _ in leaves] != [path for path, _ in wanted]:
+        if [leaf.path for leaf in leaves] != [leaf.path for leaf in wanted]:
             raise ValueError(
                 f"shard: rank {rank} has {len(leaves)} leaves and rank {first} has {len(wanted)}, or they have other "
                 f"names.\nBuild the same model and optimizer on every rank."
@@ -77,10 +78,10 @@ def digest(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([whole.sum(), (whole * weights).sum()])
 
 
-def _described(leaves: Sequence[Any], values: bool) -> list[Leaf]:
+def _described(paths: Sequence[str], leaves: Sequence[Any], values: bool) -> list[Leaf]:
     digests = {i: digest(x) for i, x in enumerate(leaves) if values and _is_full(x)}
     sums = dict(zip(digests, torch.stack([d.cpu() for d in digests.values()]).tolist())) if digests else {}
-    return [Leaf(_kind(x, values), tuple(sums[i]) if i in sums else None) for i, x in enumerate(leaves)]
+    return [Leaf(path, _kind(x, values), sums.get(i)) for i, (path, x) in enumerate(zip(paths, leaves))]
 
 
 def _is_full(x: Any) -> bool:
@@ -95,15 +96,15 @@ def _kind(x: Any, values: bool) -> str:
     return f"{list(x.shape)} of {x.dtype}{' on meta, without values' if x.is_meta and values else ''}"
 
 
-def _text(path: str, first_rank: int, first: Leaf, rank: int, here: Leaf) -> str:
+def _text(first_rank: int, first: Leaf, rank: int, here: Leaf) -> str:
     if first.kind != here.kind:
         return (
-            f"shard: {path} is {first.kind} on rank {first_rank} and {here.kind} on rank {rank}.\n"
+            f"shard: {here.path} is {first.kind} on rank {first_rank} and {here.kind} on rank {rank}.\n"
             f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
             f"others hold tensors of the same shapes, which may be on meta."
         )
     return (
-        f"shard: {path} has other values on rank {rank} than on rank {first_rank}, so the ranks would train different "
-        f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
-        f"model is built, and load the same checkpoint."
+        f"shard: {here.path} has other values on rank {rank} than on rank {first_rank}, so the ranks would train "
+        f"different replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike "
+        f"before the model is built, and load the same checkpoint."
     )

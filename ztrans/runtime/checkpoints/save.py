@@ -58,11 +58,11 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     True
     """
     target, named = Path(path), named_leaves(state)
-    tensors = {name: _tensor(name, leaf) for name, leaf in named.items()}
-    check_whole(list(named.values()), "save")
-    mesh = mesh_of_state(named.values())
+    tensors, leaves = {name: _tensor(name, leaf) for name, leaf in named.items()}, list(named.values())
+    check_whole(leaves, "save")
+    mesh = mesh_of_state(leaves)
     if mesh is not None:
-        meet(mesh, Call(f"save to {str(target)[-80:]}", steps=steps_of(list(named.values()))))
+        meet(mesh, Call(f"save to {str(target)[-80:]}", steps=steps_of(leaves)))
     if model_file.is_model_file(target):
         return _write_model_file(target, tensors, mesh)
     wait(_running)  # so that there is one copy of the state at a time
@@ -90,10 +90,7 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def _write_folder(
-    writer: FolderWriter,
-    staged: Mapping[str, torch.Tensor],
-    mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | None,
+    writer: FolderWriter, staged: Mapping[str, torch.Tensor], mesh: DeviceMesh | None, group: dist.ProcessGroup | None
 ) -> Path:
     try:
         if mesh is not None and group is not None:

@@ -56,8 +56,9 @@ class StreamedStart(Start):
         by: Transport,
     ) -> None:
         super().__init__(eqn, sizes, at, channel)
-        self.streams, self.lane, self.transport = streams, streams.lane(channel), by
+        self.streams, self.lane = streams, streams.lane(channel)
         self.carrier, self.is_by_host, self.hosts = by, by.call == BY_HOST, channel.hosts
+        self.is_exchanged = self.is_by_host or by.call == "nccl all_to_all"
         messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
         self.message = messages[self.kind]
 
@@ -82,7 +83,7 @@ class StreamedStart(Start):
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received, sent = ([torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent))
-        work: Any
+        work: Any = None
         if self.kind is ALL_GATHER:
             options = AllgatherOptions()
             options.asyncOp = False
@@ -92,11 +93,9 @@ class StreamedStart(Start):
         elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
         elif self.is_by_host:
-            work = None
             for into, out in zip(received, sent):
                 self._exchange_sums(into, out)
-        elif self.transport.call == "nccl all_to_all":
-            work = None
+        elif self.is_exchanged:
             for into, out in zip(received, sent):
                 dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), group=self.group)
         else:
@@ -148,26 +147,22 @@ class StreamedStart(Start):
         shapes = [self.part_shape(k) for k in ks]
         dtype, total = self.outs[ks[0]].dtype, sum(sizes)
         sent, pack = self._terms(sizes, terms)
-        if self.is_by_host or self.transport.call == "nccl all_to_all":
-            values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-            rows, incoming = (self.hosts.count, self.partial) if self.is_by_host else (n, self.wire)
-
-            def summed(received: torch.Tensor) -> None:
-                flat = ops.reduce(list(received.view(rows, total)), self.op, torch.float32, count=n)
-                self._deliver(flat, 1, sizes, shapes, values)
-
-            return Message(sent, values, pack, lambda: new(rows * total, dtype=incoming), summed)
-        if len(ks) == 1 and self.dim == 0 and dtype == self.wire:
+        if len(ks) == 1 and self.dim == 0 and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
             return Message(sent, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
+        rows = self.hosts.count if self.is_by_host else n if self.is_exchanged else 1
+        incoming = self.partial if self.is_by_host else self.wire
 
-        def scaled(received: torch.Tensor) -> None:
-            self._scale(received)
+        def finish(received: torch.Tensor) -> None:
+            if self.is_exchanged:
+                received = ops.reduce(list(received.view(rows, total)), self.op, torch.float32, count=n)
+            else:
+                self._scale(received)
             self._deliver(received, 1, sizes, shapes, values)
 
-        return Message(sent, values, pack, lambda: new(total, dtype=self.wire), scaled)
+        return Message(sent, values, pack, lambda: new(rows * total, dtype=incoming), finish)
 
     def _terms(self, sizes: list[int], terms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
         """The send buffer of a reduction, and the function that fills it.

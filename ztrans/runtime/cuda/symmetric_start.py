@@ -42,40 +42,38 @@ class SymmetricStart(StreamedStart):
         """Do nothing: the kernel that finishes a message also communicates."""
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
-        sizes = [self.parts[k] for k in ks]
-        rows = [s.movedim(self.dim, 0) for s in shards]
-        sent = shards[0].new_empty(sum(sizes), dtype=self.wire)
-        read = lambda outs: gather(self.symmetric.buffer(self.group), sent, outs, sizes)
-        return self._message(sent, rows, sizes, [self.shapes[k] for k in ks], self.wire, 1, read)
+        read = lambda sent, outs, sizes: gather(self.symmetric.buffer(self.group), sent, outs, sizes)
+        return self._message(ks, shards, 1, [self.shapes[k] for k in ks], self.wire, read)
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        sizes, shapes = [self.parts[k] for k in ks], [self.part_shape(k) for k in ks]
-        rows = [t.movedim(self.dim, 0) for t in terms]
-        sent = terms[0].new_empty(self.size * sum(sizes), dtype=self.wire)
-        read = lambda outs: scatter(self.symmetric.buffer(self.group), sent, outs, sizes, self.op)
-        return self._message(sent, rows, sizes, shapes, self.outs[ks[0]].dtype, self.size, read)
+        read = lambda sent, outs, sizes: scatter(self.symmetric.buffer(self.group), sent, outs, sizes, self.op)
+        return self._message(ks, terms, self.size, [self.part_shape(k) for k in ks], self.outs[ks[0]].dtype, read)
 
     def _message(
         self,
-        sent: torch.Tensor,
-        rows: Sequence[torch.Tensor],
-        sizes: list[int],
+        ks: list[int],
+        members: Sequence[torch.Tensor],
+        ranks: int,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        ranks: int,
-        read: Callable[[list[torch.Tensor]], None],
+        read: Callable[[torch.Tensor, list[torch.Tensor], list[int]], None],
     ) -> Message:
-        """A message of `rows`, packed for `ranks` ranks. `read` fills flat tensors, which become the values."""
+        """A message with a row for each of `ranks` ranks.
+
+        `read` takes the packed message, flat tensors that it fills and that become the values, and their sizes.
+        """
+        sizes, rows = [self.parts[k] for k in ks], [m.movedim(self.dim, 0) for m in members]
+        sent = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
         values = [sent.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
         # The kernel returns fp32 or half precision; values of other dtypes are then cast.
         read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
 
         def finish(_: torch.Tensor) -> None:
             if self.dim == 0 and read_dtype == dtype:
-                read([v.view(-1) for v in values])
+                read(sent, [v.view(-1) for v in values], sizes)
                 return
             flat = [torch.empty(math.prod(shape), dtype=read_dtype, device=sent.device) for shape in shapes]
-            read(flat)
+            read(sent, flat, sizes)
             for x, value, shape in zip(flat, values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim))
 

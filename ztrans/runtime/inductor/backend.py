@@ -219,12 +219,9 @@ def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
 def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
     """For each matrix product that another library computes in less time, the function of that library."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
-    calls: dict[Eqn, Callable] = {}
-    for e in (e for e in program.graph.eqns if varies(e, e.outs)):
-        call = cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)
-        if call is not None:
-            calls[e] = call
-    return calls
+    may_differ = (e for e in program.graph.eqns if varies(e, e.outs))
+    calls = ((e, cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)) for e in may_differ)
+    return {e: call for e, call in calls if call is not None}
 
 
 def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:

@@ -241,20 +241,14 @@ def _is_same_call(a: Eqn, b: Eqn) -> bool:
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
     """The group of an item, if it has one; then, one by one, its other equations, which are views."""
-    grouped = set(_grouped(item))
+    grouped = {e for e in item.eqns if not _is_real_view(e)}
+    if item.fusible and sum(map(_is_fusible, grouped)) < 2:
+        grouped = set()
+    read = {v for e in grouped for v in e.ins}
+    for e in filter(_is_real_view, reversed(item.eqns)):  # the views that a group reads run in its kernel
+        if not read.isdisjoint(e.outs):
+            read.update(e.ins)
+            grouped.add(e)
     if grouped:
         yield [e for e in item.eqns if e in grouped]
     yield from ([e] for e in item.eqns if e not in grouped)
-
-
-def _grouped(item: _Item) -> list[Eqn]:
-    """The equations of an item that run as one, with the views that they read."""
-    grouped = [e for e in item.eqns if not _is_real_view(e)]
-    if not grouped or (item.fusible and sum(map(_is_fusible, grouped)) < 2):
-        return []
-    read = {v for e in grouped for v in e.ins}
-    for e in filter(_is_real_view, reversed(item.eqns)):
-        if not read.isdisjoint(e.outs):
-            read.update(e.ins)
-            grouped.append(e)
-    return grouped

@@ -11,6 +11,7 @@ refuses such a step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,9 +40,8 @@ class Hyperparameters:
         self._last: list[_Read] = []
 
     def _read(self) -> list[_Read]:
-        groups = groups_of(self._optimizers)
-        known = [last.then(group) for last, group in zip(self._last, groups)]
-        self._last = known + [_Read.of(group, frozenset()) for group in groups[len(known) :]]
+        before = itertools.chain(self._last, itertools.repeat(_Read({}, frozenset(), {}, "")))
+        self._last = [last.then(group) for last, group in zip(before, groups_of(self._optimizers))]
         return self._last
 
     def inputs(self) -> list[Group]:
@@ -76,13 +76,6 @@ class _Read:
     inputs: Group
     constants: str
 
-    @staticmethod
-    def of(group: Group, changing: frozenset[str]) -> _Read:
-        inputs = {k: _as_inputs(v) for k, v in group.items() if _is_input(group, k, changing)}
-        constants = {k: v for k, v in group.items() if k not in inputs and k != "params"}
-        signs = {k: [*map(_sign, _entries(v))] for k, v in inputs.items() if k != "lr"}
-        return _Read(_copied(group), changing, inputs, f"{constants} {signs}")
-
     def then(self, group: Group) -> _Read:
         """The group as it is read at the next call."""
         others = [k for k, v in group.items() if v is not self.group.get(k, self)]
@@ -91,8 +84,14 @@ class _Read:
         if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
             rate = _as_inputs(group["lr"])
             return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
-        changing = {k for k in others if _has_changed(self.group.get(k), group[k])}
-        return _Read.of(group, self.changing | changing)
+        return _Read.of(group, self.changing | {k for k in others if _has_changed(self.group.get(k), group[k])})
+
+    @staticmethod
+    def of(group: Group, changing: frozenset[str]) -> _Read:
+        inputs = {k: _as_inputs(v) for k, v in group.items() if _is_input(group, k, changing)}
+        constants = {k: v for k, v in group.items() if k not in inputs and k != "params"}
+        signs = {k: [*map(_sign, _entries(v))] for k, v in inputs.items() if k != "lr"}
+        return _Read(_copied(group), changing, inputs, f"{constants} {signs}")
 
 
 def _copied(group: Group) -> Group:

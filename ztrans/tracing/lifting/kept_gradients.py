@@ -110,9 +110,9 @@ class KeptGradients(TorchFunctionMode):
         elif results and name in self._unsure:
             self._as_none[name] = self._unsure[name]
 
-    def before_step(self, names: Iterable[str]) -> None:
+    def before_step(self, params: Iterable[torch.Tensor]) -> None:
         """Prepare for a step of an optimizer with these parameters: set placeholders to None, so that it skips them."""
-        for name in names:
+        for name in (self._owner[id(p)] for p in params):
             if name in self._unsure:
                 self._as_none[name] = self._unsure[name]
             stays = name in self.had and (self.carried is not None or name in self._zeroed)

@@ -106,7 +106,7 @@ def lift(
         with swapped(model, optimizers, names, state, groups) as params:
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
-            stepped = _stepped(optimizers, {id(p): name for name, p in params.items()}, gradients, arithmetic, begin)
+            stepped = _stepped(optimizers, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
             checked = unchanged(optimizers, groups)
             with checked, gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
@@ -198,11 +198,7 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
 
 @contextlib.contextmanager
 def _stepped(
-    optimizers: Sequence[Optimizer],
-    stand_ins: Mapping[int, str],
-    gradients: KeptGradients,
-    numbers: Numbers,
-    begin_update: Callable,
+    optimizers: Sequence[Optimizer], gradients: KeptGradients, numbers: Numbers, begin_update: Callable
 ) -> Iterator[None]:
     """Raise an error if the loop steps another optimizer, or does not step all of these.
 
@@ -221,28 +217,22 @@ def _stepped(
             )
         stepped.append(o)
         present.append(o)
-        gradients.before_step([stand_ins[id(p)] for group in o.param_groups for p in group["params"]])
+        inside.callback(present.clear)
+        gradients.before_step(p for group in o.param_groups for p in group["params"])
         inside.callback(begin_update(o, has_closure=len(args) + len(kwargs) > 1))
         inside.enter_context(numbers)
         numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
         compiling = torch.compiler._is_compiling_flag and not numbers.reading
         inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
 
-    def end(*_: Any) -> None:
-        present.clear()
-        inside.close()
-
-    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
-    try:
-        yield
-    except ValueError as error:
-        if not present or "reads a tensor's value" not in str(error):
-            raise
-        raise _chooses(present[0], error) from error
-    finally:
-        end()
-        for handle in handles:
-            handle.remove()
+    end = register_optimizer_step_post_hook(lambda *_: inside.close())
+    with register_optimizer_step_pre_hook(begin), end, inside:
+        try:
+            yield
+        except ValueError as error:
+            if not present or "reads a tensor's value" not in str(error):
+                raise
+            raise _chooses(present[0], error) from error
     for k, o in enumerate(optimizers):
         if o not in stepped:
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"

@@ -69,11 +69,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 
 
 def restore(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    state: State,
-    *,
-    scaler: GradScaler | None = None,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State, *, scaler: GradScaler | None = None
 ) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
 
@@ -88,15 +84,14 @@ def restore(
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            _written(p, state["params"][name])
+        tensors = {**state["params"], **state["buffers"]}
+        for name, own in (*model.named_parameters(), *model.named_buffers()):
+            _written(own, tensors[name])
         for o in optimizers:
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
                     o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
-        for name, b in model.named_buffers():
-            _written(b, state["buffers"][name])
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None

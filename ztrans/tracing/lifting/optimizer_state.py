@@ -12,7 +12,6 @@ import contextlib
 import copy
 from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,20 +69,16 @@ def _by_name(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[State
     if not optimizer.state and not any(isinstance(p, DTensor) for p in params):
         with contextlib.suppress(Exception):  # an optimizer that reads values, or a fused one
             trial = _trial(optimizer, params, device="meta")
-    try:
+    with contextlib.suppress(Exception):  # `_tried` says why
         trial = trial or _trial(optimizer, params)
-    except Exception as error:
-        raise _unknown(optimizer, f"a step with gradients of zeros failed: {error}") from error
     created = [{k: v for k, v in state.items() if v is not None} for _, state in trial]
-    if any(key not in _FRESH for state in created for key in state):
+    if not trial or any(key not in _FRESH for state in created for key in state):
         return None
     filled = lambda p, state: {key: _filled(value, _FRESH[key], p) for key, value in state.items()}
     return map(filled, params, created)
 
 
-def _filled(value: Any, number: float, p: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return type(value)(number)
+def _filled(value: torch.Tensor, number: float, p: torch.Tensor) -> torch.Tensor:
     return torch.full_like(value, number, device=p.device if value.is_meta else value.device)
 
 
@@ -95,7 +90,7 @@ def copied(value: Any) -> Any:
 class _First(UserDict):
     """The state of one parameter, which remembers the value that was stored first under each key."""
 
-    def __init__(self, state: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self.first: State = {}
         super().__init__(state)
 
@@ -110,10 +105,6 @@ class _FirstOfAll(defaultdict):
 
     def __setitem__(self, p: torch.Tensor, state: Mapping[str, Any]) -> None:
         super().__setitem__(p, state if isinstance(state, _First) else _First(state))
-
-    def __missing__(self, p: torch.Tensor) -> _First:
-        self[p] = _First()
-        return self[p]
 
 
 def _trial(
@@ -131,7 +122,7 @@ def _trial(
     copies = [p.detach().to(device or p.device, copy=True).requires_grad_() for p in params]
     trial = _copy_of(optimizer, {id(p): c for p, c in zip(params, copies)})
     held = trial.state
-    trial.state = defaultdict(dict) if seed is None else _FirstOfAll()
+    trial.state = defaultdict(dict) if seed is None else _FirstOfAll(_First)
     for k, c in enumerate(copies):
         if held.get(c):
             trial.state[c] = held[c]

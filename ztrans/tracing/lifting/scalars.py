@@ -140,8 +140,9 @@ class Numbers(TorchFunctionMode):
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if not any(map(_decides_dtype, operands)):
-            args = pytree.tree_map(lambda x: self._as_operand(operands, x), args)
+        if not any(map(_decides_dtype, operands)):  # a number takes the dtype that it would take in Python
+            dtype = lambda x: torch.result_type(operands[0], 1.0 if x.is_floating_point() else 1)
+            args = pytree.tree_map(lambda x: x.to(dtype(x)) if id(x) in self._numbers else x, args)
         return func(*args, **kwargs)
 
     def begin_step(self, reading: bool) -> None:
@@ -161,12 +162,6 @@ class Numbers(TorchFunctionMode):
             self._numbers[id(result)] = result
             self._rebound.add(id(result))
         return result
-
-    def _as_operand(self, operands: list[torch.Tensor], x: Any) -> Any:
-        """A number in the dtype that PyTorch would give a Python number combined with these operands."""
-        if not isinstance(x, torch.Tensor) or id(x) not in self._numbers:
-            return x
-        return x.to(torch.result_type(operands[0], 1.0 if x.is_floating_point() else 1))
 
     def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
         """The result of `func` on numbers alone, as in Python: integers stay exact, everything else is fp64."""
