@@ -31,7 +31,7 @@ from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import KnownState, LastState, StateLeaves
-from .runtime.leaves import check_inputs
+from .runtime.leaves import check_laid_out
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
@@ -220,7 +220,9 @@ class Compiled(Printed):
     def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
         program, graph = self.lowered.program, self.lowered.graph
         leaves, local = local_inputs(program, graph, arguments)
-        check_inputs(graph, self._mesh, program.axes, program.paths, leaves)
+        if self._mesh is not None and self._mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
+            layouts = [v.layout for v in graph.inputs[: graph.num_state]]
+            check_laid_out(graph.name, self._mesh, program.axes, program.paths, leaves, layouts, lowered=True)
         check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
         return leaves, local
 

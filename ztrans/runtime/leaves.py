@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..ir.axes import members, submesh
-from ..ir.graph import Graph, Layout, Split
+from ..ir.graph import Layout, Split
 from ..ir.layout import Own, as_tensor, cut, mesh_axes
 
 
@@ -139,15 +139,6 @@ def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def check_inputs(
-    graph: Graph, mesh: DeviceMesh | None, axes: Sequence[Sequence[str]], paths: Sequence[str], leaves: Sequence[Any]
-) -> None:
-    """Check that the state is laid out as a lowered program needs it; see `check_laid_out`."""
-    if mesh is not None and mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
-        layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-        check_laid_out(graph.name, mesh, axes, paths, leaves, layouts, lowered=True)
 
 
 def check_laid_out(

@@ -112,10 +112,6 @@ class _Item:
             item = item.absorbed_by
         return item
 
-    @property
-    def readers(self) -> set[_Item]:
-        return {item.root for item in self.read_by}
-
 
 class _Items:
     """The items of a program, built equation by equation. Their positions are an order of the program.
@@ -219,7 +215,7 @@ class _Items:
     def may_absorb(self, item: _Item, earlier: _Item, e: Eqn) -> bool:
         """Whether an earlier item can run as late as `item`, which will end with `e`: nothing else reads it."""
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
-        return fits and self.may_join(e, earlier) and earlier.readers == {item}
+        return fits and self.may_join(e, earlier) and {reader.root for reader in earlier.read_by} == {item}
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
