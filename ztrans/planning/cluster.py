@@ -114,13 +114,13 @@ class Cluster:
 
         Raises: ValueError if the axis has none.
         """
-        for name, link in self.links:
-            if name == axis:
-                return link
+        links = dict(self.links)
+        if axis in links:
+            return links[axis]
         if len(members(axis)) > 1:  # a message to all ranks of a joint axis also crosses its slowest link
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
-        known = ", ".join(repr(name) for name, _ in self.links) or "none"
+        known = ", ".join(map(repr, links)) or "none"
         raise ValueError(
             f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
             f"Say what it crosses: zt.cluster({self.device.name.lower()!r}, {axis}='infiniband'), or measure it "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from ..ir.collectives import rules
@@ -21,6 +20,7 @@ from .cost import Held, held, local_bytes
 from .eager_updates import Group
 from .program_order import Planned, Skeleton
 from .solver.problem import Problem
+from .solver.slots import summed
 
 _Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
 _More = tuple[int, str, Any]  # a reduction, a field of it, and what is added to that field
@@ -35,25 +35,21 @@ def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem
         groups: the equations of the update that leave their places.
     """
     storages, n = _Storages(s, groups), len(s.ops)
+    every, reductions = held(s.graph, storages.given), [*problem.reductions]
     more = [*_of_waits(s), *_of_results(storages), *_of_temporaries(storages)]
-    live, across = [0] * (n + 1), [0] * (n + 3)
-    for h in held(s.graph, storages.given):
-        if (latest := storages.gradient.get(h.value)) is not None:
-            more.append((latest, "waiting", _shared(problem, latest, h)))
-        for first, end, at_end in _fixed(storages, problem, h):
-            if first < end:
-                live[max(first, 0)] += h.bytes
-                live[end] -= h.bytes
-                across[first + 1] += h.bytes
-                across[end + (at_end or end == n)] -= h.bytes
-    reductions = [*problem.reductions]
+    gradients = ((storages.gradient[h.value], h) for h in every if h.value in storages.gradient)
+    more += [(latest, "waiting", _shared(problem, latest, h)) for latest, h in gradients]
     for i, field, amount in more:
         known = getattr(reductions[i], field)
         # Updates run one after the other, so only the most temporaries count.
         total = max(known, amount) if field == "updating" else known + amount
         reductions[i] = reductions[i]._replace(**{field: total})
-    live, across = [*accumulate(live[:n])], [*accumulate(across[: n + 1])]
-    return dataclasses.replace(problem, live=tuple(live), across=tuple(across), reductions=tuple(reductions))
+    fixed = [(*span, h.bytes) for h in every for span in _fixed(storages, problem, h) if span[0] < span[1]]
+    live = summed(((max(first, 0), end, size) for first, end, _, size in fixed), n)
+    across = summed(((first + 1, end + (at_end or end == n), size) for first, end, at_end, size in fixed), n + 1)
+    return dataclasses.replace(
+        problem, live=tuple(live.tolist()), across=tuple(across.tolist()), reductions=tuple(reductions)
+    )
 
 
 class _UpdateStorages:

@@ -9,7 +9,7 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from .errors import warn_of_trace
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.import_graph import import_graph
-from .operation import Operation, Place
+from .operation import Operation, Place, mapped
 from .overloads import functional, is_written, member, named, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
@@ -47,15 +47,16 @@ def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn],
     """The equations of a recorded run, its outputs, and what the tracer recorded about each equation."""
     builder = Builder(Names(v.name for v in inputs), {v: x.stride() for v, x in zip(inputs, recorded.inputs)})
     values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
+    traced = lambda x: values.get(id(x), x)  # a literal tensor stays
     for o in recorded.operations:
         builder.source, builder.fact = o.origin.source, _fact(o)
-        args, kwargs = tuple(_traced(o.args, values)), _traced(o.kwargs, values)
+        args, kwargs = tuple(mapped(o.args, traced)), mapped(o.kwargs, traced)
         if isinstance(o.op, fx.GraphModule):
             result = import_graph(builder, o.op, args, _operation)
         else:
             result = _operation(builder, o.op, args, kwargs, o.seen)
         _set(values, o.result, result)
-    return builder.eqns, builder.read(_traced(recorded.outputs, values)), builder.facts
+    return builder.eqns, builder.read(mapped(recorded.outputs, traced)), builder.facts
 
 
 def _fact(operation: Operation) -> Fact:
@@ -73,15 +74,6 @@ def _fact(operation: Operation) -> Fact:
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return replace(fact, checkpoint=mark.number, dropped=dropped)
-
-
-def _traced(x: Any, values: Mapping[int, Any]) -> Any:
-    """`x` with the traced values of its tensors in their places. A literal tensor stays."""
-    if isinstance(x, (torch.Tensor, Place)):
-        return values.get(id(x), x)
-    if isinstance(x, (list, tuple)):
-        return [_traced(item, values) for item in x]
-    return {k: _traced(v, values) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def _set(values: dict[int, Any], tensors: Any, traced: Any) -> None:

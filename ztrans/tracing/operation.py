@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,6 +52,15 @@ class Origin(NamedTuple):
 
 class Place:
     """A tensor in operations that are kept from trace to trace (see `lifting.repeated_updates`)."""
+
+
+def mapped(tree: Any, other: Callable[[Any], Any]) -> Any:
+    """A tree of lists, tuples and dicts with others for its tensors and places."""
+    if isinstance(tree, (torch.Tensor, Place)):
+        return other(tree)
+    if isinstance(tree, (list, tuple)):
+        return [mapped(x, other) for x in tree]
+    return {k: mapped(v, other) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ or its bytes take the portion of the memory that such buckets may have.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ...ir.relations import grouped
 from .load import Members
@@ -24,10 +24,8 @@ def by_key(messages: Sequence[Gather | Reduction], among: Iterable[int]) -> dict
 
 def in_order(problem: Problem, gathers: Iterable[Members]) -> tuple[Members, ...]:
     """Buckets of gathers in order: by key, and by use within a key."""
-    buckets = sorted(gathers)
-    keys = by_key(problem.gathers, (members[0] for members in buckets))
-    rank = {key: k for k, key in enumerate(keys)}
-    return tuple(sorted(buckets, key=lambda members: rank[problem.gathers[members[0]].key]))
+    buckets = grouped((problem.gathers[members[0]].key, members) for members in sorted(gathers))
+    return tuple(chain.from_iterable(buckets.values()))
 
 
 def gather_buckets(

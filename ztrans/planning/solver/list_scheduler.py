@@ -17,7 +17,7 @@ from ..event_simulator import Network
 from .in_flight import GatherInFlight, InFlight, Lane, ReductionInFlight
 from .load import Load
 from .loads import Choice, Loaded, Loads
-from .problem import Bucket, Problem, Schedule
+from .problem import Bucket, Schedule
 from .updates import Updates
 
 # What happens at one place, in this order.
@@ -35,19 +35,13 @@ class Placed(NamedTuple):
     schedule: Schedule
 
 
-class Placement:
-    """Places the buckets of one problem; it remembers their loads between calls."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.loads = problem, Loads(problem)
-
-    def __call__(self, choice: Choice, limit: float = _NEVER) -> Placed | None:
-        """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
-        loaded = self.loads.of(choice)
-        try:
-            return None if loaded is None else _Play(self, choice, loaded, limit).placed()
-        except _Rejected:
-            return None
+def place(loads: Loads, choice: Choice, limit: float = _NEVER) -> Placed | None:
+    """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
+    loaded = loads.of(choice)
+    try:
+        return None if loaded is None else _Play(loads, choice, loaded, limit).placed()
+    except _Rejected:
+        return None
 
 
 class _Rejected(Exception):
@@ -57,9 +51,9 @@ class _Rejected(Exception):
 class _Play:
     """One choice while it is played: the time, the room that is left by slot, and the messages that are under way."""
 
-    def __init__(self, placement: Placement, choice: Choice, loaded: Loaded, limit: float) -> None:
+    def __init__(self, loads: Loads, choice: Choice, loaded: Loaded, limit: float) -> None:
         gathers, reductions, self.room = loaded
-        self.problem, self.memory = placement.problem, placement.loads.memory
+        self.problem, self.memory = loads.problem, loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
         self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))

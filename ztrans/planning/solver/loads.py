@@ -11,7 +11,7 @@ import numpy as np
 from .first_waits import first_waits
 from .load import Load, Members, gather_load, reduction_load
 from .problem import Problem
-from .slots import by_operation, fixed, reducing, summed
+from .slots import fixed, reducing, summed
 
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
@@ -41,23 +41,16 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
     return kept(problem, {*dropped, *more}) if more else frozenset(dropped)
 
 
-class Loaded(NamedTuple):
-    """The loads of a choice, and the room by slot that they leave.
-
-    The room is that where each gather starts at its use, and each reduction is waited for at its first wait.
-    """
-
-    gathers: list[Load]  # by use
-    reductions: list[Load]  # by birth
-    room: np.ndarray
+# The loads of a choice, gathers by use and reductions by birth, and the room by slot that they leave. The room is that
+# where each gather starts at its use, and each reduction is waited for at its first wait.
+Loaded = tuple[list[Load], list[Load], np.ndarray]
 
 
 class Loads:
     """The loads of one problem's buckets, and the bytes that are live with them, by slot."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.end = problem, len(problem.seconds)
-        self.memory = int(min(problem.memory, _ENDLESS))
+        self.problem, self.memory = problem, int(min(problem.memory, _ENDLESS))
         self.fixed = fixed(problem)
         self.second = max((r.second for r in problem.reductions), default=0)
         self.waits = tuple(r.born + 1 for r in problem.reductions)
@@ -81,7 +74,7 @@ class Loads:
         if room.min(initial=0) < 0:
             return None
         order = lambda load: (load.place, load.bound)
-        return Loaded(sorted(gathers, key=order), sorted(reductions, key=order), room)
+        return sorted(gathers, key=order), sorted(reductions, key=order), room
 
     def _live(self, dropped: frozenset[int]) -> np.ndarray:
         last, gathers = self.problem.last_uses(dropped), enumerate(self.problem.gathers)
@@ -91,7 +84,3 @@ class Loads:
         if self.second:  # between two waits, one second reduction is under way
             spans.append((2 * self.problem.births[0], len(self.fixed), self.second))
         return self.fixed + summed(spans, len(self.fixed))
-
-    def room(self, dropped: frozenset[int]) -> np.ndarray:
-        """The room by operation if every message is a bucket of its own."""
-        return self.memory - by_operation(self.alone(dropped))

@@ -16,30 +16,31 @@ from collections.abc import Sequence
 from itertools import product
 
 from .bucketing import FIRST_GATHERS, REDUCTIONS, REGATHERS, gather_buckets, in_order, reduction_buckets
-from .list_scheduler import Placed, Placement
+from .list_scheduler import Placed, place
 from .load import Members
-from .loads import Choice, kept
+from .loads import Choice, Loads, kept
 from .moves import Moves, can_join, with_buckets
 from .problem import Problem
+from .slots import by_operation
 
+NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 _LITTLE = 8000  # messages that the smallest problem may place; the first choices alone take hundreds
 
 
 class Search:
     """The best choice so far, and the effort that is left."""
 
-    def __init__(self, problem: Problem, least: float, nearly: float, effort: int, moves: Moves) -> None:
-        self.problem, self.nearly, self.moves = problem, nearly, moves
-        self.enough = least * (1 + nearly)
-        self.place = Placement(problem)
-        self.loads = self.place.loads
+    def __init__(self, problem: Problem, least: float, effort: int, moves: Moves) -> None:
+        self.problem, self.moves = problem, moves
+        self.enough = least * (1 + NEARLY)
+        self.loads = Loads(problem)
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = min(effort, _LITTLE + (8 * count + 16) * (count + 8)) if count else 0
         self.seen: set[Choice] = set()
         self.free = kept(problem, ())
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
-        alone = self.place(self._alone())
+        alone = place(self.loads, self._alone())
         if alone is None:
             raise ValueError("search: the memory is less than every schedule needs.")
         self.best = alone
@@ -59,7 +60,7 @@ class Search:
     @property
     def limit(self) -> float:
         """The seconds up to which a choice takes nearly as little time as the best one."""
-        return max(self.best.seconds * (1 + self.nearly), self.enough)
+        return max(self.best.seconds * (1 + NEARLY), self.enough)
 
     @property
     def result(self) -> Placed:
@@ -77,7 +78,7 @@ class Search:
         if choice in self.seen:
             return None
         self.seen.add(choice)
-        placed = self.place(choice, max(slower, self.enough))
+        placed = place(self.loads, choice, max(slower, self.enough))
         if placed is not None:
             self.effort -= len(choice.gathers) + len(choice.reductions)
             if self.rank(placed) < self.rank(self.best):
@@ -110,7 +111,7 @@ class Search:
 
     def _full(self, dropped: frozenset[int], full: float) -> Choice:
         """Full buckets of everything that is not dropped."""
-        room = self.loads.room(dropped).tolist()
+        room = (self.loads.memory - by_operation(self.loads.alone(dropped))).tolist()
         buckets: list[Members] = []
         for portion, is_first in ((FIRST_GATHERS, True), (REGATHERS, False)):
             among = [
@@ -139,13 +140,11 @@ class Search:
 
     def _pairs(self, buckets: Sequence[Members], gathers: bool) -> list[int]:
         """The first members of buckets that can be merged with the next one."""
-        pairs: list[int] = []
-        k = 0
-        while k + 1 < len(buckets):
-            joins = can_join(self.problem, buckets, k, gathers)
+        pairs, joins = list[int](), False
+        for k, members in enumerate(buckets):
+            joins = not joins and can_join(self.problem, buckets, k, gathers)
             if joins:
-                pairs.append(buckets[k][0])
-            k += 1 + joins
+                pairs.append(members[0])
         return pairs
 
     def climb(self) -> None:
@@ -168,11 +167,10 @@ class Search:
 def _merged(buckets: Sequence[Members], firsts: set[int]) -> list[Members]:
     """Buckets of which those with these first members are merged with the next one."""
     merged: list[Members] = []
-    into_last = False
     for members in buckets:
-        if into_last:
+        if merged and merged[-1][0] in firsts:
+            firsts.remove(merged[-1][0])
             merged[-1] += members
         else:
             merged.append(members)
-        into_last = not into_last and members[0] in firsts
     return merged

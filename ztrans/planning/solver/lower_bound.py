@@ -23,8 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ...ir.relations import grouped
 from .problem import Gather, Problem, Reduction
 from .sending import copying
+from .slots import summed
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9
@@ -119,16 +121,9 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
-    n = len(problem.seconds)
-    change = np.zeros(n + 1)
-    for g, after, held in _values(problem):
-        begin = max(g.use, after or 0)
-        if begin <= g.last:
-            change[begin] += held
-            change[g.last + 1] -= held
-    used = np.array(problem.live, dtype=float) + change.cumsum()[:n]
-    for r in problem.reductions:
-        used[r.born] += r.held
+    spans = [(max(g.use, after or 0), g.last + 1, held) for g, after, held in _values(problem)]
+    spans += [(r.born, r.born + 1, r.held) for r in problem.reductions]
+    used = problem.live + summed((span for span in spans if span[0] < span[1]), len(problem.live))
     return np.maximum(problem.memory - used, 0.0)
 
 
@@ -136,7 +131,8 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
     """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
     before = np.array(problem.before)
     arrive, delay, at = before.copy(), 0.0, 0
-    links = [_Link(problem, name, jobs, arrive, room) for name in sorted({job.link for job in jobs} if wire else ())]
+    by_link = grouped((job.link, job) for job in jobs) if wire else {}
+    links = {name: _Link(problem, carried, arrive, room) for name, carried in by_link.items()}
     left = _left(problem, jobs)
     end = before[-1] + left[0]
     for need, group in groupby(jobs, key=lambda job: job.need):
@@ -146,9 +142,9 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
             if job.first:
                 arrival = arrive[job.release] + job.takes
                 start, end = max(start, arrival), max(end, arrival + job.follows)
-            for link in links:
-                link.add(job)
-        delay, at = max([start, *(link.clear(need) for link in links)]) - before[need], need
+            if wire:
+                links[job.link].add(job)
+        delay, at = max([start, *(link.clear(need) for link in links.values())]) - before[need], need
         end = max(end, before[-1] + delay + left[need + 1])
     return float(end)
 
@@ -167,24 +163,19 @@ def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 class _Link:
     """One link, and the seconds that it must carry from each place on, of messages that are needed by now."""
 
-    def __init__(
-        self, problem: Problem, name: str, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
-    ) -> None:
-        self.name, self.arrive, self.room = name, arrive, room
-        self.latency = min(job.latency for job in jobs if job.link == name)
+    def __init__(self, problem: Problem, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None) -> None:
+        self.arrive, self.room, self.latency = arrive, room, min(job.latency for job in jobs)
         n = len(problem.seconds)
         self.sent, self.reduced = np.zeros(n + 1), np.zeros(n + 1)
         spares: dict[Hashable, float] = {}  # by key: the seconds that a byte of room spares, at most
         for job in jobs:
-            if job.link == name and job.gathered and job.seconds:
+            if job.gathered and job.seconds:
                 spares[job.key] = max(spares.get(job.key, 0.0), job.seconds / job.gathered)
         self.spares = dict(sorted(spares.items(), key=lambda item: -item[1]))
         self.later = {key: np.zeros(n) for key in spares}  # by operation: gathers after it, without any room
 
     def add(self, job: _Job) -> None:
         """Count a message that is needed by now."""
-        if job.link != self.name:
-            return
         if job.first:
             self.sent[: job.release + 1] += job.seconds
         if not job.gathered:

@@ -108,7 +108,7 @@ def fixed(problem: Problem) -> np.ndarray:
 
 
 def summed(spans: Iterable[Span], count: int) -> np.ndarray:
-    """By slot, the bytes of all spans."""
+    """By slot, or by whatever else the spans are given, the bytes of all spans."""
     first, end, size = np.array([*spans, (0, 0, 0)], dtype=np.int64).T
     change = np.bincount(first, size, count + 1) - np.bincount(np.minimum(end, count), size, count + 1)
     return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats

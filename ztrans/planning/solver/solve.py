@@ -19,7 +19,6 @@ from .slots import by_operation
 from .validate import ScheduleError, validate
 
 EFFORT = 20_000  # messages that the search places: about a second
-NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 
 
 class Infeasible(Exception):
@@ -78,7 +77,7 @@ def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Sched
     least = needs(problem)
     if least.bytes > problem.memory:
         raise Infeasible(*least)
-    search = Search(problem, bound(problem).seconds, NEARLY, effort, moves)
+    search = Search(problem, bound(problem).seconds, effort, moves)
     search.begin()
     for gathers in moves.merge:
         search.merge(gathers)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from .problem import Bucket, Gather, Problem, Reduction, Schedule
+from .slots import summed
 
 
 class ScheduleError(ValueError):
@@ -41,9 +41,6 @@ def _check_dropped(problem: Problem, schedule: Schedule) -> None:
     for i in sorted(schedule.dropped):
         if problem.gathers[i].again is None:
             raise ScheduleError(f"the gather {_names(problem.gathers, [i])} is dropped, and no value is kept for it")
-    for i, keeper in problem.keepers(schedule.dropped).items():
-        if keeper in schedule.dropped:
-            raise ScheduleError(f"the gather {_names(problem.gathers, [i])} is dropped, and so is the one it repeats")
 
 
 def _check_buckets(
@@ -54,9 +51,9 @@ def _check_buckets(
     absent: frozenset[int],
 ) -> None:
     """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
-    members = [i for bucket in buckets for i in bucket.members]
-    if sorted(members) != [i for i in range(len(messages)) if i not in absent]:
-        odd = [i for i in range(len(messages)) if members.count(i) != (i not in absent)]
+    times = Counter(i for bucket in buckets for i in bucket.members)
+    odd = [i for i in range(len(messages)) if times[i] != (i not in absent)]
+    if odd:
         raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, odd)}")
     for bucket in buckets:
         names = _names(messages, bucket.members)
@@ -102,12 +99,8 @@ def _check_in_flight(
     limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
-    change = np.zeros(len(problem.seconds) + 1, dtype=np.int64)
-    for bucket in buckets:
-        held = sum(messages[i].held for i in bucket.members)
-        change[bucket.start] += held
-        change[bucket.wait] -= held
-    flight = change.cumsum()
+    spans = ((bucket.start, bucket.wait, sum(messages[i].held for i in bucket.members)) for bucket in buckets)
+    flight = summed(spans, len(problem.seconds) + 1)
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
         raise ScheduleError(f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be")

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 
 from ...ir.source import user_source
-from ..operation import Operation, Place
+from ..operation import Operation, Place, mapped
 from .optimizer_state import is_torchs
 from .scalars import tensors_in
 
@@ -111,7 +111,7 @@ def _key(tree: list, inputs: Sequence[torch.Tensor]) -> Hashable:
     ]
     device = inputs[0].device.type if inputs else "cpu"
     ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-    return tuple(types), repr(_map(tree, lambda x: ...)), ambient
+    return tuple(types), repr(mapped(tree, lambda x: ...)), ambient
 
 
 def _with_places(operations: Sequence[Operation], places: dict[int, Place]) -> list[Operation] | None:
@@ -128,14 +128,5 @@ def _with_places(operations: Sequence[Operation], places: dict[int, Place]) -> l
 def _substituted(o: Operation, others: Mapping[int, Any]) -> Operation:
     """An operation on other tensors or places, by the ids of its own."""
     other = lambda x: others.get(id(x), x)
-    args, kwargs, result = (_map(x, other) for x in (o.args, o.kwargs, o.result))
+    args, kwargs, result = (mapped(x, other) for x in (o.args, o.kwargs, o.result))
     return Operation(o.op, args, kwargs, result, o.seen, o.origin, o.meta)
-
-
-def _map(tree: Any, other: Callable) -> Any:
-    """A tree of lists, tuples and dicts with other tensors and places."""
-    if isinstance(tree, (list, tuple)):
-        return [_map(x, other) for x in tree]
-    if isinstance(tree, dict):
-        return {k: _map(v, other) for k, v in tree.items()}
-    return other(tree) if isinstance(tree, (torch.Tensor, Place)) else tree

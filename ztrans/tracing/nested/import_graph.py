@@ -5,7 +5,6 @@ The functions that the operator calls are graphs of their own, and become sub-pr
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,23 +55,13 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
     if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
         return import_launch(builder, kwargs)
-    seen, tree = pytree.tree_flatten(_seen(node))
+    seen, tree = pytree.tree_flatten(node.meta.get("seen"))
     args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
     if node.target is torch.ops.higher_order.flex_attention_backward:
         joint = args[8].graph.outputs  # None for a tensor that score_mod reads without a gradient, which fakes have
         seen[3:] = [x if grad is not None else None for x, grad in zip(seen[3:], joint[5:])]
     results = builder.emit(node.target, args, kwargs, seen)
-    return pytree.tree_unflatten([v and Alias(Storage(v), value=v) for v in results], tree)
-
-
-def _seen(node: fx.Node) -> Any:
-    """The properties of the results of a higher-order operator, each of which is recorded as an item."""
-    if "seen" in node.meta:
-        return node.meta["seen"]
-    items: dict[Any, Any] = {user.args[1]: _seen(user) for user in node.users if user.target is operator.getitem}
-    if any(isinstance(key, str) for key in items):
-        return items
-    return tuple(items.get(k) for k in range(1 + max(items, default=-1)))
+    return pytree.tree_unflatten(Alias.of(results), tree)
 
 
 def _in_memory_of_their_own(builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]) -> list[Any]:
