@@ -15,23 +15,26 @@ _STALLS = 5  # the number of the longest stalls that are listed
 
 def table(timeline: Timeline) -> str:
     """One timeline as text."""
-    step, rows = timeline.seconds, []
+    step, rows = timeline.seconds, list[list[str]]()
+
+    def row(name: str, seconds: float, note: str = "") -> list[str]:
+        return [name, format_seconds(seconds), f"{seconds / step:.1%}" if step else "", note]
+
     for lane in timeline.lanes:
         bars = [e for e in timeline.events if e.lane == lane]
-        seconds, received = timeline.busy(lane), sum(e.bytes for e in bars)
-        work = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {format_bytes(received)}"
-        rows.append([lane, format_seconds(seconds), _share(seconds, step), work])
-    rows.append(["exposed", format_seconds(timeline.stalled), _share(timeline.stalled, step), ""])
-    for (axis, role), seconds in timeline.exposed.items():
-        rows.append([f"  {axis} {role}", format_seconds(seconds), _share(seconds, step), ""])
+        received = format_bytes(sum(e.bytes for e in bars))
+        work = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {received}"
+        rows.append(row(lane, timeline.busy(lane), work))
+    rows.append(row("exposed", timeline.stalled))
+    rows += [row(f"  {axis} {role}", seconds) for (axis, role), seconds in timeline.exposed.items()]
     if timeline.bound is not None:
         least, cause = timeline.bound
-        rows.append(["bound", format_seconds(least), _share(least, step), f"{cause} binds: {step / least:.2f}x"])
+        rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
     peak_time = next((at for at, live in timeline.memory if live == timeline.peak), 0.0)
     rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"])
     text = f"{timeline.name}: {format_seconds(step)}\n" + _columns(rows)
     worst = sorted((e for e in timeline.events if e.stall > 0), key=lambda e: -e.stall)[:_STALLS]
-    stalls = [[f"  {title(e.eqn)}", format_seconds(e.stall), _share(e.stall, step), source_line(e.eqn)] for e in worst]
+    stalls = [row(f"  {title(e.eqn)}", e.stall, source_line(e.eqn)) for e in worst]
     return f"{text}\nworst stalls\n{_columns(stalls)}" if worst else text
 
 
@@ -68,10 +71,6 @@ def _figures(timeline: Timeline) -> dict[str, float]:
     lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
     exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
     return {"step": timeline.seconds, **lanes, "exposed": timeline.stalled, **exposed, "peak memory": timeline.peak}
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else ""
 
 
 def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
