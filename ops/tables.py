@@ -98,7 +98,6 @@ def blocks(
     tensor([[7, 0, 4],
             [7, 4, 1]])
     """
-    columns = len(pieces[0]) if pieces else 0
     rows = []
     for piece, length in zip(pieces, lengths, strict=True):
         start = torch.arange(0, length, block)
@@ -109,4 +108,4 @@ def blocks(
             else:
                 row[:, ~column] = (row[:, ~column] - start).clamp(0, block)
         rows.append(row)
-    return torch.cat(rows) if rows else torch.empty(0, columns, dtype=torch.int64)
+    return torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int64)

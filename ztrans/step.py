@@ -66,8 +66,6 @@ class Step(Generic[P, R]):
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
     _cache: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    # The program whose plan the ranks agreed on, by its key without the sizes of its batch.
-    _agreed: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _last: LastState = dataclasses.field(default_factory=LastState, compare=False, repr=False)
 
     __name__: ClassVar[str]  # each step has the name of its function
@@ -188,7 +186,7 @@ class Step(Generic[P, R]):
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
             del self._cache[outdated]
-        self._cache[key] = self._agreed[key.any_size()] = tuned
+        self._cache[key] = tuned
         return measured
 
     @ends_at_user
@@ -215,11 +213,11 @@ class Step(Generic[P, R]):
         if compiled is None:
             arguments = given.arguments
             self._check_laid_out(arguments.state)
-            first = self._agreed.get(key.any_size())
-            if first is None:
-                compiled = self._agreed[key.any_size()] = self._lowered(arguments).compile()
-            else:
+            others = (c for k, c in self._cache.items() if k.any_size() == key.any_size())
+            if (first := next(others, None)) is not None:  # its plan is the one that the ranks agreed on
                 compiled = first.for_other_sizes(self._traced(arguments))
+            else:
+                compiled = self._lowered(arguments).compile()
             self._cache[key] = compiled
             warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(arguments.batch))
         return compiled

@@ -97,9 +97,9 @@ class Program:
 
     def state(self) -> dict[str, Any]:
         """The first state. In half of the programs the step count is a Python number."""
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         params = self.leaves(trained=True)
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         state = {"params": params, "fixed": self.leaves(trained=False)}
         state["kept"] = {name: self.optimizer.first(p) for name, p in params.items()}
         state["step"] = 0 if self.counted else torch.zeros(())
@@ -107,7 +107,7 @@ class Program:
 
     def batch(self, ranks: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of one step, for all ranks together."""
-        torch.manual_seed(1000 * step + self.seed + 1)
+        torch.default_generator.manual_seed(1000 * step + self.seed + 1)
         count = ranks * self.samples
         return torch.randn(count, self.width), torch.randint(0, IDS, (count,))
 

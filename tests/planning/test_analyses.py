@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,11 @@ from benchmarks import analyses
 SMALL = ("GPT 2 x 128, fp32", "MLP, uneven and thin leaves")
 
 
+@functools.cache
+def programs_of(model: str) -> list[analyses.Row]:
+    return list(analyses.rows([model], places=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SMALL)
 def test_bounds_budgets_and_stages_hold_in_real_programs(model):
@@ -18,7 +24,7 @@ def test_bounds_budgets_and_stages_hold_in_real_programs(model):
 
     A larger budget makes no step slower.
     """
-    programs = list(analyses.rows([model], places=1))
+    programs = programs_of(model)
     assert len(programs) == 11
     assert [text for _, text in analyses.broken(programs)] == []
     assert len(list(analyses._pairs(programs))) == 7 and len(list(analyses._stages(programs))) == 2
@@ -26,7 +32,7 @@ def test_bounds_budgets_and_stages_hold_in_real_programs(model):
 
 @pytest.mark.slow
 def test_a_broken_law_is_reported():
-    rows = [row for row in analyses.rows(SMALL[:1], places=1) if row.usual and row.budget is None]
+    rows = [row for row in programs_of(SMALL[0]) if row.usual and row.budget is None]
     program, *lower = sorted(rows, key=lambda row: -row.stage)
     broken_laws = lambda *rows: [law for law, _ in analyses.broken([*lower, *rows])]
     assert [row.stage for row in (program, *lower)] == [3, 2, 0] and broken_laws(program) == []

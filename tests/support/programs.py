@@ -30,7 +30,7 @@ class Case:
 
 
 def params_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     for p in module.parameters():
         nn.init.normal_(p, std=0.3)
     return {k: p.detach().to(torch.get_default_dtype()) for k, p in module.named_parameters()}
@@ -246,7 +246,7 @@ def batch_norm_mean() -> Case:
         return {"params": sgd(state["params"], grads), "stats": stats}, value
 
     def state():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         params = {
             "conv": torch.randn(6, 2, 3, 3) * 0.3,
             "scale": torch.ones(6),
@@ -295,7 +295,7 @@ def mixture() -> Case:
         return {"params": sgd(state["params"], grads)}, value.detach()
 
     def state():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return {
             "params": {
                 "gate": torch.randn(5, 4) * 0.3,
@@ -346,7 +346,7 @@ def uneven() -> Case:
         return {"params": sgd(state["params"], grads)}, value
 
     def state():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         params = {
             "a": torch.randn(7, 5),
             "b": torch.randn(7, 3),
@@ -542,7 +542,7 @@ def weight_norm() -> Case:
         return {"params": sgd(state["params"], grads), "ema": ema}, value
 
     def state():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         params = {"v": torch.randn(8, 6), "g": torch.ones(8, 1)}
         return {"params": params, "ema": zeros(params)}
 
@@ -564,7 +564,7 @@ def complex_weights() -> Case:
         return {"params": params, "m": m, "v": v}, value
 
     def state():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         dtype = torch.complex(*torch.zeros(2)).dtype
         params = {k: torch.randn(*shape, dtype=dtype) for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()}
         return {"params": params, "m": zeros(params), "v": {k: p.abs() * 0 for k, p in params.items()}}

@@ -28,7 +28,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def batches(case: Case, steps: int) -> list[tuple]:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     return [case.batch(case.samples) for _ in range(steps)]
 
 

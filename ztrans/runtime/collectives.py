@@ -242,13 +242,9 @@ class Start(torch.nn.Module):
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row for each rank, padded with zeros."""
-        term = term.to(self.wire).contiguous()
-        if term.numel() == self.size * size:
-            return term.view(self.size, size)
-        padded = term.new_empty(self.size * size)
-        padded[: term.numel()] = term.view(-1)
-        padded[term.numel() :].zero_()
-        return padded.view(self.size, size)
+        flat = term.to(self.wire).contiguous().view(-1)
+        missing = self.size * size - flat.numel()
+        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(self.size, size)
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
         flat = [t.to(self.wire).reshape(-1) for t in terms]

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Names, Var, is_random, substitute
 from ..ir.printer import op_name
+from ..ir.relations import instances
 from ..ir.source import Source, where
 from .regions import Fact
 
@@ -85,12 +86,21 @@ class Builder:
     eqns: list[Eqn] = field(default_factory=list)
     facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
+    metas: dict[tuple, Any] = field(default_factory=dict)  # results on meta tensors, by the types of the arguments
     source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
     fact: Fact = field(default_factory=Fact)
 
     def meta(self, var: Var) -> torch.Tensor:
         """A meta tensor with the shape, dtype and strides of a value."""
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
+
+    def on_meta(self, op: Any, args: Sequence, kwargs: dict) -> Any:
+        """What `op` returns for meta tensors. An optimizer asks the same for many parameters, so results are kept."""
+        typed = lambda var: (var.dtype, var.shape, self.strides[var])
+        key = op, repr(substitute(args, typed)), repr(substitute(kwargs, typed))
+        if key not in self.metas or any(instances((args, kwargs), torch.Tensor)):  # literals of two shapes print alike
+            self.metas[key] = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
+        return self.metas[key]
 
     def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
         """Add the equation of `op`, and return its results.
@@ -104,7 +114,7 @@ class Builder:
         if key in self.scalars:
             return self.scalars[key]
         if like is None:
-            like = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
+            like = self.on_meta(op, args, kwargs)
         many = isinstance(like, (tuple, list))
         tensors = pytree.tree_leaves(like)
         outs: list[Var | None] = []
@@ -144,7 +154,7 @@ class Builder:
 
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
-        dense = torch.empty_like(self.meta(old)).stride()  # in the order of `old`, without gaps
+        dense = _dense(old.shape, self.strides[old])
         if all(n < 2 or a == b for n, a, b in zip(old.shape, self.strides[value], dense)):
             return value
         if self.meta(old).is_contiguous():
@@ -186,6 +196,12 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+@functools.cache
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in the same memory order, without gaps."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:

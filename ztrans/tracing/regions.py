@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.collectives.varying import Varying, varying
-from ..ir.graph import Eqn, Graph, Region, Var, variables
+from ..ir.graph import Eqn, Graph, Region, Var, is_random, variables
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
         region = evidence.region(e)
         if region != "update":
             evidence.read_early.update(e.ins)
-        eqns.append(e.replace(region=region))
+        eqns.append(e if region == e.region else e.replace(region=region))
     return graph.replace(eqns=tuple(reversed(eqns)))
 
 
@@ -43,10 +43,10 @@ class _Evidence:
     """The facts about a program from which the region of an equation follows."""
 
     def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
-        unknown = graph.replace(eqns=tuple(e.replace(region="update") for e in graph.eqns))
+        draws = (e.replace(region="update") if is_random(e.op) else e for e in graph.eqns)
         last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
         self.facts = facts
-        self.over = varying(unknown, ("batch",))
+        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",))
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
         self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)

@@ -28,7 +28,6 @@ _LINEAR = (
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self),
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.clone.default),
 )
-_QUOTIENT = aten.div.Tensor
 
 
 def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
@@ -53,7 +52,7 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
 
 def _divides_by_psum(e: Eqn, over: Mapping[Var, object], makers: Mapping[Var, Eqn]) -> bool:
     """Whether an equation divides a value that varies by one that was computed from a `psum` alone."""
-    if e.op is not _QUOTIENT or not all(isinstance(x, Var) for x in e.args):
+    if e.op is not aten.div.Tensor or not all(isinstance(x, Var) for x in e.args):
         return False
     value, divisor = e.args
     before = lambda x: [makers[v] for v in x.ins if v in makers and v not in over]

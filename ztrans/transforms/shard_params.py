@@ -30,7 +30,6 @@ Axis = str | tuple[str, ...]
 AxisOf = Callable[[str, torch.Tensor], Axis]
 Where = Callable[[str, torch.Tensor], bool]
 DimOf = Callable[[str, torch.Tensor], int | None]
-_OF_A_PART = ("axis", "where", "dim")  # the options in which two `shard_params` of one step may differ
 
 
 @constructor
@@ -179,9 +178,8 @@ class ShardParams(Transform):
         """This transform and another `shard_params` for other leaves, as one; None if they do not fit together."""
         if not isinstance(other, ShardParams) or self.where is None or other.where is None:
             return None
-        alike = {name: getattr(self, name) for name in (*_OF_A_PART, "parts")}
         parts = self.parts or (self,)
-        if dataclasses.replace(other, **alike) != self:
+        if dataclasses.replace(other, axis=self.axis, where=self.where, dim=self.dim, parts=self.parts) != self:
             return None
         return self if other in parts else dataclasses.replace(self, parts=(*parts, other))
 

@@ -76,9 +76,8 @@ class _Narrow:
         self.instead[start], self.instead[end] = ([e] for e in self.gather(start, values[0], end.out.name))
         narrow = self.instead[end][0].out
         for v in values:
-            views, self.alias[v] = self.viewed(v, narrow, v.name, self.makers[v])
-            if views:
-                self.instead[self.makers[v]] = views
+            maker = self.makers[v]
+            self.instead[maker], self.alias[v] = self.viewed(v, narrow, v.name, maker)
 
     def gather(self, start: Eqn, v: Var, name: str) -> tuple[Eqn, Eqn]:
         """The gather of the shards of a whole value, in place of another gather."""

@@ -7,7 +7,6 @@ on parts. A gradient is reduced at its mark. Each leaf of the new state has the 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ class Sharding:
         self.axes = LeafAxes.of_program(graph, options)
         self.over = varying(graph, self.axes.all)
         self.differ = differing(graph, self.axes.others, self.axes.all)
+        self.readers = users(graph)
         self.means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
@@ -188,10 +188,6 @@ class Sharding:
     def varies_over(self, v: Var) -> frozenset[str]:
         """The axes over which a value differs from rank to rank, because of the batch or because the state does."""
         return self.over.get(v, INVARIANT) | self.differ.get(v, INVARIANT)
-
-    @functools.cached_property
-    def readers(self) -> dict[Var, list[Eqn]]:
-        return users(self.graph)
 
     # ---- outputs
 
