@@ -60,7 +60,7 @@ def check(error: torch.Tensor, rank: int) -> None:
 
 
 def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, channels: int) -> None:
-    """Raise for arguments that are wrong for any collective. An error calls each of its `outs` a `kind`."""
+    """Raise for arguments that are wrong for any collective. `kind` is what an error calls each of `outs`."""
     if not outs or len(outs) != len(sizes) or not 0 <= rank < len(buffers):
         raise ValueError(f"{name}: {len(outs)} {kind}s, {len(sizes)} sizes, rank {rank} of {len(buffers)}.")
     if not 1 <= channels <= CHANNELS:

@@ -171,3 +171,9 @@ def test_shard_changes_the_layout_of_a_sharded_state(mesh):
         assert cut(layout, X)[0]["a"].full_tensor().tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"):
         zt.shard_params(second_mesh)(step).shard({"a": X, "b": X}, source=1)
+
+
+def test_traced_and_lowered_steps_are_keys():
+    traced = zt.Step.of(step).trace({"a": torch.zeros(3), "b": torch.ones(3)}, X)
+    lowered = traced.lower()
+    assert len({traced, traced}) == 1 and len({lowered, lowered}) == 1

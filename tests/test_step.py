@@ -37,7 +37,8 @@ def test_a_step_looks_like_its_function():
     assert step.__wrapped__ is scaled and step.__doc__ == "A step with defaults."
     for name in functools.WRAPPER_ASSIGNMENTS:
         assert getattr(step, name) == getattr(scaled, name)
-    assert inspect.signature(step) == inspect.signature(scaled)
+    assert inspect.signature(step) == inspect.signature(step, follow_wrapped=False) == inspect.signature(scaled)
+    assert inspect.getfullargspec(step) == inspect.getfullargspec(scaled)
     assert "plan" in inspect.signature(zt.Step).parameters, "the class has its own signature"
     assert zt.Step.__doc__ != step.__doc__
     assert zt.Step.of(functools.partial(scaled, scale=3.0)).__name__ == "partial"

@@ -7,8 +7,10 @@ time (see `stages`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -71,9 +73,11 @@ class Step(Generic[P, R]):
     __name__: ClassVar[str]  # each step has the name of its function
 
     def __post_init__(self) -> None:
-        """Copy the attributes of the function that `functools.wraps` copies; `inspect` then finds its signature."""
+        """Copy the attributes of the function that `functools.wraps` copies, and its signature."""
         attributes: dict[str, Any] = {"__name__": type(self.fn).__name__, "__wrapped__": self.fn}
         attributes |= {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
+        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
+            attributes["__signature__"] = inspect.signature(self.fn)
         vars(self).update(attributes)
 
     @staticmethod
@@ -213,7 +217,7 @@ class Step(Generic[P, R]):
         if compiled is None:
             arguments = given.arguments
             self._check_laid_out(arguments.state)
-            others = (c for k, c in self._cache.items() if k.any_size() == key.any_size())
+            others = (c for k, c in list(self._cache.items()) if k.any_size() == key.any_size())
             if (first := next(others, None)) is not None:  # its plan is the one that the ranks agreed on
                 compiled = first.for_other_sizes(self._traced(arguments))
             else:

@@ -57,16 +57,17 @@ def having(owner: Any, **values: Any) -> Iterator[None]:
     >>> owner.size, vars(owner)
     (1, {})
     """
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    before = {name: getattr(owner, name) for name in values}
+    inherited = values.keys() - vars(owner).keys()
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name in values.keys() - before.keys():
-            delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
+        for name in inherited & vars(owner).keys():  # a property keeps its value elsewhere
+            delattr(owner, name)
 
 
 @contextlib.contextmanager

@@ -83,9 +83,9 @@ def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank holds of `leaf`, as a view."""
     if not isinstance(leaf, DTensor):
         return whole
-    mesh, made_last = leaf.device_mesh, lambda placed: isinstance(placed[1], _StridedShard)
+    mesh, is_strided = leaf.device_mesh, lambda placed: isinstance(placed[1], _StridedShard)
     cuts: Any = [(axis, p) for axis, p in enumerate(leaf.placements) if isinstance(p, Shard | _StridedShard)]
-    for axis, placement in sorted(cuts, key=made_last):
+    for axis, placement in sorted(cuts, key=is_strided):
         whole = cut(whole, Split("", placement.dim), mesh.size(axis), mesh.get_local_rank(axis))
     return whole
 

@@ -195,7 +195,7 @@ class ProcessGroups:
         return _alive(self._bases[members(axis)[0]])
 
     def _open(self, channel: Channel) -> Channel:
-        """Open a channel. At the first time, this finds out on which hosts its ranks are."""
+        """Open a channel. The first channel of a mesh also learns on which hosts the ranks are."""
         base, (ranks, axes) = self._base(channel.axis or next(iter(self._bases))), self._places
         groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
         if channel.axis in self._bases and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":

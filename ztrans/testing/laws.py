@@ -64,7 +64,7 @@ def check_laws(
     ...     return {"w": state["w"] - 0.1 * zt.pmean(x.mean(0))}, x.sum()
     >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
     """
-    _check_value(transform)
+    _check_value(transform, step)
     for ranks in (None, *worlds):
         case = _Case(step, state, [_slice(batch, rank, ranks or 1) for rank in range(ranks or 1)])
         # On one rank all stages are the same program.
@@ -116,8 +116,8 @@ def _check_world(transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] |
     _check_same(case.results(first), wanted, tolerance, f"{world}, among schedules")
 
 
-def _check_value(transform: Transform) -> None:
-    """Check that the transform is a value. A step has each value once, so twice is once."""
+def _check_value(transform: Transform, step: Any) -> None:
+    """Check that the transform is a value, and that twice is once."""
     again = dataclasses.replace(transform)
     try:
         is_value = again == transform and hash(again) == hash(transform)
@@ -129,6 +129,8 @@ def _check_value(transform: Transform) -> None:
             f"Make its class a frozen dataclass, @dataclass(frozen=True, repr=False), with numbers, strings, tuples or "
             f"functions as options."
         )
+    if transform(transform(Step.of(step))) != transform(Step.of(step)):
+        raise LawError(f"{transform!r} applied twice is not {transform!r} applied once.")
 
 
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:

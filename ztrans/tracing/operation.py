@@ -55,7 +55,7 @@ class Place:
 
 
 def mapped(tree: Any, other: Callable[[Any], Any]) -> Any:
-    """A tree of lists, tuples and dicts with others for its tensors and places."""
+    """A tree of lists, tuples and dicts with `other(x)` in place of each tensor or `Place` x."""
     if isinstance(tree, (torch.Tensor, Place)):
         return other(tree)
     if isinstance(tree, (list, tuple)):

@@ -80,7 +80,7 @@ def run_traced(
 ) -> Recorded:
     """Record `call(make_inputs())` on fake tensors. Errors call the inputs by their `names`.
 
-    `user_source` looks no further up the stack than for a function of this name.
+    `user_source` ends its search of the stack at this function, by its name.
 
     Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
         (see `watch`).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -42,7 +42,7 @@ class Program:
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # one path for each leaf of the arguments
-    static: Mapping[int, Any]  # by index, the leaves that are neither tensors nor numbers
+    static: Mapping[int, Any] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name

@@ -262,7 +262,9 @@ def _meta(leaf: object) -> torch.Tensor:
 
 def meta_leaves(graph: Graph) -> list[torch.Tensor]:
     """Meta tensors of the shapes and dtypes of the state leaves, before the step itself divides them."""
-    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(graph.inputs, graph.leaf_shapes)]
+    leaves = graph.inputs[: graph.num_state]
+    shapes = graph.leaf_shapes or [v.shape for v in leaves]
+    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(leaves, shapes)]
 
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:

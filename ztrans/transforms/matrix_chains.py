@@ -59,7 +59,8 @@ def _chained(update: Iterable[Eqn], layout: LayoutOf) -> set[Eqn]:
 
 def _contracts(e: Eqn, layout: LayoutOf) -> bool:
     """Whether an equation is a product that sums over the sharded dim of one of its factors."""
-    factors = e.args[-2:] if getattr(e.op, "overloadpacket", None) in _PRODUCTS else ()
+    is_product = getattr(e.op, "overloadpacket", None) in _PRODUCTS
+    factors = [v for v in e.args if isinstance(v, Var)][-2:] if is_product else []
     summed = ((p, len(v.shape) + dim) for v, dim in zip(factors, (-1, -2)) for p in layout(v))
     return any(isinstance(p, Split) and p.dim == dim for p, dim in summed)
 

@@ -24,7 +24,7 @@ from ztrans.planning.solver.loads import Choice, Loads, kept
 from ztrans.planning.solver.lower_bound import bound
 from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
 from ztrans.planning.solver.solve import Infeasible, needs, one_ahead, solve
-from ztrans.planning.solver.validate import validate
+from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)
@@ -156,6 +156,13 @@ def test_an_update_runs_where_its_temporaries_fit(updating, released, first_wait
     assert needs(p).bytes == evaluate(p, Schedule((), (Bucket((0,), 1, first_wait),))).peak == peak
     schedule = solve(p)
     assert schedule.reductions[0].wait >= first_wait and evaluate(p, schedule).peak <= 8
+
+
+@pytest.mark.parametrize("outside", [-1, 5])
+def test_a_member_that_no_problem_has_is_refused(outside):
+    p = Problem((1.0, 1.0), (0, 0), (True,) * 2, (Gather("w", 2, 2, 0, 0), Gather("w", 2, 2, 1, 1)), (), WIRES)
+    with pytest.raises(ScheduleError, match="not every gather is in one bucket"):
+        validate(p, Schedule((Bucket((0, 1, outside), 0, 0),), ()))
 
 
 # Plans.

@@ -462,3 +462,32 @@ def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     model[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again"):
         traced()
+
+
+class _Checked(torch.optim.SGD):
+    """Its groups are a property, as in optimizers that check them or share those of another."""
+
+    @property
+    def param_groups(self):
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self._groups = groups
+
+
+def test_groups_that_are_a_property_are_put_back():
+    compare(make_model, lambda m: _Checked(m.parameters(), lr=0.1))
+    model = make_model()
+    optimizer = _Checked(model.parameters(), lr=0.1)
+    trace_of(loop(model, optimizer), model, optimizer)()
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
+def test_a_state_without_an_entry_for_buffers_is_restored():
+    model = make_model()
+    optimizer = of("SGD", lr=0.1)(model)
+    _, state = zt.lift(loop(model, optimizer), model, optimizer)
+    zeros = {name: torch.zeros_like(p) for name, p in state["params"].items()}
+    zt.restore(model, optimizer, {"params": zeros, "optimizer": state["optimizer"]})
+    assert all(not p.any() for p in model.parameters())

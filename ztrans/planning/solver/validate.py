@@ -53,7 +53,7 @@ def _check_buckets(
     """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
     times = Counter(i for bucket in buckets for i in bucket.members)
     odd = [i for i in range(len(messages)) if times[i] != (i not in absent)]
-    if odd:
+    if odd or not times.keys() <= {*range(len(messages))}:
         raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, odd)}")
     for bucket in buckets:
         names = _names(messages, bucket.members)

@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
     leaves, tree = pytree.tree_flatten(none_as_empty(like))
     blank = [_blank(leaf) if name in names else _kept(path, name, leaf) for name, leaf in named.items()]
     state = pytree.tree_unflatten(blank, tree)
-    sharded = state_leaves(getattr(step, "shard", lambda whole: whole)(state))
+    sharded = state_leaves((getattr(step, "shard", None) or (lambda whole: whole))(state))
     parts = dict(zip(named, map(_allocated, sharded, leaves)))
     checkpoint.fill({names[name]: part.detach() for name, part in parts.items() if name in names})
     return pytree.tree_unflatten(list(map(_as_like, parts.values(), leaves)), tree)

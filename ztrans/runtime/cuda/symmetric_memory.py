@@ -113,7 +113,7 @@ def _times(
     new = functools.partial(torch.empty, device=memory.mine.device)
     if kind is ALL_GATHER:
         sent, ours, theirs = new(count, dtype=wire), new(n * count, dtype=wire), new(n * count, dtype=wire)
-        read = lambda: gather(memory, sent, [ours], [count])
+        by_symmetric_memory = lambda: gather(memory, sent, [ours], [count])
 
         def by_nccl() -> None:
             all_gather(theirs.view(torch.uint8), sent.view(torch.uint8), group=group)
@@ -121,7 +121,7 @@ def _times(
         sent = new(n * count, dtype=wire)
         ours, theirs = new(count, dtype=torch.float32), new(count, dtype=torch.float32)
         terms = torch.empty_like(sent)
-        read = lambda: scatter(memory, sent, [ours], [count], "mean")
+        by_symmetric_memory = lambda: scatter(memory, sent, [ours], [count], "mean")
 
         def by_nccl() -> None:
             dist.all_to_all_single(terms.view(torch.uint8), sent.view(torch.uint8), group=group)
@@ -129,7 +129,7 @@ def _times(
 
     generator = torch.Generator().manual_seed(group.rank())  # one of its own, so the user's generator does not change
     sent.copy_(torch.randn(sent.shape, generator=generator))
-    seconds = [_seconds(read), _seconds(by_nccl)]
+    seconds = [_seconds(by_symmetric_memory), _seconds(by_nccl)]
     if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         seconds[0] = math.inf
     symmetric, nccl = map(max, zip(*_from_all(seconds, group)))

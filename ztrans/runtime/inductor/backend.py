@@ -243,7 +243,7 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
 
 
 def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
-    """Whether a value of its own storage dies at position `end`, so that a kernel may reuse its memory."""
+    """Whether a value of its own storage is dead after position `end`, so that a kernel may reuse its memory."""
     if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or lifetimes.owner[v] is not v:
         return False
     return _is_free(v, ins, lifetimes, end)

@@ -103,13 +103,12 @@ def lift(
         counts = [x for pair in pairs for x, is_count in zip(*map(pytree.tree_leaves, pair)) if is_count]
         numbers = [*((x, None) for x in counts), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
-        with swapped(model, optimizers, names, state, groups) as params:
+        with swapped(model, optimizers, names, state, groups) as params, unchanged(optimizers, groups):
             gradients = KeptGradients(params, state.get("grads"), had)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
             stepped = _stepped(optimizers, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
-            checked = unchanged(optimizers, groups)
-            with checked, gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
+            with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()

@@ -84,7 +84,7 @@ def restore(
     optimizers = several(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
-        tensors = {**state["params"], **state["buffers"]}
+        tensors = {**state["params"], **state.get("buffers", {})}
         for name, own in (*model.named_parameters(), *model.named_buffers()):
             _written(own, tensors[name])
         for o in optimizers:

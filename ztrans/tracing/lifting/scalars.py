@@ -75,8 +75,8 @@ def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place
     dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
     in_fp32 = dtype in HALF and (x.device.type != "cpu" or plain.startswith(("addc", "lerp")))  # and rounded once
     wide = torch.float32 if in_fp32 else dtype
-    widened = (v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands, scalar))
-    result = _scaled(plain, *widened).to(dtype)
+    rest = (v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands[1:], scalar))
+    result = _scaled(plain, x.float(), *rest).to(dtype) if in_fp32 else _scaled(plain, x, *rest)
     return x.copy_(result) if in_place else result
 
 
