@@ -57,7 +57,7 @@ class Running:
         """Whether the process is stopped by a signal."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # it has ended, before or while its file was read
             return False
 
     def end(self, seconds: float) -> Ended:
