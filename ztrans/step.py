@@ -188,7 +188,7 @@ class Step(Generic[P, R]):
         key = self._key(given)
         tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        for outdated in [k for k in self._cache if k.any_size() == key.any_size()]:
+        for outdated in [k for k in list(self._cache) if k.any_size() == key.any_size()]:
             del self._cache[outdated]
         self._cache[key] = tuned
         return measured

@@ -20,7 +20,7 @@ from ztrans.planning.program_order import skeleton
 from ztrans.planning.realise import realise
 from ztrans.planning.solver.bucketing import by_key
 from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.list_scheduler import place
+from ztrans.planning.solver.list_scheduler import place_choice
 from ztrans.planning.solver.loads import Choice, Loads, kept
 from ztrans.planning.solver.problem import Problem, Schedule
 from ztrans.planning.solver.solve import needs
@@ -90,7 +90,7 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6])
         )
         budget = chance.choice([float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))])
-        placed = place(Loads(replace(problem, memory=budget)), choice)
+        placed = place_choice(Loads(replace(problem, memory=budget)), choice)
         if placed is not None:
             yield placed.schedule
 

@@ -225,3 +225,21 @@ def test_a_region_that_is_compiled_is_traced_as_other_code(stage):
     want = make(gelu)(STATE, X)
     assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), want) == 0
     assert distance(sharded(step, stage)[1], want[0]) < 1e-6
+
+
+@torch.library.custom_op("custom::split_", mutates_args=("x",))
+def split_(x: Tensor) -> list[Tensor]:
+    x.mul_(0.5)
+    return [x + 1, x.sum()]
+
+
+split_.register_fake(lambda x: [torch.empty_like(x), x.new_empty(())])
+
+
+def test_an_operator_that_changes_its_argument_and_returns_a_list_is_refused():
+    def update(p, g):
+        step_size = g.clone()
+        return p - split_(step_size)[0]
+
+    with pytest.raises(ValueError, match=rf"(?s)operator custom.split_.default changes an argument and returns a list.*{Path(__file__).name}:\d+ in .*update.*Return a tuple"):
+        zt.Step.of(make(update=update)).trace(STATE, X)

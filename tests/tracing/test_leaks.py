@@ -21,6 +21,7 @@ HERE = Path(__file__).name
 X, S = torch.linspace(-1, 1, 6).view(2, 3), torch.zeros(1)
 COUNT, LOSSES, SEEN, LAST = 0, [], {}, None
 RNG, OLDER, OWN = np.random.default_rng(3), np.random.RandomState(4), random.Random(5)
+BITS, SYSTEM = np.random.PCG64(6), random.SystemRandom()
 
 
 def line(function, marker):
@@ -193,6 +194,7 @@ DRAWS = {
     "numpy in a call": lambda x: x + sum(float(v) for v in np.random.permutation(3)),
     "a generator of numpy's": lambda x: x * float(RNG.normal()),
     "an older generator of numpy's": lambda x: x * float(OLDER.rand()),
+    "the bits of a generator": lambda x: x * float(BITS.random_raw() % 7),
     "a generator of Python's": lambda x: x * OWN.uniform(0, 1),
     "a seed": lambda x: (random.seed(3), x)[1],
 }
@@ -207,13 +209,22 @@ def test_random_numbers_of_python_are_refused_at_their_line(name):
         y = draw(y)
         return state, y.sum()
 
-    states = lambda: (random.getstate(), str([np.random.get_state(), OLDER.get_state()]), RNG.bit_generator.state, OWN.getstate())
+    states = lambda: (random.getstate(), str([np.random.get_state(), OLDER.get_state()]), RNG.bit_generator.state, BITS.state, OWN.getstate())
     before = states()
     with pytest.raises(ValueError, match="step draws a random number of Python's or NumPy's, which would be drawn once") as e:
         zt.Step.of(step).trace(S, X)
     number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
     assert f"{HERE}:{number} " in str(e.value) and "torch.rand(())" in str(e.value)
     assert states() == before
+
+
+def test_a_generator_of_the_system_is_a_warning():
+    def step(state, x):
+        return state, x.sum() * SYSTEM.random()
+
+    with pytest.warns(UserWarning, match="step reads SYSTEM, a random.SystemRandom. It has no state.*draw outside") as caught:
+        zt.Step.of(step).trace(S, X)
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_a_step_that_prints_is_a_warning(capsys):

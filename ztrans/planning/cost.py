@@ -20,7 +20,7 @@ from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
-from ..ir.micro_batches import is_cut, parts
+from ..ir.micro_batches import in_order, is_cut, parts
 from ..ir.nested.work import inner_work, scores
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
@@ -99,7 +99,7 @@ def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
     operations = moved = calls = kernels = 0
     wire: Counter[tuple[str, str]] = Counter()
-    for part, times in Counter(parts(graph).in_order if graph.micro > 1 else [graph]).items():
+    for part, times in Counter(in_order(graph)).items():
         for e, launched in launches(part).items():
             calls += times * launched.calls
             kernels += times * launched.kernels

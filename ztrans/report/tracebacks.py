@@ -53,8 +53,9 @@ def _chained(error: BaseException) -> list[BaseException]:
     """An error, and those that it is raised from or while handling."""
     chain = [error]
     for each in chain:  # which grows meanwhile
-        earlier = (each.__cause__, each.__context__)
-        chain += [x for x in earlier if x is not None and not any(x is y for y in chain)]
+        for earlier in (each.__cause__, each.__context__):
+            if earlier is not None and not any(earlier is known for known in chain):
+                chain.append(earlier)
     return chain
 
 

@@ -220,6 +220,14 @@ def draws_in_python(source: Source | None, step: str) -> ValueError:
     )
 
 
+def reads_system_random(name: str, step: str) -> str:
+    """A generator of the operating system, whose draws leave no trace."""
+    return (
+        f"{step} reads {name}, a random.SystemRandom. It has no state, so ztrans cannot see whether {step} draws from "
+        f"it. A draw would be a constant of the program: draw outside of the step, and pass the number in."
+    )
+
+
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
     if not is_random(func) or func._schema.name.endswith("_backward"):

@@ -24,12 +24,14 @@ class Generators:
             (numpy.random.get_state, numpy.random.set_state),
         ]
         for value in values:
+            if isinstance(value, random.SystemRandom):
+                continue  # it has no state; `leaks` warns of it
             if isinstance(value, random.Random):
                 self._pairs.append((value.getstate, value.setstate))
             elif isinstance(value, numpy.random.RandomState):
                 self._pairs.append((value.get_state, value.set_state))
-            elif isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
+            elif isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
+                bits = getattr(value, "bit_generator", value)
                 self._pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
         self._before = self._states()
 

@@ -189,6 +189,11 @@ def _is_of_library(op: Any) -> bool:
 
 def _of_new_tensors(builder: Builder, op: Any, given: dict[str, Any], targets: list, val: Any) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
+    if any(isinstance(returned.type, torch.ListType) for returned in op._schema.returns):
+        raise ValueError(
+            f"trace: the operator {op} changes an argument and returns a list, which PyTorch cannot functionalize.\n"
+            f"  at {where(builder.source)}\nReturn a tuple of tensors, or let it change no argument."
+        )
     like = [*pytree.tree_leaves(val), *(builder.meta(builder.read(x)) for x in targets)]
     return builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), like)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import random
 import sys
 import types
 import warnings
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Graph
 from ..ir.source import Source, user_source, where
 from .captured import constants, same_objects
-from .errors import changes_python, draws_in_python, leaks_tensor, warn_of_trace
+from .errors import changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
 from .reached import ABSENT, CONTAINERS, Reach, is_internal
 
@@ -100,6 +101,9 @@ def settled(record: Callable[[], Imported], reach: Reach, step: str) -> Imported
     the next one reads.
     """
     before, generators = Snapshot(reach), Generators(place.read() for place in reach.places)
+    for place in reach.places:
+        if isinstance(place.read(), random.SystemRandom):
+            warn_of_trace(reads_system_random(place.name, step), place.source)
     try:
         with _heard(step):
             first = record()

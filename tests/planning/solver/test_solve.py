@@ -19,7 +19,7 @@ from tests.support.synthetic import by_size, fsdp2, seven
 from ztrans.planning.event_simulator import Message
 from ztrans.planning.solver.bucketing import gather_buckets, reduction_buckets
 from ztrans.planning.solver.evaluation import evaluate, memory
-from ztrans.planning.solver.list_scheduler import place
+from ztrans.planning.solver.list_scheduler import place_choice
 from ztrans.planning.solver.loads import Choice, Loads, kept
 from ztrans.planning.solver.lower_bound import bound
 from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
@@ -240,15 +240,15 @@ def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve):
     dropped = kept(p, ())
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in dropped)
     choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), dropped, lead, reserve)
-    placed = place(Loads(p), choice)
+    placed = place_choice(Loads(p), choice)
     assume(placed is not None)
     validate(p, placed.schedule)
     outcome = evaluate(p, placed.schedule)
     assert placed.seconds == pytest.approx(outcome.seconds, abs=1e-9)
     assert placed.peak == outcome.peak <= p.memory
-    assert place(Loads(p), choice, placed.seconds) == placed
+    assert place_choice(Loads(p), choice, placed.seconds) == placed
     if placed.seconds:
-        assert place(Loads(p), choice, 0.99 * placed.seconds) in (None, placed)
+        assert place_choice(Loads(p), choice, 0.99 * placed.seconds) in (None, placed)
 
 
 @given(problems)

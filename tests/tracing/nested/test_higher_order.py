@@ -280,9 +280,6 @@ def test_a_score_that_reads_tensors_without_a_gradient():
     assert distance(on_ranks(by_autograd(with_constants), 3, ATTENTION, (TOKENS, DOCUMENTS))[0], want) < 1e-5
 
 
-MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
-
-
 def causal():
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
 

@@ -15,4 +15,4 @@ middle, and that of the last. None of them has a mark, and their lengths do not 
 
 from .carry import Carry, first_part, full_shape, is_cut
 from .changes import changing
-from .programs import Parts, parts
+from .programs import Parts, in_order, parts

@@ -79,6 +79,11 @@ def parts(graph: Graph) -> Parts:
     return Parts(first, middle, last, graph.micro, len(marks.sums), len(marks.joins))
 
 
+def in_order(graph: Graph) -> list[Graph]:
+    """The programs of one step in the order in which they run: that of each micro-batch, or else the program itself."""
+    return list(parts(graph).in_order) if graph.micro > 1 else [graph]
+
+
 def _before(mark: Eqn, shape: tuple[int, ...]) -> Var:
     """The input for what the earlier micro-batches contribute to the value of a mark."""
     return dataclasses.replace(mark.out, name=f"{mark.out.name}.before", shape=shape)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..collectives import is_start, rules
 from ..graph import Eqn, Graph
-from ..micro_batches import parts
+from ..micro_batches import in_order
 from .programs import entries
 from .stages import HasGraph
 from .units import format_bytes
@@ -35,8 +35,7 @@ class Traffic(NamedTuple):
 def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
     """The traffic of a program, by mesh axis and role."""
     totals: dict[tuple[str, str], Traffic] = {}
-    programs = parts(graph).in_order if graph.micro > 1 else [graph]
-    for eqn in (e for program in programs for e in program.eqns if is_start(e)):
+    for eqn in (e for program in in_order(graph) for e in program.eqns if is_start(e)):
         key = eqn.kwargs["axis"], eqn.provenance.role if eqn.provenance else "user"
         collectives, values, total = totals.get(key, Traffic())
         received = rules(eqn).wire_bytes(eqn, graph.axes)

@@ -35,7 +35,7 @@ class Placed(NamedTuple):
     schedule: Schedule
 
 
-def place(loads: Loads, choice: Choice, limit: float = _NEVER) -> Placed | None:
+def place_choice(loads: Loads, choice: Choice, limit: float = _NEVER) -> Placed | None:
     """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
     loaded = loads.of(choice)
     try:

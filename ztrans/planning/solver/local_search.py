@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from .bucketing import FIRST_GATHERS, REDUCTIONS, REGATHERS, gather_buckets, in_order, reduction_buckets
-from .list_scheduler import Placed, place
+from .list_scheduler import Placed, place_choice
 from .load import Members
 from .loads import Choice, Loads, kept
 from .moves import Moves, can_join, with_buckets
@@ -40,7 +40,7 @@ class Search:
         self.seen: set[Choice] = set()
         self.free = kept(problem, ())
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
-        alone = place(self.loads, self._alone())
+        alone = place_choice(self.loads, self._alone())
         if alone is None:
             raise ValueError("search: the memory is less than every schedule needs.")
         self.best = alone
@@ -78,7 +78,7 @@ class Search:
         if choice in self.seen:
             return None
         self.seen.add(choice)
-        placed = place(self.loads, choice, max(slower, self.enough))
+        placed = place_choice(self.loads, choice, max(slower, self.enough))
         if placed is not None:
             self.effort -= len(choice.gathers) + len(choice.reductions)
             if self.rank(placed) < self.rank(self.best):

@@ -60,8 +60,8 @@ class SymmetricStart(StreamedStart):
     ) -> Message:
         """A message with a row for each of `ranks` ranks.
 
-        `read` takes the packed message, the flat tensors that it fills, which become
-        the values, and the elements that each has for a rank.
+        `read` takes the packed message, the flat tensors that it fills, which become the values, and the number of
+        elements that each has for a rank.
         """
         sizes, rows = [self.parts[k] for k in ks], [m.movedim(self.dim, 0) for m in members]
         sent = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)

@@ -99,9 +99,7 @@ def lift(
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
-        pairs = [(of_parameter, counted.get(name, ())) for name, of_parameter in state["optimizer"].items()]
-        counts = [x for pair in pairs for x, is_count in zip(*map(pytree.tree_leaves, pair)) if is_count]
-        numbers = [*((x, None) for x in counts), *hyperparameters.numbers(groups)]
+        numbers = [*((x, None) for x in _counts(state["optimizer"], counted)), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as params, unchanged(optimizers, groups):
             gradients = KeptGradients(params, state.get("grads"), had)
@@ -112,16 +110,7 @@ def lift(
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
-            held = {p: s for o in optimizers for p, s in o.state.items()}
-            after = {name: held.get(p, {}) for name, p in params.items()}
-            check_known(after, state["optimizer"])
-            new = {
-                **state,
-                "params": {name: p.detach() for name, p in params.items()},
-                "buffers": {name: b.detach() for name, b in model.named_buffers()},
-            }
-            if optimizers:
-                new["optimizer"] = {name: _as_before(after[name], x) for name, x in state["optimizer"].items()}
+            new = _new_state(model, params, optimizers, state)
         new |= ({"grads": carried} if carried is not None else {}) | ({"scaler": scaled} if scaled else {})
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
@@ -134,9 +123,7 @@ def lift(
         _check_held(model, optimizers)
         present = state_of(model, optimizers, names, carry_grads)
         counted.update(pytree.tree_map(is_number, present["optimizer"]))
-        entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
-        lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
-        return {entry: leaves for entry, leaves in lacking.items() if leaves}
+        return _lacking(state, present)
 
     own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
@@ -144,6 +131,33 @@ def lift(
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
+
+
+def _counts(optimized: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The counts in the state of optimizers; `counted` says by parameter which leaves are counts."""
+    for name, leaves in optimized.items():
+        is_count = pytree.tree_leaves(counted.get(name, ()))
+        yield from (x for x, counts in zip(pytree.tree_leaves(leaves), is_count) if counts)
+
+
+def _new_state(
+    model: nn.Module, params: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer], state: State
+) -> State:
+    """The state after a loop step, from the tensors that the module and the optimizers have now."""
+    held = {p: s for o in optimizers for p, s in o.state.items()}
+    after = {name: held.get(p, {}) for name, p in params.items()}
+    check_known(after, state["optimizer"])
+    own = {name: p.detach() for name, p in params.items()}
+    buffers = {name: b.detach() for name, b in model.named_buffers()}
+    optimized = {name: _as_before(after[name], x) for name, x in state["optimizer"].items()} if optimizers else {}
+    return {**state, "params": own, "buffers": buffers, **({"optimizer": optimized} if optimizers else {})}
+
+
+def _lacking(state: State, present: State) -> State:
+    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
+    entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
+    lacking = {entry: {k: v for k, v in present[entry].items() if k not in state[entry]} for entry in entries}
+    return {entry: leaves for entry, leaves in lacking.items() if leaves}
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:

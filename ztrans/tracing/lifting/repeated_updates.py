@@ -55,7 +55,7 @@ class RepeatedUpdates:
         """
         number = next(numbers)
         mode: Any = get_proxy_mode()  # a `Watch`
-        tree = _read_by(optimizer)
+        tree = _step_inputs(optimizer)
         inputs = tensors_in(tree)
         if mode is None or has_closure or not _is_known(optimizer, inputs):
             return lambda: None
@@ -68,7 +68,7 @@ class RepeatedUpdates:
             written = [k for k, x in enumerate(inputs) if x._version != versions[k]]
             places = {id(x): Place() for x in inputs}
             operations = _with_places(mode.operations[start:], places)
-            if operations is not None and [*map(id, tensors_in(_read_by(optimizer)))] == [*map(id, inputs)]:
+            if operations is not None and [*map(id, tensors_in(_step_inputs(optimizer)))] == [*map(id, inputs)]:
                 self._last[number] = _Update(key, [places[id(x)] for x in inputs], written, operations)
 
         return keep
@@ -96,7 +96,7 @@ def _is_known(optimizer: Optimizer, inputs: Sequence[torch.Tensor]) -> bool:
     return is_torchs(optimizer) and not hooks and not in_backward and all(type(x) is FakeTensor for x in inputs)
 
 
-def _read_by(optimizer: Optimizer) -> list:
+def _step_inputs(optimizer: Optimizer) -> list:
     """What a step of an optimizer reads: the parameter groups, and the gradient and state of each parameter."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [optimizer.param_groups, [(p.grad, optimizer.state.get(p)) for p in params]]
