@@ -21,7 +21,8 @@ from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import in_order, is_cut, parts
-from ..ir.nested.work import inner_work, scores
+from ..ir.nested.attention import scores
+from ..ir.nested.work import inner_work
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 from .launches import launches

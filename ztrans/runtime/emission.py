@@ -18,15 +18,18 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDU
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Primitive, Var, substitute
 from ..ir.layout import local_shape, part
+from ..ir.nested.attention import is_attention
 from ..ir.nested.call import call_operator
 from ..ir.nested.functions import Function
 from ..ir.nested.launch import Launch, LaunchModule
 from ..ir.operations import bound
+from ..ir.printer import op_name
 from ..ir.update_groups import list_call
 from .call_forms import call_form
 from .collectives import channel, wait
 from .cuda.streams import Streams
 from .cuda.symmetric_start import start
+from .inductor import attention
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,19 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     if launch is not None:
         name = f"{launch.name}_{len(list(emission.module.children()))}"
         leaves = emission.call(name, LaunchModule(launch), *eqn.ins)
+    elif is_attention(eqn):
+        leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
     else:
         args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
         leaves = emission.out.call_function(call_operator, args, {k: emission.read(v) for k, v in eqn.kwargs.items()})
     return unpacked(emission.out, leaves, eqn.outs)
+
+
+def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
+    """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
+    text, modules = attention.text(eqn), dict(emission.module.named_children())
+    shared = ((name, m) for name, m in modules.items() if isinstance(m, attention.Attention) and m.text == text)
+    return next(shared, None) or (f"{op_name(eqn.op)}_{len(modules)}", attention.Attention(eqn, nested))
 
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..ir.ambient import no_collection, refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
+from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
@@ -115,6 +116,14 @@ def _device_of(leaves: Iterable[Abstract]) -> str:
     return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
 
 
+def _are_on_cpus(leaves: Sequence[Abstract]) -> bool:
+    """Whether a program runs on CPUs. One that is traced from meta tensors alone is planned for GPUs.
+
+    Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
+    """
+    return any(leaf.device == "cpu" and leaf.shape for leaf in leaves) and _device_of(leaves) == "cpu"
+
+
 def _device(leaf: torch.Tensor) -> str:
     # A fake cuda tensor aborts the process on a CPU build.
     return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
@@ -167,7 +176,8 @@ def trace(
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
     static = _static(abstract, num_state, paths)
     dynamic = [i for i in range(len(leaves)) if i not in static]
-    default_device = device or _device_of(abstract[i] for i in dynamic)
+    described = [abstract[i] for i in dynamic]
+    default_device = device or _device_of(described)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
     batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
 
@@ -195,7 +205,8 @@ def trace(
         shapes = tuple(map(shape_of, leaves[:num_state]))
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
-        return Imported(_annotated(graph, facts), recorded.out_tree, recorded.tensors)
+        graph = with_settled_attention(_annotated(graph, facts), _are_on_cpus(described))
+        return Imported(graph, recorded.out_tree, recorded.tensors)
 
     traced = settled(record_program, captured.reach(), name)
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)

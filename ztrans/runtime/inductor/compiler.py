@@ -44,6 +44,7 @@ def fused(
         # Constant folding would replace x * 1 by x, whose storage the result must not share.
         with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)
+        module.graph.eliminate_dead_code()  # such as reads of results that attention does not write
     (output,) = module.graph.find_nodes(op="output")
     result_strides = [x.meta["val"].stride() for x in output.args[0]]
     output.meta.update(

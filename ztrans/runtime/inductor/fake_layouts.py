@@ -14,6 +14,7 @@ from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.layout import local_shape, localize
+from ...ir.nested.functions import Function
 from ...ir.nested.launch import Launch
 from ...ir.operations import compute
 from ...ir.update_groups import is_fused_update
@@ -89,7 +90,7 @@ def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device)
     return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
 
 
-def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, Strided]) -> str:
+def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, tuple]) -> str:
     """Equations as text, with numbers for names. Equal texts mean equal computations on values of equal layouts."""
     number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
     lines = [f"{name}: {tuple(layouts[v])}" for v, name in number.items()]
@@ -99,6 +100,8 @@ def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layout
             return number[x]
         if isinstance(x, torch.Tensor):
             return f"tensor {tuple(Strided.of(x))} {id(x)}"
+        if isinstance(x, Function):
+            return str(x.graph)
         return f"[{', '.join(map(show, x))}]" if isinstance(x, (list, tuple)) else repr(x)
 
     for e in eqns:

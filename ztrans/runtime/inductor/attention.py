@@ -1,0 +1,81 @@
+"""Attention: flex_attention and its backward, on GPUs by the kernels that Inductor compiles for them.
+
+    out, lse, _ = flex_attention(q, k, v, score_mod, mask, ...)
+
+A kernel never holds the scores [B, H, S, S]. On CPUs a program computes the dense meaning of the operator, which does:
+there PyTorch has no kernel of backward, and one of forward only without `lse`, which backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...ir.graph import Eqn, substitute
+from ...ir.nested.attention import is_dense
+from ...ir.nested.call import call_operator
+from ...ir.nested.functions import Function
+from ...ir.operations import bound
+from .compiler import fused
+from .fake_layouts import Strided, as_text
+
+
+class Attention(torch.nn.Module):
+    """A call of attention as a submodule of generated code. Equations with the same `text` can share one.
+
+    The first call on a GPU compiles the kernel, for the layouts of its arguments. Later arguments with other layouts
+    are copied.
+    """
+
+    def __init__(self, eqn: Eqn, nested: Callable[[Function], torch.nn.Module]) -> None:
+        """The equation has the sizes of one rank. `nested` returns the code of a function that it calls."""
+        super().__init__()
+        self.text, self._ins, self._bound = text(eqn), eqn.ins, bound(eqn)
+        self._op: Any = eqn.op
+        self._args = _with_code(eqn.args, nested)
+        self._layouts: list[Strided] = []
+        self._kernel: Callable[[list], Sequence] | None = None
+
+    def forward(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
+        return self.by_kernel(*values) if values[0].is_cuda else self.densely(*values)
+
+    def densely(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
+        """The results by the dense meaning of the operator."""
+        return call_operator(self._op, self._bound, *self._read(values))
+
+    def by_kernel(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
+        """The results by the kernel; None for those that the equation does not bind."""
+        if self._kernel is None:
+            self._layouts = [Strided.of(x) for x in values]
+            self._kernel = fused(self.wanted, lambda: [x.empty() for x in self._layouts], deterministic=True)
+        results = iter(self._kernel([layout.conform(x) for layout, x in zip(self._layouts, values)]))
+        return [next(results) if is_bound else None for is_bound in self._bound]
+
+    def wanted(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """The results that the equation binds. Inductor compiles this function."""
+        written = {"OUTPUT_LOGSUMEXP": self._bound[1], "OUTPUT_MAX": self._bound[2]}
+
+        def compiled(options: dict) -> dict:
+            """A program that was traced on CPUs says that it computes all scores."""
+            return options | written | ({"BACKEND": "AUTO"} if is_dense(options) else {})
+
+        args = [compiled(x) if isinstance(x, dict) else x for x in self._read(values)]
+        results = call_operator(self._op, self._bound, *args)
+        return [x for x, is_bound in zip(results, self._bound) if is_bound]
+
+    def _read(self, values: Sequence[torch.Tensor]) -> tuple:
+        return substitute(self._args, dict(zip(self._ins, values, strict=True)).__getitem__)
+
+
+def text(eqn: Eqn) -> str:
+    """A call of attention as text, in which values have numbers."""
+    return as_text([eqn], eqn.ins, (), {v: (v.type,) for v in eqn.ins})
+
+
+def _with_code(tree: Any, nested: Callable[[Function], torch.nn.Module]) -> Any:
+    """Arguments, with the code of each function."""
+    if isinstance(tree, Function):
+        return nested(tree)
+    return type(tree)([_with_code(x, nested) for x in tree]) if isinstance(tree, (list, tuple)) else tree
