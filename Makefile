@@ -26,7 +26,7 @@ quick: lint types
 	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile -m 'not distributed and not compiles and not slow'
 
 test: lint types
-	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 golden: install
 	$(BIN)/pytest -q --update-golden

@@ -12,6 +12,7 @@ import difflib
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     before, after = golden.path.read_text().splitlines(), str(text).splitlines()
     diff = difflib.unified_diff(before, after, golden.path.name, "this run", lineterm="")
     return ["not the golden; `pytest --update-golden` accepts this run", *diff]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three for two cores: a worker whose test has started processes or a compiler waits for them."""
+    cores = len(os.sched_getaffinity(0))
+    return cores + cores // 2
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests take long come first, so that the workers end at the same time."""
+    cost = Counter[Path]()
+    for item in items:
+        cost[item.path] += sum(_COSTS.get(mark.name, 0) for mark in item.iter_markers())
+    items.sort(key=lambda item: -cost[item.path])
+
+
+_COSTS = {"distributed": 5, "compiles": 3, "slow": 1}
 
 
 @pytest.fixture
