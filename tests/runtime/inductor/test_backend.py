@@ -13,7 +13,7 @@ from tests.support.processes import run_ranks
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
-from ztrans.runtime.inductor import backend
+from ztrans.runtime.inductor import backend as inductor
 from ztrans.runtime.inductor import cpu_matmul as products
 from ztrans.runtime.inductor.backend import KernelCall
 from ztrans.runtime.inductor.compiler import fused
@@ -68,7 +68,7 @@ def as_they_are(function, like, donated=(), deterministic=False):
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_destroy_nothing_that_is_read(name, monkeypatch):
     """What is written over state, donated and left out is chosen before Inductor compiles a kernel."""
-    monkeypatch.setattr(backend, "fused", as_they_are)
+    monkeypatch.setattr(inductor, "fused", as_they_are)
     case = CASES[name]
     (state, outputs, _), (mine, mines, _) = both(on_ranks(case, 1), case.state(), batches(case, 3))
     assert distance(mine, state, 1e-3) < 1e-5 and distance(mines, outputs, 1e-3) < 1e-5
