@@ -129,6 +129,24 @@ def test_a_tensor_scalar_gives_the_bits_of_a_python_number(shape, dtype):
         assert all(torch.equal(e, wanted) for e in results), f"_foreach_{op}"
 
 
+class Limits(optim.Optimizer):
+    """Compares its rate with a limit, as a tensor, and chooses by the results."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            lr = torch.as_tensor(self.param_groups[0]["lr"], dtype=torch.float64)
+            is_large, is_small = lr > 0.2, ~(lr > 0.05)
+            p.sub_(p.grad * torch.where(is_large | is_small, torch.ones_like(lr), lr / 3))
+
+
+def test_comparisons_of_numbers_are_bools():
+    assert compare(Small, lambda m: Limits(m.parameters()), torch.float64) == (0.0, [])
+
+
 def test_branching_on_a_number_is_refused():
     """A number that the optimizer reads may be used in arithmetic. An `if` on it is an error with the line."""
 

@@ -189,4 +189,5 @@ def _decides_dtype(x: torch.Tensor) -> bool:
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+    """Whether a value is a tensor of integers. A bool, such as the result of a comparison, is no number."""
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)

@@ -1,0 +1,49 @@
+"""The table of timm's optimizers in docs/coming-from.md: what it says of each is so after 20 steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_lift import loop, make_matrices
+from test_optimizer_table import REFUSALS
+from test_schedulers import data
+
+import ztrans as zt
+from tests.support.worlds import distance
+
+timm = pytest.importorskip("timm.optim", exc_type=ImportError)
+
+PAGE = Path(__file__).parents[3] / "docs" / "coming-from.md"
+BOUNDS = {"the same bits": 0.0, "equal to 1e-6": 1e-6, "equal to 1e-3": 1e-3, "refused": None}
+TABLE = PAGE.read_text().partition("\n| timm | |\n")[2]
+ROWS = {name: BOUNDS[says] for says, names in re.findall(r"^\| ([\w -]+) \| (`.*) \|$", TABLE, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)}  # fmt: skip
+
+
+def test_the_table_has_rows():
+    assert len(ROWS) > 80 and set(ROWS.values()) == set(BOUNDS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.filterwarnings("ignore")  # timm's own
+def test_an_optimizer_of_timm_does_what_the_table_says(name):
+    (model, optimizer), (lifted, lifted_optimizer) = (
+        (m, timm.create_optimizer_v2(m, opt=name, lr=0.01, weight_decay=0.01)) for m in (make_matrices(), make_matrices())
+    )
+    if ROWS[name] is None:
+        with pytest.raises(ValueError, match=f"(?s){'|'.join(REFUSALS)}"):
+            step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
+            zt.Step(step).trace(state, *data()[0])
+        return
+    plain = loop(model, optimizer)
+    step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
+    run = zt.Step(step)
+    for batch in data():
+        plain(*batch)
+        state, _ = run(state, *batch)
+    zt.restore(lifted, lifted_optimizer, state)
+    pairs = zip(lifted.parameters(), model.parameters(), strict=True)
+    assert max(distance(mine, wanted) for mine, wanted in pairs) <= ROWS[name]
