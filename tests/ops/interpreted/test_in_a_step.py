@@ -10,6 +10,8 @@ from torch.library import triton_op, wrap_triton
 
 import ztrans as zt
 from tests.support.worlds import ALL, clone, distance, slices
+from ztrans.ir.interpreter import evaluate
+from ztrans.tracing.trace import trace
 
 torch.manual_seed(0)
 STATE, X = {"w": torch.randn(8, 4), "b": torch.ones(4)}, torch.randn(6, 8)
@@ -114,6 +116,37 @@ def test_a_launch_is_an_equation(wrap):
     assert distance(state, WANT) < 1e-5 and distance(loss, LOSS) < 1e-5
     for stage in (0, 3):
         assert distance(sharded(step, stage)[1], WANT) < 1e-5
+
+
+@pytest.mark.parametrize("wrap", [wrap_triton, lambda kernel: kernel], ids=["wrapped", "raw"])
+def test_launches_on_fake_gpus_are_those_on_cpus(wrap):
+    """Autograd needs a real GPU even for fake tensors, so this step launches the kernel of backward itself."""
+
+    def step(state, x):
+        w, b = state["w"], state["b"]
+        h = x @ w
+        assert h.device.type == device
+        (rows, n), out, inverse = h.shape, torch.empty_like(h), h.new_empty(h.shape[0])
+        wrap(scale_rows)[(rows,)](h, b, out, inverse, n, 1e-6, BLOCK=4, num_warps=4)
+        dy, dh, db = out * (2 / out.numel()), torch.empty_like(h), torch.empty_like(h)
+        wrap(scale_rows_backward)[(rows,)](dy, h, b, inverse, dh, db, n, BLOCK=4)
+        return {"w": w - 0.1 * (x.t() @ dh), "b": b - 0.1 * db.sum(0)}, out.square().mean()
+
+    def truth(state, x):
+        params = {k: p.detach().requires_grad_() for k, p in state.items()}
+        loss = dense(x @ params["w"], params["b"]).square().mean()
+        grads = torch.autograd.grad(loss, [*params.values()])
+        return {k: p.detach() - 0.1 * g for (k, p), g in zip(params.items(), grads)}, loss.detach()
+
+    on_meta = {k: v.to("meta") for k, v in STATE.items()}, X.to("meta")
+    texts = []
+    for device in ("cpu", "cuda"):
+        graph = trace(step, *on_meta, device=device).graph
+        texts.append(str(graph))
+    assert texts[0] == texts[1]
+    assert [e.args[0].name for e in graph.eqns if e.op is TRITON] == ["scale_rows", "scale_rows_backward"]
+    (*state, loss), (want, value) = evaluate(graph, *STATE.values(), X), truth(STATE, X)
+    assert distance(state, [*want.values()]) < 1e-5 and distance(loss, value) < 1e-5
 
 
 def test_an_operator_with_kernels_is_one_equation():
