@@ -67,12 +67,6 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     return ["not the golden; `pytest --update-golden` accepts this run", *diff]
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three for two cores: a worker whose test has started processes or a compiler waits for them."""
-    cores = len(os.sched_getaffinity(0))
-    return cores + cores // 2
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests take long come first, so that the workers end at the same time."""
