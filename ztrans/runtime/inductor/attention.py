@@ -2,8 +2,8 @@
 
     out, lse, _ = flex_attention(q, k, v, score_mod, mask, ...)
 
-A kernel never holds the scores [B, H, S, S]. On CPUs a program computes the dense meaning of the operator, which does:
-there PyTorch has no kernel of backward, and one of forward only without `lse`, which backward needs.
+A kernel never holds the scores [B, H, S, S]. On CPUs a program computes the dense meaning of the operator, which holds
+them: PyTorch has no kernel of backward there, and its kernel of forward does not return `lse`, which backward reads.
 """
 
 from __future__ import annotations
