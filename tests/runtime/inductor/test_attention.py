@@ -13,6 +13,7 @@ from ztrans.ir.operations import compute
 from ztrans.runtime.emission import nested
 from ztrans.runtime.inductor.attention import Attention
 
+torch.manual_seed(0)
 LENGTH, HEADS, DIM, FEATURES = 64, 2, 16, 32
 STATE = {"w": torch.randn(FEATURES, FEATURES), "slope": torch.tensor([0.3, 0.1])}
 BATCH = (torch.randn(3, LENGTH, FEATURES), torch.arange(LENGTH).div(24).long().repeat(3, 1))
@@ -83,6 +84,8 @@ def test_a_program_for_gpus_holds_no_scores():
     scores = lambda lowered: [h for h in lowered.memory_analysis().holders if h[2] == "scores of attention"]
     assert scores(zt.Step.of(train).lower(STATE, *on("cpu")))
     assert not scores(zt.Step.of(train).lower(state, *on("meta")))
+    in_f64, (x, of) = {k: v.double() for k, v in state.items()}, on("meta")
+    assert scores(zt.Step.of(train).lower(in_f64, x.double(), of)), "kernels have no f64"
 
 
 @pytest.mark.slow
@@ -110,6 +113,6 @@ def test_a_step_on_a_gpu_computes_what_it_does_on_a_cpu():
     state, grad = zt.Step.of(train).lower(STATE, *BATCH).compile()(clone(STATE), *BATCH)
     batch = [x.cuda() for x in BATCH]
     lowered = zt.Step.of(train).lower(to_gpu(STATE), *batch)
-    mine, mines = lowered.compile()(to_gpu(STATE), *batch)
-    assert distance({k: v.cpu() for k, v in mine.items()}, state) < 1e-3
-    assert distance(mines.cpu(), grad) < 1e-3
+    gpu_state, gpu_grad = lowered.compile()(to_gpu(STATE), *batch)
+    assert distance({k: v.cpu() for k, v in gpu_state.items()}, state) < 1e-3
+    assert distance(gpu_grad.cpu(), grad) < 1e-3

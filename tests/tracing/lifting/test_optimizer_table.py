@@ -38,24 +38,33 @@ def optimizer_of(name, model):
     return of(kind, **({} if kind == "LBFGS" else {"lr": 0.01}), **(given or OPTIONS.get(kind, {})))(model)
 
 
+def assert_refused(model, optimizer) -> None:
+    """Assert that `lift` or a trace refuses the optimizer, and says what to do."""
+    with pytest.raises(ValueError, match=f"(?s){'|'.join(REFUSALS)}"):
+        step, state = zt.lift(loop(model, optimizer), model, optimizer)
+        zt.Step(step).trace(state, *data()[0])
+
+
+def train_both(plain, lifted) -> None:
+    """Train two pairs of a model and its optimizer: by the untouched loop, and by the lifted one."""
+    step, state = zt.lift(loop(*lifted), *lifted)
+    run, loop_step = zt.Step(step), loop(*plain)
+    state = run.shard(state)
+    for batch in data():
+        loop_step(*batch)
+        state, _ = run(state, *batch)
+    zt.restore(*lifted, run.unshard(state))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_an_optimizer_does_what_the_table_says(name):
     make = make_matrices if name.endswith("Muon") else make_model
     (model, optimizer), (lifted, lifted_optimizer) = ((m, optimizer_of(name, m)) for m in (make(), make()))
     if ROWS[name] == "refused":
-        with pytest.raises(ValueError, match=f"(?s){'|'.join(REFUSALS)}"):
-            step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
-            zt.Step(step).trace(state, *data()[0])
+        assert_refused(lifted, lifted_optimizer)
         return
-    plain = loop(model, optimizer)
-    step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
-    run = zt.Step(step)
-    state = run.shard(state)
-    for batch in data():
-        plain(*batch)
-        state, _ = run(state, *batch)
-    zt.restore(lifted, lifted_optimizer, run.unshard(state))
+    train_both((model, optimizer), (lifted, lifted_optimizer))
     mine, theirs = everything(lifted, lifted_optimizer), everything(model, optimizer)
     if ROWS[name] == "the same bits":
         assert [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))] == []

@@ -2,7 +2,8 @@
 
     out, lse, _ = flex_attention(q, k, v, score_mod, mask, 0.25, {'BACKEND': 'DENSE', ...})
 
-A kernel never holds the scores [batch, head, query, key]. PyTorch has kernels for forward and backward on GPUs only.
+A kernel never holds the scores [batch, head, query, key]. PyTorch has kernels for forward and backward on GPUs only,
+and none for f64.
 """
 
 from __future__ import annotations
@@ -25,21 +26,30 @@ def is_attention(eqn: Eqn) -> bool:
     return eqn.op in _SCORES
 
 
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether kernels on a GPU compute attention to queries of this dtype."""
+    return dtype != torch.float64
+
+
 def is_dense(options: Any) -> bool:
     """Whether an argument is the options of attention that computes all scores."""
     return isinstance(options, Mapping) and options.get("BACKEND") == "DENSE"
 
 
 def settled(graph: Graph, on_cpus: bool) -> Graph:
-    """Let the attention of a traced program bind only the results that are read, and on CPUs compute all scores."""
+    """Let the attention of a traced program bind only the results that are read.
+
+    Where it has no kernel, it computes all scores.
+    """
     read = set(variables([e.ins for e in graph.eqns])) | set(variables(graph.outputs))
 
     def dense(arg: Any) -> Any:
-        return {**arg, "BACKEND": "DENSE"} if on_cpus and isinstance(arg, Mapping) else arg
+        return {**arg, "BACKEND": "DENSE"} if isinstance(arg, Mapping) else arg
 
     def settle(e: Eqn) -> Eqn:
         outs = tuple(out if out in read else None for out in e.outs)
-        return e.replace(args=tuple(map(dense, e.args)), outs=outs)
+        by_kernel = not on_cpus and has_kernel(e.args[0].dtype)
+        return e.replace(args=e.args if by_kernel else tuple(map(dense, e.args)), outs=outs)
 
     return graph.replace(eqns=tuple(settle(e) if is_attention(e) else e for e in graph.eqns))
 

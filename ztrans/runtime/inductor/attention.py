@@ -4,6 +4,7 @@
 
 A kernel never holds the scores [B, H, S, S]. On CPUs a program computes the dense meaning of the operator, which holds
 them: PyTorch has no kernel of backward there, and its kernel of forward does not return `lse`, which backward reads.
+In f64 it does so on GPUs too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ...ir.graph import Eqn, substitute
-from ...ir.nested.attention import is_dense
+from ...ir.nested.attention import has_kernel, is_dense
 from ...ir.nested.call import call_operator
 from ...ir.nested.functions import Function
 from ...ir.operations import bound
@@ -39,7 +40,8 @@ class Attention(torch.nn.Module):
         self._kernel: Callable[[list], Sequence] | None = None
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
-        return self.by_kernel(*values) if values[0].is_cuda else self.densely(*values)
+        query = values[0]
+        return self.by_kernel(*values) if query.is_cuda and has_kernel(query.dtype) else self.densely(*values)
 
     def densely(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         """The results by the dense meaning of the operator."""
