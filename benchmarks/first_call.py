@@ -88,7 +88,7 @@ def seconds(name: str) -> dict[str, float]:
 def measured(name: str, repeats: int) -> dict[str, float]:
     """Medians over fresh processes."""
     command = [sys.executable, __file__, "--one", name]
-    runs = [json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    runs = [json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
             for _ in range(repeats)]  # fmt: skip
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 

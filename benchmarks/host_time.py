@@ -4,7 +4,8 @@
 
 The models are small, or have a batch of one, so most of a step is the host's work. All subjects of a model are in one
 process, or in the same two processes, and take turns. Every loop uses AdamW(fused=True). Prints and writes
-benchmarks/results/host_time.md and .json; `--models` and `--ranks` run a part, and the rest keeps its figures.
+benchmarks/results/host_time.md and .json; `--models` and `--ranks` run a part, and the rest keeps its figures
+and their dates. The figures of another processor or another torch are not kept.
 """
 
 from __future__ import annotations
@@ -225,9 +226,9 @@ def of_two_ranks(name: str, rounds: int) -> dict[str, Any]:
 
 
 def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
-    """A row for each model and subject: milliseconds, and the share of what it replaces."""
-    yield "| model | subject | ms a step, median | least | of its peer | last loss |"
-    yield "|---|---|---:|---:|---:|---:|"
+    """A row for each model and subject: milliseconds, the share of what it replaces, and the day of the run."""
+    yield "| model | subject | ms a step, median | least | of its peer | last loss | date |"
+    yield "|---|---|---:|---:|---:|---:|---|"
     for name, measured in by_model.items():
         middle = {subject: statistics.median(each) for subject, each in measured["seconds"].items()}
         for subject, each in measured["seconds"].items():
@@ -235,11 +236,11 @@ def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
             share = f"{middle[subject] / middle[peer]:.2f} of {peer}" if peer else ""
             loss = measured["losses"][subject]
             milliseconds = f"{1e3 * middle[subject]:.3f} | {1e3 * min(each):.3f}"
-            yield f"| {name} | {subject} | {milliseconds} | {share} | {loss:.4f} |"
+            yield f"| {name} | {subject} | {milliseconds} | {share} | {loss:.4f} | {measured['date']} |"
 
 
 def report(results: dict[str, Any]) -> str:
-    lines = ["# Host time", "", f"{results['where']}; {results['date']}. AdamW(fused=True) everywhere.", ""]
+    lines = ["# Host time", "", f"{results['where']}. AdamW(fused=True) everywhere.", ""]
     for ranks, title in ((1, "One rank"), (2, "Two ranks on one machine, gloo; ztrans at stage 3")):
         if str(ranks) in results:
             lines += [f"## {title}", "", *table(results[str(ranks)], ranks), ""]
@@ -249,6 +250,7 @@ def report(results: dict[str, Any]) -> str:
         for name, by_subject in results["counts"].items():
             lines += [f"| {name} | {subject} | {calls:,} | {n:,} |" for subject, (calls, n) in by_subject.items()]
         lines += ["", "## Where the milliseconds of an eager step of ztrans go, on one rank", ""]
+        lines += ["Measured on the days of the first table.", ""]
         parts = [*next(iter(results["shares"].values()))]
         lines += [f"| model | {' | '.join(parts)} |", f"|---|{'---:|' * len(parts)}"]
         lines += [
@@ -257,26 +259,28 @@ def report(results: dict[str, Any]) -> str:
         ]
     if "empty calls" in results:
         lines += ["", "## A call of a GPT's step whose program does nothing, on one rank", ""]
+        lines += [f"{results['empty calls']['date']}.", ""]
         lines += ["| leaves of the state | ms |", "|---:|---:|"]
-        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"]]
+        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"]["by leaves"]]
     return "\n".join([*lines, ""])
 
 
 def main(names: list[str], ranks: list[int], rounds: int) -> None:
     file = RESULTS / "host_time.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
-    results |= {"where": f"{processor()}, torch {torch.__version__}", "date": str(date.today())}
+    where, today = f"{processor()}, torch {torch.__version__}", {"date": str(date.today())}
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    results = earlier if earlier.get("where") == where else {"where": where}
     if 1 in ranks:
-        results["empty calls"] = [empty_call(layers) for layers in DEPTHS]
+        results["empty calls"] = {"by leaves": [empty_call(layers) for layers in DEPTHS]} | today
     for model in (model for model in MODELS if model.name in names):
         few = rounds // 5 if "GPT-2" in model.name else rounds
         if 1 in ranks:
-            results.setdefault("1", {})[model.name] = measure(subjects(model, 1), few)
+            results.setdefault("1", {})[model.name] = measure(subjects(model, 1), few) | today
             results.setdefault("shares", {})[model.name] = shares(model)
             bf16 = "GPT-2" in model.name
             results.setdefault("counts", {})[f"{model.name}{', bf16' if bf16 else ''}"] = counts(model, bf16)
         if 2 in ranks:
-            results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few)
+            results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few) | today
         file.write_text(json.dumps(results, indent=1) + "\n")
         (RESULTS / "host_time.md").write_text(report(results))
     print(report(results))

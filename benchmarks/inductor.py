@@ -157,8 +157,7 @@ def processor() -> str:
 def report(results: dict) -> str:
     lines = [
         '# compile(backend="inductor")\n',
-        f"{processor()}, one core, torch {torch.__version__}; the GPT of "
-        "`benchmarks/peers/model.py`.\n",
+        f"{results['where']}; the GPT of `benchmarks/peers/model.py`.\n",
     ]
     for precision in ("fp32", "bf16"):
         if precision in results:
@@ -177,7 +176,10 @@ def report(results: dict) -> str:
 
 def main(args: argparse.Namespace) -> None:
     file = RESULTS / "inductor.json"
-    results = json.loads(file.read_text()) if file.exists() else {"dates": {}}
+    where = f"{processor()}, one core, torch {torch.__version__}"
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    # A table compares its rows, so figures of another processor or another torch are not kept.
+    results = earlier if earlier.get("where") == where else {"where": where, "dates": {}}
     parts = ("fp32", "bf16", "compile") if args.part == "all" else (args.part,)
     results["dates"] |= dict.fromkeys(parts, str(date.today()))
     for precision in ("fp32", "bf16"):
