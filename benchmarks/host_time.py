@@ -113,9 +113,9 @@ def subjects(model: Model, ranks: int) -> dict[str, Step]:
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
-    """Seconds of every step by subject, which take turns, and the last losses."""
+    """Seconds of every step by subject, which take turns, and the last losses, as means over the ranks."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
+    last: dict[str, Tensor] = {}
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
@@ -127,8 +127,11 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             loss = steps[name]()
             seconds[name].append(time.perf_counter() - start)
-            losses[name] = float(loss)
-    return {"seconds": seconds, "losses": losses}
+            last[name] = loss.clone()
+    # FSDP2 returns the loss of its rank, ztrans the mean.
+    for loss in last.values() if dist.is_initialized() else ():
+        dist.all_reduce(loss.div_(dist.get_world_size()))
+    return {"seconds": seconds, "losses": {name: float(loss) for name, loss in last.items()}}
 
 
 class Counted(TorchDispatchMode):
@@ -208,6 +211,7 @@ def rank(name: str, rounds: int) -> None:
     """What each of two processes does: the steps of one model, whose figures rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # each rank has its own batch
     (model,) = (model for model in MODELS if model.name == name)
     measured = measure(subjects(model, dist.get_world_size()), rounds)
     if dist.get_rank() == 0:
