@@ -10,6 +10,7 @@ from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT, is_start
 from ztrans.ir.graph import Eqn, Graph, Var, is_random, producers
 from ztrans.ir.interpreter import lockstep, scatter
+from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.inductor.fusion import fuse
 
 aten = torch.ops.aten
@@ -85,6 +86,33 @@ def test_fused_optimizer_updates_are_grouped_by_dtype():
     _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
     dtypes_by_group = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
     assert sorted(map(len, dtypes_by_group)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in dtypes_by_group)
+
+
+def test_equal_counters_are_grouped_and_those_that_follow_one_another_are_not():
+    counts = [Var(name, torch.float32, ()) for name in "abc"]
+    add = lambda v, n, name: Eqn(aten.add.Scalar, (v, n), (Var(name, torch.float32, ()),), region="update")
+    a, b, c = (add(v, 1, f"{v.name}1") for v in counts)
+    again, other = add(c.outs[0], 1, "c2"), add(counts[0], 2, "a2")
+    outputs = tuple(e.outs[0] for e in (a, b, again, other))
+    _, groups = fuse(Graph("f", tuple(counts), (a, b, c, again, other), outputs, 0))
+    assert [[v.name for v in g.outs] for g in groups if g.counters] == [["a1", "b1"]]
+
+
+def test_the_counters_of_a_fused_optimizer_are_one_kernel_of_at_most_64():
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(35))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        sum(m(x).sum() for m in model).backward()
+        optimizer.step()
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    graph, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
+    assert [len(g.eqns) for g in groups if g.counters] == [64, 6]
+    assert [len(g.eqns) for g in groups if g.updates] == [70]
+    by_torch = to_fx(graph, None, True, [g.eqns for g in groups if g.counters or g.updates]).code  # as on GPUs
+    assert by_torch.count("._foreach_add_") == 2 and by_torch.count("._fused_adamw_") == 1
 
 
 def test_a_reader_of_a_group_joins_it_across_a_product():

@@ -78,18 +78,17 @@ class InductorExecutable(Executable):
 
 @dataclass(frozen=True, eq=False)
 class _LaidOut:
-    """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
+    """A program and its groups, with the layouts and the lifetimes of its values on one rank.
+
+    The `compiled` groups become kernels. PyTorch computes the others, each in one call.
+    """
 
     graph: Graph
-    groups: tuple[Group, ...]
+    groups: Sequence[Group]
+    compiled: Sequence[Group]
     at: Mapping[str, int]
     donation: Donation
     layouts: Mapping[Var, Strided]
-
-    @property
-    def compiled_groups(self) -> list[Group]:
-        """The groups that become kernels: all but those of fused optimizers, which PyTorch computes."""
-        return [group for group in self.groups if not group.updates]
 
 
 def executable(
@@ -117,7 +116,7 @@ def executable(
 
 def _lay_out(
     graph: Graph,
-    groups: tuple[Group, ...],
+    groups: Sequence[Group],
     mesh: DeviceMesh | None,
     at: Mapping[str, int],
     inputs: Sequence[torch.Tensor],
@@ -129,14 +128,19 @@ def _lay_out(
     """
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    def with_groups(groups: tuple[Group, ...]) -> _LaidOut:
-        lifetimes = donation(graph, {e for g in groups if not g.updates for e in g.eqns})
-        return _LaidOut(graph, groups, at, lifetimes, infer_layouts(bound, at, inputs, lifetimes.twins))
+    # PyTorch has one launch for counters on a GPU, where Inductor has one for each. On a CPU it has none for them all.
+    on_gpu = any(x.is_cuda for x in inputs)
+    by_torch = [g for g in groups if g.updates or (g.counters and on_gpu)]
 
-    laid_out = with_groups(groups)
+    def with_kernels(compiled: Sequence[Group]) -> _LaidOut:
+        lifetimes = donation(graph, {e for g in compiled for e in g.eqns})
+        layouts = infer_layouts(bound, at, inputs, lifetimes.twins)
+        return _LaidOut(graph, [*by_torch, *compiled], compiled, at, lifetimes, layouts)
+
+    laid_out = with_kernels([g for g in groups if g not in by_torch])
     one_device = lambda g: _on_one_device([laid_out.layouts[v] for v in (*g.ins, *g.outs)])
-    kept = tuple(g for g in groups if g.updates or one_device(g))
-    return laid_out if kept == groups else with_groups(kept)
+    kept = [g for g in laid_out.compiled if one_device(g)]
+    return laid_out if kept == laid_out.compiled else with_kernels(kept)
 
 
 def _on_one_device(layouts: Sequence[Strided]) -> bool:
@@ -186,7 +190,7 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
     varies, maker, state = _varies(graph), producers(graph.eqns), set(graph.inputs[: graph.num_state])
     compiled: dict[str, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
-    for group in program.compiled_groups:
+    for group in program.compiled:
         begin, end = position[group.eqns[0]], position[group.eqns[-1]]
         old_state = _overwritten(program, group, end) if begin >= writes_from else {}
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))

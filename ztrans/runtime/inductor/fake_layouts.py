@@ -37,8 +37,10 @@ class Strided(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether a tensor has these strides."""
+        """Whether a tensor has this shape and these strides."""
         strides = x.stride()
+        if x.shape != self.shape:
+            return False
         return strides == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride))
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:

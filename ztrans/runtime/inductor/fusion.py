@@ -1,22 +1,23 @@
-"""Fusion: choose the equations of a program that run as one kernel, and put these next to each other.
+"""Fusion: choose the equations of a program that run as one, and put these next to each other.
 
-A group is a connected set of elementwise equations and reductions, or the updates of one fused optimizer, one equation
-for each tensor, which a single call computes. Matrix products, attention, random draws and communication are in no
-group, and keep their order. Groups depend on the equations only, not on where the plan placed the collectives, so equal
-layers have equal groups.
+A group is a connected set of elementwise equations and reductions, which become a kernel. Equal updates of a fused
+optimizer, one equation for each tensor, are a group that a single call of PyTorch computes, and so are equal counters
+of steps. Matrix products, attention, random draws and communication are in no group, and keep their order. Groups
+depend on the equations only, not on where the plan placed the collectives, so equal layers have equal groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
-from ...ir.update_groups import is_fused_update
+from ...ir.update_groups import has_list_form, is_fused_update
 
 MOST = 64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
 
@@ -45,6 +46,11 @@ class Group:
         """Whether these are the updates of a fused optimizer."""
         return is_fused_update(self.eqns[0])
 
+    @property
+    def counters(self) -> bool:
+        """Whether these are counters of steps, none of which reads another."""
+        return all(_is_counter(e) and e.ins[0] in self.ins for e in self.eqns)
+
 
 def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     """Group the equations of a program.
@@ -52,6 +58,7 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     Returns the program with the equations of each group next to each other, and the groups in their order.
     """
     parts = [part for item in _Items.of(graph) for part in _parts(item)]
+    parts = [*_counters_together(parts, graph.inputs)]
     readers: dict[Var, set[int]] = {v: {-1} for v in variables(graph.outputs)}
     for k, part in enumerate(parts):
         for v in (v for e in part for v in e.ins):
@@ -226,6 +233,29 @@ def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
             yield e
         elif waited.started.first_wait == i:
             yield from (graph.eqns[k] for k in sorted(waited.started.waits))
+
+
+def _counters_together(parts: Sequence[list[Eqn]], inputs: Sequence[Var]) -> Iterator[list[Eqn]]:
+    """The parts of a program, in which equal counters of the state that follow each other are one part."""
+    given = set(inputs)
+
+    def kind(part: list[Eqn]) -> Hashable:
+        """What equal counters have in common; None for another part."""
+        e = part[0]
+        alone = len(part) == 1 and _is_counter(e) and e.ins[0] in given
+        return (e.ins[0].dtype, e.args[1:], tuple(e.kwargs.items())) if alone else None
+
+    for counted, alike in groupby(parts, kind):
+        if counted is None:
+            yield from alike
+        else:
+            eqns = [e for part in alike for e in part]
+            yield from (eqns[k : k + MOST] for k in range(0, len(eqns), MOST))
+
+
+def _is_counter(e: Eqn) -> bool:
+    """Whether an equation of the update adds a number to a scalar, as optimizers do to count their steps."""
+    return e.region == "update" and e.op is torch.ops.aten.add.Scalar and _is_small(e) and has_list_form(e)
 
 
 def _is_same_call(a: Eqn, b: Eqn) -> bool:
