@@ -27,20 +27,23 @@ console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
 
 def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int) -> list[float]:
-    """Train on this rank's slices of the batches, and return the loss of each step."""
-    step_loss = "step {task.completed:>3.0f}/{task.total:.0f}   loss {task.fields[loss]:.3f}"
-    columns = TextColumn(f"{name:<14}"), BarColumn(30), TextColumn(step_loss + "   {task.fields[rate]:>6,.0f} tokens/s")
-    bar = Progress(*columns, TimeElapsedColumn(), console=console)
-    bar.disable = dist.get_rank() != 0
-    batches, losses, start = list(batches), [], 0.0
-    with bar:
-        task = bar.add_task(name, total=len(batches), loss=float("nan"), rate=0.0)
-        for batch in batches:
+    """Train on this rank's slices of the batches, and return the loss of each step.
+
+    Rank 0 shows a bar, or prints ten lines where the output is no terminal.
+    """
+    batches, losses, start, shows = list(batches), [], 0.0, dist.get_rank() == 0
+    columns = TextColumn(f"{name:<14}"), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not (shows and console.is_terminal)) as bar:
+        task = bar.add_task("", total=len(batches))
+        for count, batch in enumerate(batches, 1):
             state, loss = step(state, batch)
             losses.append(loss.item())
             start = start or time.perf_counter()  # after the first step, which also traces and compiles
-            tokens = ranks * batch[:, 1:].numel() * (len(losses) - 1)
-            bar.update(task, advance=1, loss=losses[-1], rate=tokens / (time.perf_counter() - start))
+            rate = ranks * batch[:, 1:].numel() * (count - 1) / (time.perf_counter() - start)
+            progress = f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   {rate:>6,.0f} tokens/s"
+            bar.update(task, advance=1, description=progress)
+            if shows and not console.is_terminal and count * 10 // len(batches) > (count - 1) * 10 // len(batches):
+                console.print(f"{name:<14} {progress}")
     return losses
 
 
@@ -88,6 +91,7 @@ def picture(sharded: list[float], plain: list[float], ranks: int, path: Path) ->
     top.legend(frameon=False)
     bottom.plot(steps, [abs(a - b) for a, b in zip(sharded, plain)], color="tab:red", linewidth=1)
     bottom.set(ylabel="|sharded − plain|", xlabel="step", ylim=(0, None), xlim=(1, max(len(plain), 2)))
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,14 +18,17 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import pair, rules
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Primitive, Var
+from ..ir.graph import Eqn, Graph, Primitive, Var, variables
 from ..ir.layout import local_shape
 from ..ir.micro_batches import in_order, is_cut, parts
-from ..ir.nested.attention import scores
+from ..ir.nested.attention import is_attention, scores
+from ..ir.nested.functions import functions
 from ..ir.nested.work import inner_work
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
 from .launches import launches
+
+hops = torch.ops.higher_order
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,9 +167,26 @@ def held(graph: Graph, given: Donation) -> list[Held]:
                 every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
         if computed := scores(e, shape):
             every.append(Held(i, i, e.results[0], computed, "scores of attention"))
+        if inside := _inside(e):
+            every.append(Held(i, i, e.results[0], inside, f"inside of {e.op.__name__}"))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
     return every
+
+
+def _inside(e: Eqn) -> int:
+    """The most bytes that a function of an equation has live besides its arguments; those of a kernel are registers.
+
+    The results of a branch are those of its equation. A turn of a loop has results besides those of the turn before.
+    """
+    return 0 if is_attention(e) else max((_temporaries(f.graph, e.op is hops.cond) for f in functions(e)), default=0)
+
+
+def _temporaries(graph: Graph, returned: bool) -> int:
+    """The bytes of a program at its peak, without its arguments, and without its results if it just returns them."""
+    size, outputs = local_bytes(graph), variables(graph.outputs) if returned else ()
+    live = _live(held(graph, donation(graph, {*graph.eqns})), len(graph.eqns))  # a function does nothing in place
+    return max(max(live, default=0) - sum(map(size, {*graph.inputs, *outputs})), 0)
 
 
 def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
@@ -192,16 +212,21 @@ def memory(graph: Graph) -> Memory:
         return _highest(graph)
     every, n = held(graph, donation(graph)), len(graph.eqns)
     state = sum(h.bytes for h in every[: graph.num_state])
-    change = [0] * (n + 1)
-    for h in every:
-        change[h.first] += h.bytes
-        change[h.last + 1] -= h.bytes
-    curve = list(accumulate(change[:n]))
+    curve = _live(every, n)
     peak = max(curve, default=state)
     at = curve.index(peak) if curve else 0
     at_peak = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
     return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)
+
+
+def _live(every: Sequence[Held], n: int) -> list[int]:
+    """The bytes that are live at each of the n equations of a program."""
+    change = [0] * (n + 1)
+    for h in every:
+        change[h.first] += h.bytes
+        change[h.last + 1] -= h.bytes
+    return list(accumulate(change[:n]))
 
 
 def _highest(graph: Graph) -> Memory:
