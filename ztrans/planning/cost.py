@@ -168,7 +168,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
         if computed := scores(e, shape):
             every.append(Held(i, i, e.results[0], computed, "scores of attention"))
         if inside := _inside(e):
-            every.append(Held(i, i, e.results[0], inside, f"inside of {e.op.__name__}"))
+            every.append(Held(i, i, e.results[0], inside, "temporaries of its functions"))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
     return every
