@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..ir.graph import Eqn, Graph, Var, is_random, variables
 from ..ir.nested.functions import Function
 from ..ir.printer import equation, header, one_line, op_name
+from ..ir.relations import instances
 
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 
@@ -86,5 +87,5 @@ def _outline(e: Eqn) -> str:
 
 def _constants(e: Eqn) -> bytes:
     """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
-    tensors = [x for x in pytree.tree_leaves((e.args, dict(e.kwargs))) if isinstance(x, torch.Tensor)]
+    tensors = instances((e.args, e.kwargs), torch.Tensor)
     return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)

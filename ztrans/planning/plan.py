@@ -244,7 +244,8 @@ def ordered(graph: Graph, plan: Plan) -> Graph:
     try:
         if graph.writes_last and plan.update == "eager":
             raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
-        program = as_written(graph) if plan.update == WRITTEN else _scheduled(graph, plan)
+        planned = plan.gathers or plan.reductions or plan.dropped or any(e.order is not None for e in graph.eqns)
+        program = _scheduled(graph, plan) if planned and plan.update != WRITTEN else as_written(graph)
         return check(program)
     except (ScheduleError, ProgramError) as error:
         raise ValueError(f"{plan.title}: {error}.\nLower without the plan, and save it again.") from None

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..graph import Eqn, Graph, Var, substitute, variables
 from ..operations import compute
 from ..relations import instances
@@ -56,4 +58,6 @@ class Function:
 
 def functions(eqn: Eqn) -> list[Function]:
     """The functions that an equation calls, in the order in which they stand among its arguments."""
+    if isinstance(eqn.op, torch._ops.OpOverload):  # most equations
+        return []
     return list(instances((eqn.args, eqn.kwargs), Function))
