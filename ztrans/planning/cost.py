@@ -175,9 +175,10 @@ def held(graph: Graph, given: Donation) -> list[Held]:
 
 
 def _inside(e: Eqn) -> int:
-    """The most bytes that a function of an equation has live besides its arguments; those of a kernel are registers.
+    """The most bytes that a function of an equation has live at once, besides its arguments.
 
     The results of a branch are those of its equation. A turn of a loop has results besides those of the turn before.
+    The functions of attention count as 0: they compute scores, which are counted by themselves.
     """
     return 0 if is_attention(e) else max((_temporaries(f.graph, e.op is hops.cond) for f in functions(e)), default=0)
 

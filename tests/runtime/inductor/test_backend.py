@@ -158,6 +158,13 @@ def test_a_kernel_overwrites_only_donated_arguments():
         assert [x.data_ptr() == result.data_ptr() for x in given] == [over == 0, over == 1]
 
 
+def test_a_value_of_another_shape_than_its_fake_implementation_returns_is_refused():
+    layout = Strided.of(torch.empty(4))
+    call = KernelCall(lambda args: args, [None], [layout])
+    with pytest.raises(RuntimeError, match=r"shape \[1\], and \[4\] in the traced program.\nThe fake implementation"):
+        call(torch.ones(1))
+
+
 def test_no_result_of_a_kernel_shares_memory_with_an_argument():
     """Not even a result that equals the argument: later kernels may overwrite either of them."""
     aten = torch.ops.aten

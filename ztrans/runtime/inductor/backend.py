@@ -128,7 +128,7 @@ def _lay_out(
     """
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    # PyTorch has one launch for counters on a GPU, where Inductor has one for each. On a CPU it has none for them all.
+    # On a GPU PyTorch launches one kernel for many counters, and Inductor one for each. On a CPU Inductor is faster.
     on_gpu = any(x.is_cuda for x in inputs)
     by_torch = [g for g in groups if g.updates or (g.counters and on_gpu)]
 

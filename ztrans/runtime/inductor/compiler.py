@@ -59,7 +59,7 @@ def fused(
     context = TracingContext(mode)
     metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
     context.fw_metadata = metadata
-    # Whoever calls a kernel checks the layouts of its arguments once, in place of the kernel at every call.
+    # `KernelCall` checks the layouts of the arguments at its first call, so the kernel need not do so at every call.
     options = {"deterministic": deterministic, "size_asserts": False}
     with torch.no_grad(), tracing(context), config.patch(options):
         return compile_fx_inner(module, fakes, is_backward=True)

@@ -44,7 +44,16 @@ class Strided(NamedTuple):
         return strides == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride))
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result."""
+        """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result.
+
+        Raises: RuntimeError if it has another shape.
+        """
+        if x.shape != self.shape:
+            raise RuntimeError(
+                f"inductor: a value has shape {[*x.shape]}, and {[*self.shape]} in the traced program.\n"
+                f"The fake implementation of an operation (register_fake) returns another shape than the operation. "
+                f"Correct it, or compile(backend='eager')."
+            )
         return x if self.fits(x) else self.empty().copy_(x)
 
 
