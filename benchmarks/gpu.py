@@ -1,7 +1,7 @@
 """Kernels, collectives and a training step on one GPU: checked for correctness, then timed beside their peers.
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
-    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives step
+    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives step host
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
@@ -36,6 +36,7 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
     A section is called with a device and a function that returns the seconds left. It yields the list of its results
     whenever that has grown. Its docstring is printed above its table in the report.
     """
+    import gpu_host
     import gpu_kernels
     import gpu_nccl
     import gpu_numerics
@@ -49,6 +50,7 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
         "processes": gpu_ranks.processes,
         "collectives": gpu_nccl.collectives,
         "step": gpu_rounds.steps,
+        "host": gpu_rounds.apart(gpu_host.table),
     }
 
 
