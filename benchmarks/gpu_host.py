@@ -136,8 +136,8 @@ def ours(model: Model, device: torch.device, backend: str, cuda_graph: bool = Fa
     lifted, state = zt.lift(loop_step, module, optimizer)
     step = zt.Step.of(lifted)
     held = [step.shard(state)]
-    options = {"cuda_graph": True} if cuda_graph else {}
-    call = step if backend == "eager" and not options else step.lower(held[0], *batch).compile(backend=backend, **options)
+    lowered = step.lower(held[0], *batch)
+    call = lowered.compile(backend=backend, cuda_graph=True) if cuda_graph else lowered.compile(backend=backend)
 
     def run() -> Tensor:
         held[0], loss = call(held[0], *batch)

@@ -264,7 +264,7 @@ def test_overlap_grads_without_reductions_is_refused():
 
 @pytest.fixture(scope="module")
 def mesh():
-    mesh = zt.make_mesh(dp=1)
+    mesh = zt.make_mesh("cpu", dp=1)
     yield mesh
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -331,7 +331,7 @@ def test_a_mesh_that_needs_more_ranks_is_refused(mesh):
     with pytest.raises(
         RuntimeError, match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun")
     ):
-        zt.make_mesh(dp=2)
+        zt.make_mesh("cpu", dp=2)
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_an_unknown_backend_is_refused(mesh):
 
 
 def test_a_step_after_its_process_group_is_destroyed_is_refused():
-    mesh = zt.make_mesh(dp=1)
+    mesh = zt.make_mesh("cpu", dp=1)
     case = CASES["mlp_momentum"]
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())

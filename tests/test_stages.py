@@ -135,7 +135,7 @@ def differentiated(state, x):
 
 @pytest.fixture
 def mesh():
-    yield zt.make_mesh(dp=1)
+    yield zt.make_mesh("cpu", dp=1)
     torch.distributed.destroy_process_group()
 
 

@@ -164,7 +164,7 @@ def test_calibrate_refuses_an_abstract_mesh():
 
 
 def test_calibrate_measures_the_device_on_one_rank():
-    mesh = zt.make_mesh(dp=1)
+    mesh = zt.make_mesh("cpu", dp=1)
     try:
         with pytest.raises(ValueError) as caught:
             zt.calibrate(mesh, {"tp": "network"})

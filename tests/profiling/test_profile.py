@@ -32,7 +32,7 @@ CHAIN = (zt.overlap_grads(), zt.prefetch())
 @pytest.fixture(scope="module")
 def alone():
     """A mesh of one rank."""
-    mesh = zt.make_mesh(dp=1)
+    mesh = zt.make_mesh("cpu", dp=1)
     yield mesh
     if dist.is_initialized():
         dist.destroy_process_group()

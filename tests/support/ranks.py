@@ -259,7 +259,7 @@ def messages():
 
 def inductor() -> None:
     """Both backends compute the same state, and send the same messages."""
-    mesh = zt.make_mesh(dp=2)
+    mesh = zt.make_mesh("cpu", dp=2)
     for name, stages in {"adamw_fused": (0, 1, 2, 3), "uneven": (3,), "cast_inside": (3,)}.items():
         case = CASES[name]
         for stage in stages:
@@ -284,7 +284,7 @@ def inductor() -> None:
 
 
 def two() -> None:
-    mesh = zt.make_mesh(dp=2)
+    mesh = zt.make_mesh("cpu", dp=2)
     dist.new_group([0])  # a user's group of one rank: later groups must not depend on how many groups a rank has
     names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
     equals_lockstep_and_plain(mesh, names)
@@ -299,7 +299,7 @@ def two() -> None:
 
 
 def tuning() -> None:
-    tuned(zt.make_mesh(dp=2), report)
+    tuned(zt.make_mesh("cpu", dp=2), report)
 
 
 def pipeline() -> None:
@@ -379,7 +379,7 @@ def attention_over(mesh) -> None:
 
 
 def four() -> None:
-    mesh = zt.make_mesh(host=2, dp=2)
+    mesh = zt.make_mesh("cpu", host=2, dp=2)
     pipeline()
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")

@@ -45,7 +45,7 @@ def _as_on_an_h100() -> Iterator[None]:
         mock.patch.object(attention, "_permute_strides", permuted),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
         mock.patch.object(driver, "_active", gpu),
-        mock.patch("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(major=9, gcnArchName="", **SIZES)),
+        mock.patch("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(name="NVIDIA H100", major=9, gcnArchName="", **SIZES)),
         mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *_: True),

@@ -277,7 +277,7 @@ def test_tracing_changes_neither_the_arguments_nor_the_generator():
 
 @pytest.fixture
 def mesh():
-    yield zt.make_mesh(dp=1)
+    yield zt.make_mesh("cpu", dp=1)
     torch.distributed.destroy_process_group()
 
 

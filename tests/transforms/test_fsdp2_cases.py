@@ -54,7 +54,7 @@ def trains_equally(make, transforms=SHARDED, losses=(square,), data=None, mesh=M
 
 @pytest.fixture
 def mesh():
-    yield zt.make_mesh(dp=1)
+    yield zt.make_mesh("cpu", dp=1)
     torch.distributed.destroy_process_group()
 
 
@@ -62,7 +62,7 @@ def mesh():
 def four():
     """The second of four ranks, whose others do not exist."""
     torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield zt.make_mesh(dp=4)
+    yield zt.make_mesh("cpu", dp=4)
     torch.distributed.destroy_process_group()
 
 

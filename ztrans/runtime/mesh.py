@@ -59,6 +59,8 @@ def _own_device(device: str | None) -> str:
         )
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    elif device == "cuda" and "RANK" not in os.environ:  # init_device_mesh warns unless a process has chosen its GPU
+        torch.cuda.set_device(torch.cuda.current_device())
     return device
 
 

@@ -126,7 +126,7 @@ def test_the_laws_hold_for_a_state_with_it():
 
 @pytest.fixture
 def mesh():
-    yield zt.make_mesh(dp=1)
+    yield zt.make_mesh("cpu", dp=1)
     dist.destroy_process_group()
 
 

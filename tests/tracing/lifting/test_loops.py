@@ -253,7 +253,7 @@ def test_a_module_without_a_length_is_frozen():
 def test_a_layer_is_unfrozen_on_a_mesh():
     model, optimizer, loop_step = frozen("all")
     step, state = zt.lift(loop_step, model, optimizer)
-    run = zt.shard_params(zt.make_mesh(dp=1))(step)
+    run = zt.shard_params(zt.make_mesh("cpu", dp=1))(step)
     state, batch = run.shard(state), data()[0]
     state, _ = run(state, *batch)
     unfreeze("all", model, optimizer)

@@ -160,7 +160,7 @@ def test_the_advice_works_on_two_ranks():
 
 def follow_the_advice() -> None:
     """On each rank: take the first step on every rank, shard with `source=0`, train, and report distances."""
-    rank, mesh = int(os.environ["RANK"]), zt.make_mesh(dp=2)
+    rank, mesh = int(os.environ["RANK"]), zt.make_mesh("cpu", dp=2)
 
     def gathered(x: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(x) for _ in range(2)]
