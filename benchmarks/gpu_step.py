@@ -170,10 +170,10 @@ SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "ztrans, inductor": partial(Ours, backend="inductor"),
     "ztrans, inductor, CUDA graph": partial(Ours, backend="inductor", cuda_graph=True),
     "torch.compile, reduce-overhead": partial(Theirs, mode="reduce-overhead"),
-    "torch.compile, max-autotune-no-cudagraphs": partial(Theirs, mode="max-autotune-no-cudagraphs"),
     "ztrans, remat, inductor": partial(Ours, backend="inductor", remat=True),
     "ztrans, stage 3 over NCCL, CUDA graph": partial(Ours, backend="eager", cuda_graph=True, collectives=True),
     "ztrans, stage 3 over NCCL": partial(Ours, backend="eager", collectives=True),
+    "torch.compile, max-autotune-no-cudagraphs": partial(Theirs, mode="max-autotune-no-cudagraphs"),
 }
 BASE = "torch.compile"
 # A CUDA graph has a memory pool of its own. torch counts the pool as reserved, but not as allocated.

@@ -56,7 +56,7 @@ ROOMS = {
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
     *("tracing.nested.checkpoints", "tracing.nested.closures", "tracing.nested.triton_kernels"),
     *("tracing.parallel.dtensors", "runtime.leaves"),
-    *("runtime.call_forms", "runtime.executable", "runtime.known_state"),
+    *("runtime.call_forms", "runtime.executable", "runtime.known_state", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
 # Every module may use pytrees, the types of operators (they have no public names), PyTorch's documented set of operations,
@@ -66,7 +66,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "t
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 16_209  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 16_221  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

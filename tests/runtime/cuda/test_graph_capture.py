@@ -87,6 +87,17 @@ def test_replays_compute_what_the_step_computes():
     assert cuda.capture_modes == ["thread_local"]
 
 
+def test_workspaces_of_cublas_are_released_just_before_and_after_a_capture(monkeypatch):
+    """So a graph has workspaces in its own memory, and nobody else is given them or can release them."""
+    data = [(batch_of(k),) for k in range(3)]
+    compiled, cuda, calls = captured(step, state_of(), data[0])
+    seen = []
+    release = lambda: seen.append((cuda.capturing, len(calls)))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", release, raising=False)
+    trained(compiled, state_of(), data)
+    assert seen == [(False, 1), (False, 2)], "after the first call, which runs; around the second, which is captured"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "adamw_fused", "muon"])
 def test_whole_training_steps_are_captured(name):

@@ -128,6 +128,41 @@ def test_a_captured_step_is_the_untouched_loop(model, backend):
     assert distance(lifted_loss, loss) <= limit
 
 
+OTHER_GRAPHS = """
+import torch, ztrans as zt
+torch.manual_seed(0)
+state = {"w": torch.randn(4096, 64, device="cuda"), "n": torch.zeros((), device="cuda")}
+batches = torch.randn(5, 8, 4096, device="cuda")
+def step(state, x):
+    y = x @ state["w"]
+    return {"w": state["w"] - 1e-3 * x.t() @ y, "n": state["n"] + 1}, y
+kept = {k: v.clone() for k, v in state.items()}
+call = zt.Step.of(step).lower(state, batches[0]).compile(cuda_graph=True)
+for x in batches[:2]:
+    state, y = call(state, x)
+other = torch.compile(lambda a: (a @ a.t()).relu(), mode="reduce-overhead")
+for _ in range(3):
+    other(batches[0])
+torch.cuda.empty_cache()
+filled = [torch.full((2**20,), 7.0, device="cuda") for _ in range(40)]
+for x in batches[2:]:
+    state, y = call(state, x)
+torch.cuda.synchronize()
+assert all(bool((f == 7).all()) for f in filled), "memory of others was written"
+for x in batches:
+    kept, wanted = step(kept, x)
+assert torch.allclose(y, wanted, rtol=1e-4, atol=1e-3), (y - wanted).abs().max()
+call.close()
+print("well")
+"""
+
+
+def test_a_captured_step_is_not_disturbed_by_other_graphs():
+    """torch.compile(mode="reduce-overhead") releases the workspaces of cuBLAS, of all streams."""
+    ran = subprocess.run([sys.executable, "-c", OTHER_GRAPHS], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0 and "well" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-5000:]
+
+
 def test_a_captured_step_draws_another_mask_at_each_replay():
     torch.manual_seed(0)
     step = zt.Step.of(lambda state, x: ({"n": state["n"] + 1}, F.dropout(x, 0.5)))

@@ -7,18 +7,22 @@ A graph contains addresses, so
 - the batch is copied into buffers that stay in place, and so are numbers such as lr, which are then read on the device,
   by fused optimizers in fp32;
 - the state is updated in place, and each call must pass the state that was captured;
-- outputs other than the state are copied out of the graph's memory, which the next call overwrites.
+- outputs other than the state are copied out of the graph's memory, which the next call overwrites;
+- the workspaces of cuBLAS are in the graph's memory.
 
 NCCL destroys a communicator only when no graph holds one of its collectives, so `close` must be called before
 `destroy_process_group`. It is called at the end of the process, if the user has not called it.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,6 +187,7 @@ class Capture:
                 self.cuda.stream(self.cuda.current_stream()),  # restores this stream if the capture fails
                 ops.filled_after_capture(self.device),
                 no_collection(),
+                own_workspaces(),
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self.run(inputs)
@@ -205,6 +210,24 @@ class Capture:
                     f"Pass the state that the step returned. To continue with another state, call close() on the "
                     f"compiled step, which is then captured again, or copy that state into this one, leaf by leaf."
                 )
+
+
+@contextlib.contextmanager
+def own_workspaces() -> Iterator[None]:
+    """A context in which cuBLAS allocates new workspaces, which are those of a graph that is captured in it.
+
+    PyTorch keeps a workspace for each stream. Whoever captures a graph may release all of them, as
+    `torch.compile(mode="reduce-overhead")` does. A graph that had the address of such a workspace would then write to
+    memory that others use, or that is no longer mapped.
+
+    Source: PyTorch's cudagraph trees, which do the same.
+    """
+    release = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # a CPU build has none
+    release()
+    try:
+        yield
+    finally:
+        release()  # the memory remains the graph's; the next product on this stream does not get it
 
 
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
