@@ -84,10 +84,15 @@ class TimedEvent:
 
 
 class CUDAGraph(TorchDispatchMode):
-    """Records the operations that run under it, and undoes them. A replay runs them again in the same memory."""
+    """Records the operations that run under it, and undoes them. A replay runs them again in the same memory.
 
-    def __init__(self) -> None:
+    As in PyTorch, a capture begins with launches that reset the state of random generators, and a replay, on whatever
+    stream, begins with launches that set it. Unless that stream has waited for the former, they may run after the latter.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
+        self.cuda, self.seeded = cuda, Event({})
         self.calls: list[tuple] = []
         self.before: dict[int, tuple] = {}
         self.replays = self.resets = 0
@@ -112,6 +117,9 @@ class CUDAGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.replays += 1
+        clock = self.cuda.current_stream().clock
+        for stream, at in self.seeded.clock.items():
+            assert clock.get(stream, 0) >= at, "a replay on a stream that has not waited for the beginning of the capture"
         for func, args, kwargs, results in self.calls:
             replayed = func(*args, **kwargs)
             for old, new in zip(pytree.tree_leaves(results), pytree.tree_leaves(replayed)):
@@ -149,7 +157,7 @@ class FakeCuda:
         return Stream(f"stream {self.created}")
 
     def CUDAGraph(self) -> CUDAGraph:
-        self.graphs.append(CUDAGraph())
+        self.graphs.append(CUDAGraph(self))
         return self.graphs[-1]
 
     @contextlib.contextmanager
@@ -164,6 +172,8 @@ class FakeCuda:
     @contextlib.contextmanager
     def graph(self, graph: CUDAGraph, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         self.capture_modes.append(capture_error_mode)
+        stream.tick()
+        graph.seeded = stream.record_event()
         self.capturing = True
         try:
             with self.stream(stream), graph:

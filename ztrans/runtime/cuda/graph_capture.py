@@ -191,6 +191,9 @@ class Capture:
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self.run(inputs)
+            # A capture begins with launches that reset the random generators, and each replay begins with launches
+            # that set them. The first replay is on another stream, and must not overtake the former.
+            self.cuda.current_stream().wait_stream(self.stream)
         except Exception as error:
             cause = error.__context__ or error
             raise RuntimeError(
