@@ -9,6 +9,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -189,14 +190,41 @@ def test_a_compiled_step_knows_its_state_too():
     assert compiled(state, X)[0] is not state
 
 
-@pytest.mark.slow
-def test_what_is_known_keeps_no_leaf_alive():
+@pytest.fixture
+def no_collection():
+    """Python's garbage collector is off: an object is freed only when nothing refers to it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_memory_of_a_state_is_freed_when_its_owner_drops_it(no_collection):
     own = zt.Step.of(step)
     state, _ = own(own.shard(fresh()), X)
     references = [weakref.ref(x) for x in pytree.tree_leaves(state)]
     del state
-    gc.collect()
     assert own._last.known is not None and not any(reference() is not None for reference in references)
+
+
+def test_the_memory_of_a_model_is_freed_when_its_owner_drops_it(no_collection):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loop_step(x):
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    lifted, state = zt.lift(loop_step, model, optimizer)
+    own = zt.Step.of(lifted)
+    for _ in range(2):
+        state, _ = own(state, X)
+    references = [weakref.ref(x) for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+    del state, model, optimizer, lifted, own, loop_step
+    assert not any(reference() is not None for reference in references)
 
 
 def test_trees_of_any_kind():
