@@ -208,23 +208,25 @@ def test_the_memory_of_a_state_is_freed_when_its_owner_drops_it(no_collection):
 
 
 def test_the_memory_of_a_model_is_freed_when_its_owner_drops_it(no_collection):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
+    def train():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
 
-    def loop_step(x):
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        def loop_step(x):
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
 
-    lifted, state = zt.lift(loop_step, model, optimizer)
-    own = zt.Step.of(lifted)
-    for _ in range(2):
-        state, _ = own(state, X)
-    references = [weakref.ref(x) for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
-    del state, model, optimizer, lifted, own, loop_step
-    assert not any(reference() is not None for reference in references)
+        lifted, state = zt.lift(loop_step, model, optimizer)
+        own = zt.Step.of(lifted)
+        for _ in range(2):
+            state, _ = own(state, X)
+        return [weakref.ref(x) for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+
+    references = train()
+    assert references and not any(reference() is not None for reference in references)
 
 
 def test_trees_of_any_kind():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from .collectives import pair, rules
 from .graph import Eqn, Graph, Var, is_random
 from .liveness import liveness
 from .operations import is_written, overloads
+from .relations import kept
 from .write_order import first_write
 
 Written = list[tuple[Var, Var | None]]  # arguments that are overwritten, each with the result that replaces it
@@ -41,7 +42,8 @@ class Donation:
     read: dict[Var, int]
 
 
-def donation(graph: Graph, apart: Collection[Eqn] = ()) -> Donation:
+@kept
+def donation(graph: Graph, apart: frozenset[Eqn] = frozenset()) -> Donation:
     """Decide for every equation whether it writes over its arguments; those in `apart` never do."""
     storages, released = _Storages(graph), _let_go(graph)
     twins: dict[Eqn, Any] = {}

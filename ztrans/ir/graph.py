@@ -213,7 +213,7 @@ class Graph:
 
     replace = dataclasses.replace
 
-    @property
+    @functools.cached_property
     def axes(self) -> dict[str, int]:
         return with_joint_sizes(dict(self.mesh), self.joint)
 

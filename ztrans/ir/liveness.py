@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .collectives import pair, rules
 from .graph import Graph, Var, variables
+from .relations import kept
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Liveness:
     last: dict[Var, int]
 
 
+@kept
 def liveness(graph: Graph) -> Liveness:
     """Storage and lifetimes of every value of a program."""
     waits = pair(graph).waits

@@ -1,15 +1,18 @@
-"""relations: values by a key that they share, all that is reached from some values, and an order of them."""
+"""relations: values by a key that they share, what is reached from values, an order of them, and kept analyses."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 T = TypeVar("T", bound=Hashable)
+G = TypeVar("G")
+P = ParamSpec("P")
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -68,3 +71,27 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
     elif isinstance(tree, (list, tuple, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from instances(item, kind)
+
+
+def kept(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
+    """The analysis of a frozen object, such as a program, which keeps its results with the object.
+
+    A later call with the same arguments returns the same result, so nobody may change it. It is freed with the object.
+
+    >>> from types import SimpleNamespace
+    >>> total = kept(lambda subject: print("adds") or sum(subject.numbers))
+    >>> subject = SimpleNamespace(numbers=(1, 2, 3))
+    >>> total(subject), total(subject)
+    adds
+    (6, 6)
+    """
+
+    @functools.wraps(analysis)
+    def looked_up(subject: G, *args: P.args, **kwargs: P.kwargs) -> V:
+        results = vars(subject).setdefault("_results", {})
+        key = analysis, args, tuple(kwargs.items())
+        if key not in results:
+            results[key] = analysis(subject, *args, **kwargs)
+        return results[key]
+
+    return looked_up

@@ -26,6 +26,7 @@ from ..ir.nested.functions import functions
 from ..ir.nested.work import inner_work
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
+from ..ir.relations import kept
 from .launches import launches
 
 hops = torch.ops.higher_order
@@ -186,7 +187,8 @@ def _inside(e: Eqn) -> int:
 def _temporaries(graph: Graph, returned: bool) -> int:
     """The bytes of a program at its peak, without its arguments, and without its results if it just returns them."""
     size, outputs = local_bytes(graph), variables(graph.outputs) if returned else ()
-    live = _live(held(graph, donation(graph, {*graph.eqns})), len(graph.eqns))  # a function does nothing in place
+    nothing_in_place = donation(graph, frozenset(graph.eqns))
+    live = _live(held(graph, nothing_in_place), len(graph.eqns))
     return max(max(live, default=0) - sum(map(size, {*graph.inputs, *outputs})), 0)
 
 
@@ -204,6 +206,7 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 
 
+@kept
 def memory(graph: Graph) -> Memory:
     """Count the live bytes at every equation of a program (see `held`).
 

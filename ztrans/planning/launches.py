@@ -17,6 +17,7 @@ from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.layout import local_shape, localize
 from ..ir.nested.work import inner_work
 from ..ir.operations import shows_argument
+from ..ir.relations import kept
 from ..ir.update_groups import group_updates
 from ..ir.views import simpler_calls
 
@@ -28,6 +29,7 @@ class Launches(NamedTuple):
     kernels: int
 
 
+@kept
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
     at = dict.fromkeys(graph.axes, 0)

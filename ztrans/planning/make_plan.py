@@ -72,8 +72,8 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     least = needs(problem).bytes
     if update == "eager" and least > budget:
         last = formulate(s, cluster, budget, "last")
-        if needs(last).bytes < least:
-            update, problem, least = "last", last, needs(last).bytes
+        if (at_end := needs(last).bytes) < least:
+            update, problem, least = "last", last, at_end
     return replace(problem, memory=max(budget, least)), update
 
 

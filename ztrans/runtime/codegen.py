@@ -79,7 +79,7 @@ def to_fx(
     out = fx.Graph()
     nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
-    donated = donation(graph, {e for group in kernels for e in group}) if donate else Donation({}, {}, {}, {})
+    donated = donation(graph, frozenset(e for group in kernels for e in group)) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     instead = {**donated.twins, **calls}
     forms = _Forms(kernels, instead, emitters, *_localized(graph, at, units, instead))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..graph import Eqn, Graph, Var
+from ..relations import kept
 from .table import is_start, rules
 
 
@@ -52,6 +53,7 @@ class Pairs:
     waits: Mapping[Eqn, Waited]  # by the equation that waits
 
 
+@kept
 def pair(graph: Graph, own: bool = False) -> Pairs:
     """Pair the start of every collective of a program with the waits for its members.
 

@@ -133,7 +133,7 @@ def _lay_out(
     by_torch = [g for g in groups if g.updates or (g.counters and on_gpu)]
 
     def with_kernels(compiled: Sequence[Group]) -> _LaidOut:
-        lifetimes = donation(graph, {e for g in compiled for e in g.eqns})
+        lifetimes = donation(graph, frozenset(e for g in compiled for e in g.eqns))
         layouts = infer_layouts(bound, at, inputs, lifetimes.twins)
         return _LaidOut(graph, [*by_torch, *compiled], compiled, at, lifetimes, layouts)
 
