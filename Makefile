@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 export OMP_NUM_THREADS = 1
+unexport PYTHONDONTWRITEBYTECODE  # without compiled files, each process of the tests compiles all modules again
 
 .PHONY: install lint types quick test golden demo peers models bench gpu clean
 

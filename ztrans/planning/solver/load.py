@@ -11,7 +11,7 @@ import numpy as np
 from ..event_simulator import Message
 from .problem import Problem, Reduction
 from .sending import sending
-from .slots import Span, buffers, gathering, reducing, sending_bytes, under_way, waited
+from .slots import Span, buffers, changes, gathering, reducing, sending_bytes, under_way, waited
 
 Members = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class Load(NamedTuple):
     size: int  # bytes live between its start and its wait
     burst: int  # further bytes at one place: where a gather starts early, or a reduction is waited for late
     message: Message  # as if it started at `place`
-    spans: tuple[Span, ...]  # where it changes what is live, compared with its members alone
+    changes: np.ndarray  # where it changes what is live, compared with its members alone
     released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
     stays: int = 0  # of a reduction: bytes that are counted after its first wait as its result, up to slot `until`
     until: int = 0
@@ -60,8 +60,9 @@ def gather_load(problem: Problem, members: Members) -> Load | None:
     if release > use:
         return None
     held, (burst, part) = sum(g.held for g in gathers), buffers(problem, gathers)
+    message = sending(problem, gathers, use, use)
     spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(problem, gathers, use, use))
-    return Load(members, use, use, release, held, held + part, burst, sending(problem, gathers, use, use), spans)
+    return Load(members, use, use, release, held, held + part, burst, message, changes(spans))
 
 
 def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> Load | None:
@@ -83,7 +84,7 @@ def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> 
         size=size + total("waiting"),
         burst=waited(reductions, end) - size,
         message=sending(problem, reductions, start, wait),
-        spans=(*reducing(reductions, start, wait), *_without(reductions, first_waits)),
+        changes=changes([*reducing(reductions, start, wait), *_without(reductions, first_waits)]),
         released=tuple((size, place) for r in reductions for size, place in r.released if place > wait),
         stays=sum(size for size, _ in results),
         until=min((until for _, until in results), default=0),

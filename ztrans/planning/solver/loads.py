@@ -11,7 +11,7 @@ import numpy as np
 from .first_waits import first_waits
 from .load import Load, Members, gather_load, reduction_load
 from .problem import Problem
-from .slots import fixed, reducing, summed
+from .slots import added_up, fixed, reducing, summed
 
 _ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 
@@ -67,8 +67,8 @@ class Loads:
         complete = len(gathers) == len(choice.gathers) and len(reductions) == len(choice.reductions)
         if not complete or self.problem.without_start(load.place for load in reductions):
             return None
-        spans = [span for load in (*gathers, *reductions) if len(load.members) > 1 for span in load.spans]
-        room = self.memory - self.alone(choice.dropped) - summed(spans, len(self.fixed))
+        changes = [load.changes for load in (*gathers, *reductions) if len(load.members) > 1]
+        room = self.memory - self.alone(choice.dropped) - added_up(changes, len(self.fixed))
         if reductions:
             room[2 * self.problem.births[0] :] -= max(load.second for load in reductions) - self.second
         if room.min(initial=0) < 0:

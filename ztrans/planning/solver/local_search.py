@@ -24,7 +24,7 @@ from .problem import Problem
 from .slots import by_operation
 
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
-_LITTLE = 8000  # messages that the smallest problem may place; the first choices alone take hundreds
+_LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
 
 
 class Search:

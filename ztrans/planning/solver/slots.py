@@ -107,11 +107,22 @@ def fixed(problem: Problem) -> np.ndarray:
     return slots
 
 
+def changes(spans: Iterable[Span]) -> np.ndarray:
+    """Two rows: the slots at which spans begin or end, and the bytes that are more there than at the slot before."""
+    first, end, size = np.array([*spans, (0, 0, 0)], dtype=np.int64).T
+    return np.concatenate([[first, size], [end, -size]], axis=1)
+
+
+def added_up(several: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """By slot, the bytes after several `changes`."""
+    slots, sizes = np.concatenate([*several, changes(())], axis=1)
+    change = np.bincount(np.minimum(slots, count), sizes, count + 1)
+    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
+
+
 def summed(spans: Iterable[Span], count: int) -> np.ndarray:
     """By slot, or by whatever else the spans are given, the bytes of all spans."""
-    first, end, size = np.array([*spans, (0, 0, 0)], dtype=np.int64).T
-    change = np.bincount(first, size, count + 1) - np.bincount(np.minimum(end, count), size, count + 1)
-    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
+    return added_up([changes(spans)], count)
 
 
 def by_operation(slots: np.ndarray) -> np.ndarray:

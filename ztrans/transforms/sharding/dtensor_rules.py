@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as DPartial
@@ -50,6 +52,12 @@ class NoRule(Exception):
 @functools.lru_cache
 def _mesh(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("x",), _init_backend=False, _rank=0)
+
+
+@functools.lru_cache
+def _context() -> TracingContext:
+    """The mode in which DTensor finds the shapes of results. Without it, DTensor makes a mode for each question."""
+    return TracingContext(FakeTensorMode())
 
 
 def _placement(layout: Layout) -> Any:
@@ -233,7 +241,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
 
     try:
         info = dispatcher.unwrap_to_op_info(question.op, *substitute(question.arguments, tensor))
-        dispatcher.sharding_propagator.propagate(info)
+        with tracing(_context()):
+            dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         if "redistribut" in str(error):  # it has a rule, but for whole inputs only
             return None
