@@ -30,8 +30,9 @@ def table(
     device: torch.device, left: Callable[[], float] = lambda: 240.0, models: Sequence[Model] = MODELS
 ) -> Iterator[list[dict]]:
     """Small models, or a batch of one, so that the GPU waits for the host; GPT-2 under autocast to bf16. All loops use
-    AdamW(fused=True), and no tf32 in convolutions, whose roundings would tell the losses of a small model apart. Subjects of a model are in one process and take turns of 20 steps; the host waits for the GPU
-    before and after each turn. `kernels` is what torch's profiler counts in one step, without copies and memsets.
+    AdamW(fused=True), and no tf32 in convolutions: with its roundings, equal loops end with other losses. Subjects of
+    a model are in one process and take turns of 20 steps; the host waits for the GPU before and after each turn.
+    `kernels` is what torch's profiler counts in one step, without copies and memsets.
     """
     lines: list[dict] = []
     torch.backends.cudnn.allow_tf32 = False

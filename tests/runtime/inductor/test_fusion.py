@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
@@ -126,6 +127,23 @@ def test_a_reader_of_a_group_joins_it_across_a_product():
     )
     assert names(graph) == ["a c", "d e"]
     assert [e.outs[0].name for e in fuse(graph)[0].eqns] == ["a", "c", "b", "d", "e"]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
+def test_a_norm_is_fused_with_its_activation(norm):
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), norm, nn.ReLU(), nn.Conv2d(4, 4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop_step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    _, groups = fuse(zt.Step.of(step).lower(state, torch.randn(2, 4, 3, 3)).graph)
+    together = [{str(e.op).split(".")[1] for e in group.eqns} for group in groups]
+    assert any("relu" in names and any("norm" in name for name in names) for names in together)
+    assert any("threshold_backward" in names and any("norm_backward" in name for name in names) for names in together)
 
 
 def test_random_draws_and_scatters_are_not_fused():

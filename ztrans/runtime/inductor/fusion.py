@@ -26,7 +26,8 @@ MOST = 64  # the most equations of a group: to compile a larger one takes longer
 _ALSO = {
     "_to_copy", "cat", "constant_pad_nd", "copy", "embedding", "full_like", "gather", "index", "linalg_vector_norm",
     "_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "native_layer_norm_backward",
-    "nll_loss_backward", "nll_loss_forward", "ones_like",
+    "_native_batch_norm_legit_functional", "native_batch_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "nll_loss_backward", "nll_loss_forward", "ones_like",
     "select_backward", "slice_backward", "stack", "zeros_like",
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
 }  # fmt: skip
