@@ -12,6 +12,7 @@ from torch.func import grad_and_value, vmap
 
 import ztrans as zt
 from tests.support.programs import CASES, sgd
+from tests.support.versions import OLD
 from tests.support.worlds import batches, slices
 from ztrans.tracing.record import check_torch
 
@@ -197,6 +198,7 @@ def test_an_integer_output_that_depends_on_the_batch_is_refused():
     lower(counts, outputs="local")
 
 
+@pytest.mark.skipif(OLD, reason="on torch 2.11, operations of PyTorch without a rule run on whole values")
 def test_an_update_that_cannot_be_sharded_is_refused():
     def renorms(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.func import grad_and_value
 
 import ztrans as zt
+from tests.support.versions import OLD
 from tests.support.worlds import ALL, default_dtype, distance, slices
 from ztrans.ir.collectives import is_start
 
@@ -62,6 +63,8 @@ EMPTY = {
 def test_a_leaf_without_elements_is_updated_without_messages(update, shape):
     if update is EMPTY["transpose"] or update is EMPTY["product"]:
         shape = shape if len(shape) > 1 else (0, 4)
+    if update is EMPTY["split"] and shape[0] == 0 and OLD:
+        pytest.skip("torch 2.11 cannot split a fake tensor along a dim of size 0: `split_sizes[-1]` of an empty list")
     error, graph = stepped(update, shape, 3)
     assert error == 0
     assert not any(is_start(e) and e.region == "update" and all(v.numel == 0 for v in e.ins) for e in graph.eqns)

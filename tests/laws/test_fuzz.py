@@ -9,9 +9,12 @@ from tests.fuzz.layer import Layer
 from tests.fuzz.optimizers import OPTIMIZERS
 from tests.fuzz.programs import LAYERS, PATTERNS, STYLES
 from tests.fuzz.truth import doubles
+from tests.support.versions import OLD
 
 RUNS = 200  # python -m tests.fuzz --runs 5000 is the rest
 EACH = 10
+# An optimizer that works on blocks splits a leaf without elements, which torch 2.11 cannot do with fake tensors.
+BUG_OF_OLD_TORCH = "split failed: list assignment index out of range"
 
 
 @pytest.mark.slow
@@ -19,6 +22,8 @@ EACH = 10
 def test_random_programs(first):
     """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
     failures = [text for seed in range(first, first + EACH) if (text := failure(seed))]
+    if OLD:
+        failures = [text for text in failures if BUG_OF_OLD_TORCH not in text]
     assert not failures, "\n".join(failures)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.versions import OLD
 from ztrans.ir.graph import Eqn, Partial, Split, Var
 from ztrans.transforms.sharding.dtensor_rules import NoRule, rule
 
@@ -41,8 +42,22 @@ def test_elementwise_operations_run_on_uneven_and_empty_shards():
 def test_dims_may_be_counted_from_the_end(op):
     vector = var(12, layout=CUT)
     assert ask(op, vector, 0) == ask(op, vector, -1) == ([()], [()])
-    assert ask(op, W, 1) == ask(op, W, -1) == ([CUT], [CUT])
+    no_rule = OLD and op is not aten.cumsum.default  # on torch 2.11, whose DTensor has few rules
+    assert ask(op, W, 1) == ask(op, W, -1) == (([()], [()]) if no_rule else ([CUT], [CUT]))
     assert ask(op, W, 0) == ask(op, W, -2) == ([()], [()])
+
+
+def test_dims_of_a_result_with_one_dim_more_may_be_counted_from_the_end():
+    assert ask(aten.stack.default, [W, W], 1) == ask(aten.stack.default, [W, W], -2) == ([CUT, CUT], [CUT])
+    assert ask(aten.stack.default, [W, W], 0)[1] == ask(aten.stack.default, [W, W], -3)[1] == [(Split("dp", 1),)]
+    assert ask(aten.unsqueeze.default, W, 1) == ask(aten.unsqueeze.default, W, -2) == ([CUT], [CUT])
+
+
+@pytest.mark.parametrize("op", [aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim])
+def test_positions_along_the_cut_dim_are_found_in_the_whole_value(op):
+    outs = 2 if op in (aten.max.dim, aten.min.dim) else 1
+    assert ask(op, W, 0, outs=outs) == ([()], [()] * outs)
+    assert ask(op, W, 1, outs=outs) == ([CUT], [CUT] * outs)
 
 
 def test_views_that_dtensor_does_not_know_run_on_whole_values():
@@ -181,9 +196,24 @@ def test_operations_that_fail_on_an_empty_shard_run_on_whole_values():
     assert ask(aten.view.default, none, [0]) == whole and ask(aten.tanh.default, none) == kept
 
 
+@pytest.mark.skipif(OLD, reason="on torch 2.11, operations of PyTorch without a rule run on whole values")
 def test_an_operation_without_a_rule_raises():
     with pytest.raises(NoRule, match="renorm"):
         ask(aten.renorm.default, W, 2, 0, 1.0)
+
+
+@pytest.mark.skipif(not OLD, reason="DTensor of torch 2.13 has rules for most operations of PyTorch")
+def test_an_operation_without_a_rule_runs_on_whole_values_on_torch_2_11():
+    assert ask(aten.renorm.default, W, 2, 0, 1.0) == ask(aten.linalg_matrix_exp.default, W) == ([()], [()])
+    assert ask(aten.median.dim, W, 1, outs=2) == ([()], [(), ()])
+
+
+def test_random_operations_and_collectives_without_a_rule_raise():
+    """A random operation on whole values would draw other numbers on each rank."""
+    with pytest.raises(NoRule):
+        ask(aten._standard_gamma.default, W)
+    with pytest.raises(NoRule):
+        ask(torch.ops._c10d_functional.all_reduce.default, W, "sum", "group")
 
 
 def test_all_and_any_are_reduced_as_minimum_and_maximum():

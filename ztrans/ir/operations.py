@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry
 
 from .graph import Eqn, Var, substitute
@@ -89,6 +90,8 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
         return aten.view_as_complex.default(pairs.contiguous())
 
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 _CALLED: dict[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
@@ -97,8 +100,11 @@ _CALLED: dict[Any, Callable] = {
 }
 
 
+@functools.cache
 def called(op: Any) -> Callable:
-    """A function that computes `op` for arguments with any strides."""
+    """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
+    if _NEED_CONTIGUOUS and getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT:
+        return lambda x, *args: op(x.contiguous() if isinstance(x, torch.Tensor) else x, *args)
     return _CALLED.get(op, op)
 
 

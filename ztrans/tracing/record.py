@@ -31,6 +31,7 @@ from .nested.closures import any_operands
 from .nested.recorded_calls import attention_on_every_device, forget_fakes
 from .nested.triton_kernels import record_launches
 from .operation import Operation
+from .parallel.dtensors import unrecorded_layouts
 from .watch import DEVICE, Watch, device_of
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -90,7 +91,7 @@ def run_traced(
     mode = _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
     watch, generator = Watch(step, mode), torch.random.get_rng_state()
     ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
-    nested = attention_on_every_device(), any_operands(), record_launches()
+    nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
     with contextlib.ExitStack() as stack:
         for context in (mode, *ways, *nested):
             stack.enter_context(context)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
 import ztrans as zt
+from tests.support.versions import NEW, OLD
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.nested.functions import functions
 
@@ -310,7 +311,7 @@ def measured_peak(step, state, *batch) -> int:
     compiled = zt.Step.of(step).lower(state, *batch).compile()
     compiled(clone(state), *batch)
     state = clone(state)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         compiled(state, *batch)
     changes = (e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
     return max(itertools.accumulate(changes)) + sum(t.nbytes for t in (*state.values(), *batch))
@@ -356,4 +357,7 @@ def test_memory_counts_what_branches_and_loops_hold_while_they_run(loss):
     state, x = {"w": torch.randn(32, 512)}, torch.rand(4, 256, 32)
     counted = zt.Step.of(evaluation(loss)).lower(state, x).memory_analysis()
     assert any(line == "temporaries of its functions" for _, _, line in counted.holders)
-    assert counted.peak == pytest.approx(measured_peak(evaluation(loss), state, x), rel=0.1)
+    measured = measured_peak(evaluation(loss), state, x)
+    if loss is scanned and (OLD or NEW):
+        measured -= x[0].nbytes  # `scan` of torch 2.11 and 2.14 copies the first row, and holds the copy
+    assert counted.peak == pytest.approx(measured, rel=0.1)

@@ -23,6 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.ambient import having
 
+# PyTorch's generator that runs before and after the function of a checkpoint. Torch 2.14 has renamed it.
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(plain, f"{_GENERATOR}_impl"):
+    _GENERATOR = f"{_GENERATOR}_impl"
 _MARK, _POLICY = "ztrans_checkpoint", "recompute"  # keys of FX's metadata; selective checkpoints write the second
 
 
@@ -54,13 +58,13 @@ def mark_checkpoints() -> Iterator[None]:
     """Let checkpoints run their function once, with marks, inside of the context."""
     numbers = itertools.count()
 
-    def run(function: Any, preserve: Any, context_fn: Callable, check: Any, debug: Any, early: Any, *args, **kwargs):
+    def run(function: Any, *args: Any, context_fn: Callable | None = None, **options: Any):
         if not torch.is_grad_enabled():
             yield
             return
         meta = fx_traceback.current_meta
         outer: Mark | None = meta.get(_MARK)
-        forward, _ = context_fn()
+        forward, _ = (context_fn or args[1])()  # torch 2.14 passes it by name
         is_selective = isinstance(forward, TorchDispatchMode)
         # The results inside of a nested checkpoint belong to the outer one, which drops them too.
         number = next(numbers) if outer is None else outer.number
@@ -74,8 +78,8 @@ def mark_checkpoints() -> Iterator[None]:
                 del meta[_MARK]
 
     with (
-        having(plain, _checkpoint_without_reentrant_generator=run),
-        having(composable, _checkpoint_without_reentrant_generator=run),
+        having(plain, **{_GENERATOR: run}),
+        having(composable, **{_GENERATOR: run}),
         having(plain.CheckpointFunction, apply=_as_if_not_reentrant),
     ):
         yield

@@ -4,20 +4,25 @@ A program holds the local tensor of such a leaf. While the step is traced it see
 DTensor turns its operations into local operations and functional collectives, which the trace records. The results
 become local tensors again: new state in the layout of the old, outputs whole.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import ops
+from ...ir.ambient import having
 from ...ir.layout import Own
 
 
@@ -33,6 +38,28 @@ def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:
 def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """What the step sees of a leaf of the trace."""
     return local if spec is None else DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+
+
+@contextlib.contextmanager
+def unrecorded_layouts() -> Iterator[None]:
+    """Let the trace not see how PyTorch computes the shapes of whole results, and the ranks in a slice of a mesh.
+
+    These are computed with tensors, which torch 2.13 hides from the trace, and torch 2.11 does not.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    shapes, sliced = propagator._propagate_tensor_meta_non_cached, DeviceMesh.__getitem__
+
+    def hidden_shapes(schema: Any) -> Any:
+        with disable_proxy_modes_tracing():
+            return shapes(schema)
+
+    def hidden_slice(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return sliced(mesh, names)
+
+    without_shapes = having(propagator, _propagate_tensor_meta_non_cached=hidden_shapes)
+    with without_shapes, having(DeviceMesh, __getitem__=hidden_slice):
+        yield
 
 
 def local_results(

@@ -23,12 +23,13 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
 from ...ir.layout import part
 from ...ir.nested.functions import functions
-from ...ir.operations import shows_argument
+from ...ir.operations import is_written, shows_argument
 
 aten = torch.ops.aten
 # Operations for which DTensor has no rule, each with an operation of the same layouts for which it has one.
@@ -39,9 +40,13 @@ _ON_NOTHING = {
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
     *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
 }
-
+# DTensor of torch 2.11 has no rule for many operations of PyTorch, such as Fourier transforms and `linalg`, for which
+# that of torch 2.13 has one.
+_HAS_FEW_RULES = TorchVersion(torch.__version__) < "2.13"
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim1d", "start_dim", "end_dim")
+# Their results have positions along a dim. DTensor of torch 2.11 combines those of parts as if they were values.
+_POSITIONS = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 _ONE_DIM_MORE = (aten.unsqueeze, aten.stack)  # their argument `dim` is a dim of the result
 
 
@@ -88,6 +93,8 @@ def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
 def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
     """The layouts that `eqn` must have its inputs in (in the order of `eqn.ins`), and those of its outputs.
 
+    On torch 2.11, an operation of PyTorch for which DTensor has no rule runs on whole values.
+
     Raises: NoRule if DTensor cannot shard the operation.
     """
     have = [layouts(v) for v in eqn.ins]
@@ -96,15 +103,15 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     try:
         wanted, given = _ask(eqn, have, axis, size)
     except NoRule:
-        if not shows_argument(eqn.op):
+        if not _needs_no_rule(eqn.op):
             raise
-        return _whole(eqn)  # a view of a whole value takes no compute and no memory
+        return _whole(eqn)
     if _makes_terms(have, wanted):
         # DTensor would spread a value into terms, which is wasteful. Instead, reduce the inputs that are terms.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, have, axis, size)
     given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
-    unfit = _makes_terms(have, wanted) or _is_a_product(given) or _fails_on_parts(eqn, wanted, size)
+    unfit = _makes_terms(have, wanted) or _has_no_reduction(eqn, given) or _fails_on_parts(eqn, wanted, size)
     return _whole(eqn) if unfit else (wanted, given)
 
 
@@ -126,14 +133,28 @@ def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | 
     return None
 
 
+def _needs_no_rule(op: Any) -> bool:
+    """Whether an operation runs on whole values if DTensor has no rule for it.
+
+    Views do, because a view of a whole value takes no compute and no memory. On torch 2.11, so do the operations of
+    PyTorch that draw no random numbers and change no argument: every rank gets the same results from them. Nothing is
+    known of the operators of users, and collectives are not functions of one rank's values.
+    """
+    if shows_argument(op):
+        return True
+    writes = any(is_written(a) for a in op._schema.arguments)
+    return _HAS_FEW_RULES and op.namespace == "aten" and not is_random(op) and not writes
+
+
 def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:
     """The layouts of an equation that runs on whole values."""
     return [()] * len(eqn.ins), [()] * len(eqn.outs)
 
 
-def _is_a_product(given: list[Layout]) -> bool:
-    """Whether a result is the product of the terms of all ranks, which no collective computes."""
-    return any(isinstance(p, Partial) and p.op == "product" for layout in given for p in layout)
+def _has_no_reduction(eqn: Eqn, given: list[Layout]) -> bool:
+    """Whether a result is in terms that no collective combines: factors, or positions in the parts of the ranks."""
+    terms = [p for layout in given for p in layout if isinstance(p, Partial)]
+    return any(p.op == "product" for p in terms) or (bool(terms) and eqn.op in _POSITIONS)
 
 
 def _fails_on_parts(eqn: Eqn, wanted: list[Layout], size: int) -> bool:
@@ -200,13 +221,14 @@ def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     """The arguments of an equation, with dims counted from the front.
 
     DTensor's rules for `cumsum` and similar operations take dim -1 of a vector for another dim than 0, so they would
-    sum each part alone.
+    sum each part alone. That of torch 2.11 for `stack` counts the dim from the end of an argument.
     """
     op: Any = eqn.op
     first, arguments = eqn.ins[0], op._schema.arguments
-    if op.overloadpacket in _ONE_DIM_MORE or not isinstance(eqn.args[0], Var):
+    more = op.overloadpacket in _ONE_DIM_MORE
+    if not (more or isinstance(eqn.args[0], Var)):
         return eqn.args, dict(eqn.kwargs)
-    count = lambda x: x + max(len(first.shape), 1) if type(x) is int and x < 0 else x
+    count = lambda x: x + max(len(first.shape) + more, 1) if type(x) is int and x < 0 else x
     named = lambda name, x: ([*map(count, x)] if isinstance(x, list | tuple) else count(x)) if name in _DIMS else x
     args = tuple(named(a.name, x) for a, x in zip(arguments, eqn.args))
     return args, {name: named(name, x) for name, x in eqn.kwargs.items()}
