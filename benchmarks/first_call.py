@@ -94,19 +94,23 @@ def measured(name: str, repeats: int) -> dict[str, float]:
 
 
 def main(names: Sequence[str], repeats: int) -> None:
-    rows = [f"| model | equations | {' | '.join(f'{stage} s' for stage in STAGES)} | second / first |"]
-    rows.append("|---" * (len(STAGES) + 3) + "|")
+    rows = [f"| model | equations | {' | '.join(f'{stage} s' for stage in STAGES)} | second / first | from lift |"]
+    rows.append("|---" * (len(STAGES) + 4) + "|")
     for name in names:
         s = measured(name, repeats)
-        ratio = (s[STAGES[3]] + s[STAGES[4]]) / (s[STAGES[1]] + s[STAGES[2]])
-        times = " | ".join(f"{s[stage]:.2f}" for stage in STAGES)
-        rows.append(f"| {name} | {s['equations']:.0f} | {times} | {ratio:.2f} |")
+        second, first = s[STAGES[3]] + s[STAGES[4]], s[STAGES[1]] + s[STAGES[2]]
+        ratios = second / first, second / (s[STAGES[0]] + first)
+        figures = " | ".join(f"{figure:.2f}" for figure in (*map(s.__getitem__, STAGES), *ratios))
+        rows.append(f"| {name} | {s['equations']:.0f} | {figures} |")
         print(rows[-1], flush=True)
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     title = (
         f"# The first call of a lifted step, before it runs\n\n{where}; processor seconds, medians of {repeats} runs."
     )
-    once = "The first trace of a process includes what PyTorch prepares once; the last column of seconds does not."
+    once = (
+        "The first trace of a process includes what PyTorch prepares once; the last column of seconds does not.\n"
+        "The last two columns are trace and lower of the second batch over those of the first, without and with lift."
+    )
     text = "\n".join([title, "", once, "", *rows, ""])
     print(text)
     if [*names] == [*MODELS]:

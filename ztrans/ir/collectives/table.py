@@ -29,7 +29,10 @@ def rules(eqn: Eqn) -> Rules:
     >>> rules(Eqn(SHARD, (), ())).lane, rules(Eqn(WAIT, (), ())).remote
     (None, True)
     """
-    return _rules(eqn.op)
+    kept = vars(eqn)  # an equation is frozen, and its operation is slow to hash
+    if "_rules" not in kept:
+        kept["_rules"] = _rules(eqn.op)
+    return kept["_rules"]
 
 
 @functools.cache

@@ -44,13 +44,15 @@ def leaf_names(fn: Callable, args: tuple, names: tuple[str, ...] = ()) -> tuple[
     """
     short_names: list[str] = []
     paths: list[str] = []
+    taken: set[str] = set()
     for i, (parameter, arg) in enumerate(zip([*_parameters(fn, len(args) - len(names)), *names], args)):
         for keys, _ in pytree.tree_flatten_with_path(none_as_empty(arg) if i == 0 else arg)[0]:
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
-            short_names.append(short if short not in short_names else path)
+            short_names.append(short if short not in taken else path)
+            taken.add(short_names[-1])
     return short_names, paths
 
 
