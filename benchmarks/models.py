@@ -1,6 +1,6 @@
 """Lift small builds of models of transformers, timm, diffusers and peft, and compare them with the untouched loop.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.models               # from the project's root; about half an hour
+    OMP_NUM_THREADS=1 python -m benchmarks.models               # from the project's root; about ten minutes
     OMP_NUM_THREADS=1 python -m benchmarks.models Llama peft    # builds whose names contain one of these texts
 
 Each build trains for two steps with AdamW, in fp64, on ranks in lock-step: on 2 and 3 ranks, at stages 2 and 3, with
