@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .axes import with_joint_sizes
-from .relations import grouped, instances
+from .relations import ATOMS, grouped, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
@@ -254,11 +254,11 @@ def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
     """`tree` with every `Var` replaced by `read(var)`."""
     if isinstance(tree, Var):
         return read(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([substitute(item, read) for item in tree])
+    if type(tree) in ATOMS or not isinstance(tree, (list, tuple, Mapping)):
+        return tree
     if isinstance(tree, Mapping):
         return {key: substitute(item, read) for key, item in tree.items()}
-    return tree
+    return type(tree)([item if type(item) in ATOMS else substitute(item, read) for item in tree])
 
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:

@@ -13,6 +13,7 @@ V = TypeVar("V")
 T = TypeVar("T", bound=Hashable)
 G = TypeVar("G")
 P = ParamSpec("P")
+ATOMS = frozenset({int, float, bool, str, type(None)})  # most leaves of trees of arguments: they contain nothing
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -70,7 +71,10 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
         yield tree
     elif isinstance(tree, (list, tuple, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from instances(item, kind)
+            if isinstance(item, kind):
+                yield item
+            elif type(item) not in ATOMS:
+                yield from instances(item, kind)
 
 
 def kept(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
