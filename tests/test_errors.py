@@ -12,8 +12,8 @@ from torch.func import grad_and_value, vmap
 
 import ztrans as zt
 from tests.support.programs import CASES, sgd
-from tests.support.versions import OLD
 from tests.support.worlds import batches, slices
+from ztrans.runtime.mesh import _own_device
 from ztrans.tracing.record import check_torch
 
 HERE = Path(__file__).name
@@ -198,18 +198,25 @@ def test_an_integer_output_that_depends_on_the_batch_is_refused():
     lower(counts, outputs="local")
 
 
-@pytest.mark.skipif(OLD, reason="on torch 2.11, operations of PyTorch without a rule run on whole values")
+@torch.library.custom_op("test_errors::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+
+
 def test_an_update_that_cannot_be_sharded_is_refused():
-    def renorms(state, batch):
+    def halves(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
-        m = torch.renorm(state["m"], 2, 0, 1.0)
+        m = halved(state["m"])
         return {"params": sgd(state["params"], grads), "m": m}, value
 
-    with pytest.raises(ValueError, match="the update cannot run on shards: renorm has no sharding rule") as e:
-        lower(renorms)
-    assert line("renorms", "torch.renorm") in str(e.value)
+    with pytest.raises(ValueError, match="the update cannot run on shards: halved has no sharding rule") as e:
+        lower(halves)
+    assert line("halves", "halved(state") in str(e.value)
     assert "where=lambda path, leaf" in str(e.value)
-    lower(renorms, where=lambda path, leaf: path != "m")
+    lower(halves, where=lambda path, leaf: path != "m")
 
 
 def test_a_random_draw_for_a_value_that_is_not_sharded_is_refused():
@@ -327,6 +334,23 @@ assert not {fails}
 def test_a_mesh_of_gpus_needs_a_gpu():
     with pytest.raises(RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"):
         zt.make_mesh("cuda", dp=-1)
+
+
+@pytest.mark.parametrize(
+    "environment, chosen",
+    [({"RANK": "5", "LOCAL_RANK": "5"}, [1]), ({"RANK": "5"}, []), ({}, [3])],
+    ids=["torchrun", "another launcher", "alone"],
+)
+def test_a_process_uses_the_gpu_of_its_local_rank_or_keeps_its_own(monkeypatch, environment, chosen):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    devices = []
+    doubles = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: 3}
+    for name, double in {**doubles, "set_device": devices.append}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    assert _own_device("cuda") == "cuda" and devices == chosen
 
 
 def test_a_mesh_that_needs_more_ranks_is_refused(mesh):

@@ -50,6 +50,23 @@ def test_table():
     assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text
 
 
+@pytest.mark.slow
+def test_small_steps_take_turns(monkeypatch):
+    """A subject that fails is a line that says so."""
+    import gpu_host
+
+    def broken(model, device):
+        raise ValueError("no such loop")
+
+    subjects = {name: gpu_host.SUBJECTS[name] for name in ("PyTorch", "ztrans")}
+    monkeypatch.setattr(gpu_host, "SUBJECTS", subjects | {"broken": broken})
+    monkeypatch.setattr(gpu_host, "ROUNDS", 2)
+    *_, (failed, *timed) = gpu_host.table(CPU, models=gpu_host.MODELS[:1])
+    assert failed["subject"] == "broken" and failed["failed"] == "ValueError: no such loop"
+    assert [row["subject"] for row in timed] == ["PyTorch", "ztrans"] and timed[0]["loss"] == timed[1]["loss"]
+    assert timed[1]["of its peer"].endswith(" of PyTorch")
+
+
 def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
     import gpu
 

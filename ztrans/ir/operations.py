@@ -100,11 +100,15 @@ _CALLED: dict[Any, Callable] = {
 }
 
 
+def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    return x.contiguous() if isinstance(x, torch.Tensor) else [each.contiguous() for each in x]
+
+
 @functools.cache
 def called(op: Any) -> Callable:
     """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
     if _NEED_CONTIGUOUS and getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT:
-        return lambda x, *args: op(x.contiguous() if isinstance(x, torch.Tensor) else x, *args)
+        return lambda x, *args, **kwargs: op(_contiguous(x), *args, **kwargs)
     return _CALLED.get(op, op)
 
 

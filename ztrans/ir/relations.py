@@ -1,4 +1,4 @@
-"""relations: values by a key that they share, what is reached from values, an order of them, and kept analyses."""
+"""relations: values by a key, all that is reached from some values, an order of them; results that a program keeps."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
 
 
 def kept(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
-    """The analysis of a frozen object, such as a program, which keeps its results with the object.
+    """Keep the results of an analysis with the object that it analyses, such as a program.
 
-    A later call with the same arguments returns the same result, so nobody may change it. It is freed with the object.
+    The object must be frozen. A later call with the same arguments returns the same result, which nobody may change.
+    The results are freed with the object.
 
     >>> from types import SimpleNamespace
     >>> total = kept(lambda subject: print("adds") or sum(subject.numbers))

@@ -250,12 +250,11 @@ def test_the_peak_of_memory_is_as_predicted():
     torch.cuda.synchronize()
     inputs = sum(t.nbytes for t in torch.utils._pytree.tree_leaves((state, x)) if isinstance(t, torch.Tensor))
     rise, predicted = torch.cuda.max_memory_allocated() - before, lowered.memory_analysis().peak - inputs
-    print("rise", rise, "predicted", predicted)
     assert abs(rise - predicted) <= 0.1 * predicted
 
 
 def test_a_kernel_of_the_users_is_an_equation():
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
     from tests.support.user_kernel import scaled
 
     def step(state, x):
@@ -268,7 +267,6 @@ def test_a_kernel_of_the_users_is_an_equation():
         assert any("triton" in str(e.op) for e in lowered.graph.eqns)
         got, _ = lowered.compile(backend=backend)({"w": state["w"].clone()}, x)
         assert distance(got["w"], wanted) < 1e-6
-    assert triton
 
 
 def test_products_of_fp8():
@@ -298,8 +296,7 @@ import ztrans as zt
 from torch import nn
 device = sys.argv[1]
 mesh = zt.make_mesh(device, dp=-1)
-cluster = zt.calibrate(mesh)
-print("cluster", cluster)
+assert zt.calibrate(mesh).device.rate("bf16") > 0
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -315,8 +312,7 @@ state = step.shard(state)
 x, y = torch.randn(32, 64, device=device), torch.randint(8, (32,), device=device)
 state, first = step(state, x, y)
 compiled = step.lower(state, x, y).compile()
-profile = compiled.profile(state, x, y)
-print(profile.timeline)
+assert compiled.profile(state, x, y).timeline.seconds > 0
 path = pathlib.Path(tempfile.mkdtemp()) / "state"
 zt.save(path, state).result()
 for _ in range(3):
@@ -335,4 +331,3 @@ def test_a_mesh_of_one_gpu_measures_profiles_and_saves():
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     ran = subprocess.run([sys.executable, "-c", MESH_OF_ONE, DEVICE], capture_output=True, text=True, env=env, timeout=240)
     assert ran.returncode == 0 and "well" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-5000:]
-    print(ran.stdout)

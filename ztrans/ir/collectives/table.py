@@ -29,10 +29,7 @@ def rules(eqn: Eqn) -> Rules:
     >>> rules(Eqn(SHARD, (), ())).lane, rules(Eqn(WAIT, (), ())).remote
     (None, True)
     """
-    kept = vars(eqn)  # an equation is frozen, and its operation is slow to hash
-    if "_rules" not in kept:
-        kept["_rules"] = _rules(eqn.op)
-    return kept["_rules"]
+    return _rules(eqn.op)
 
 
 @functools.cache

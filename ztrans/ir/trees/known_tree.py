@@ -53,7 +53,7 @@ def _opened(node: Any) -> tuple[list | None, Any]:
         return [*node], len(node)
     if node is None:  # an empty subtree
         return [], None
-    own = id(node)  # not the node: `tree_flatten` leaves a cycle of functions behind, which would keep it alive
+    own = id(node)  # `tree_flatten` leaves a reference cycle behind, which must not hold the node
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != own)
     return (None, None) if structure.is_leaf() else (children, structure)
 

@@ -42,9 +42,9 @@ def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unrecorded_layouts() -> Iterator[None]:
-    """Let the trace not see how PyTorch computes the shapes of whole results, and the ranks in a slice of a mesh.
+    """Hide from the trace how PyTorch computes the shapes of whole results, and the ranks in a slice of a mesh.
 
-    These are computed with tensors, which torch 2.13 hides from the trace, and torch 2.11 does not.
+    PyTorch computes both with tensors. Torch 2.13 hides these from the trace itself, and torch 2.11 does not.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     shapes, sliced = propagator._propagate_tensor_meta_non_cached, DeviceMesh.__getitem__

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
@@ -40,9 +39,6 @@ _ON_NOTHING = {
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
     *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
 }
-# DTensor of torch 2.11 has no rule for many operations of PyTorch, such as Fourier transforms and `linalg`, for which
-# that of torch 2.13 has one.
-_HAS_FEW_RULES = TorchVersion(torch.__version__) < "2.13"
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim1d", "start_dim", "end_dim")
 # Their results have positions along a dim. DTensor of torch 2.11 combines those of parts as if they were values.
@@ -93,9 +89,9 @@ def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
 def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
     """The layouts that `eqn` must have its inputs in (in the order of `eqn.ins`), and those of its outputs.
 
-    On torch 2.11, an operation of PyTorch for which DTensor has no rule runs on whole values.
+    An operation of PyTorch for which DTensor has no rule runs on whole values.
 
-    Raises: NoRule if DTensor cannot shard the operation.
+    Raises: NoRule if that may give other results on each rank (see `_needs_no_rule`).
     """
     have = [layouts(v) for v in eqn.ins]
     if (known := _known(eqn, have)) is not None:
@@ -134,16 +130,13 @@ def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | 
 
 
 def _needs_no_rule(op: Any) -> bool:
-    """Whether an operation runs on whole values if DTensor has no rule for it.
+    """Whether an operation may run on whole values if DTensor has no rule for it.
 
-    Views do, because a view of a whole value takes no compute and no memory. On torch 2.11, so do the operations of
-    PyTorch that draw no random numbers and change no argument: every rank gets the same results from them. Nothing is
-    known of the operators of users, and collectives are not functions of one rank's values.
+    Every rank must get the same results. So it is a view, or an operation of PyTorch that draws no random numbers and
+    changes no argument. Of users' operators nothing is known, and the result of a collective depends on other ranks.
     """
-    if shows_argument(op):
-        return True
-    writes = any(is_written(a) for a in op._schema.arguments)
-    return _HAS_FEW_RULES and op.namespace == "aten" and not is_random(op) and not writes
+    is_pure = not is_random(op) and not any(is_written(a) for a in op._schema.arguments)
+    return shows_argument(op) or (op.namespace == "aten" and is_pure)
 
 
 def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:
