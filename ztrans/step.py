@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .compiled import Compiled, Given
-from .ir.ambient import refuse_inside
+from .ir.ambient import no_collection, refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
@@ -142,6 +142,7 @@ class Step(Generic[P, R]):
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         return self._traced(Arguments.of(self.fn, args, kwargs))
 
+    @no_collection()
     def _traced(self, arguments: Arguments) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
         state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments

@@ -252,13 +252,12 @@ def variables(tree: Any) -> Iterator[Var]:
 
 def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
     """`tree` with every `Var` replaced by `read(var)`."""
-    if isinstance(tree, Var):
+    if type(tree) is Var:
         return read(tree)
-    if type(tree) in ATOMS or not isinstance(tree, (list, tuple, Mapping)):
-        return tree
-    if isinstance(tree, Mapping):
-        return {key: substitute(item, read) for key, item in tree.items()}
-    return type(tree)([item if type(item) in ATOMS else substitute(item, read) for item in tree])
+    if isinstance(tree, (tuple, list)):  # most members are variables or constants, for which no call is needed
+        members = [read(x) if type(x) is Var else x if type(x) in ATOMS else substitute(x, read) for x in tree]
+        return type(tree)(members)
+    return {k: substitute(x, read) for k, x in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:

@@ -8,12 +8,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 T = TypeVar("T", bound=Hashable)
 G = TypeVar("G")
 P = ParamSpec("P")
-ATOMS = frozenset({int, float, bool, str, type(None)})  # most leaves of trees of arguments: they contain nothing
+# The types of most constants among the arguments of operations. They contain nothing.
+ATOMS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -69,8 +74,8 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
     """
     if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
+    elif isinstance(tree, (list, tuple, dict, Mapping)):
+        for item in tree if isinstance(tree, (list, tuple)) else tree.values():
             if isinstance(item, kind):
                 yield item
             elif type(item) not in ATOMS:

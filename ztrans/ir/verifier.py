@@ -24,8 +24,9 @@ def check(graph: Graph) -> Graph:
     for var in graph.inputs:
         _bind(var, bound, waited, None)
     for eqn in graph.eqns:
-        _check_reads(eqn, bound, waited)
-        problem = rules(eqn).problem(eqn, graph.axes)
+        rule = rules(eqn)
+        _check_reads(eqn, rule.reads_futures, bound, waited)
+        problem = rule.problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
         for out in eqn.results:
@@ -51,11 +52,10 @@ def _bind(var: Var, bound: dict[str, Var], waited: dict[Var, bool], at: Eqn | No
         waited[var] = False
 
 
-def _check_reads(eqn: Eqn, bound: dict[str, Var], waited: dict[Var, bool]) -> None:
+def _check_reads(eqn: Eqn, waits: bool, bound: dict[str, Var], waited: dict[Var, bool]) -> None:
     for var in eqn.ins:
         if bound.get(var.name) is not var:
             raise _wrong(f"{var} is read before it is bound", eqn)
-        waits = rules(eqn).reads_futures
         if var.future and not waits:
             raise _wrong(f"{var} is a future and is read before its wait", eqn)
         if waits and not var.future:

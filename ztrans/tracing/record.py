@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
+from .fakes.mode import Fakes
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
@@ -32,7 +29,7 @@ from .nested.recorded_calls import attention_on_every_device, forget_fakes
 from .nested.triton_kernels import record_launches
 from .operation import Operation
 from .parallel.dtensors import unrecorded_layouts
-from .watch import DEVICE, Watch, device_of
+from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
 
@@ -86,9 +83,7 @@ def run_traced(
     Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
         (see `watch`).
     """
-    # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
-    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    mode = _Fakes(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
+    mode = Fakes()
     watch, generator = Watch(step, mode), torch.random.get_rng_state()
     ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
@@ -123,37 +118,6 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-class _Fakes(FakeTensorMode):
-    """Fake tensors that skip fused optimizers which overwrite their arguments and return nothing.
-
-    PyTorch would run these on real tensors, as large as the model, to learn the types of their results.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as that of `Watch`
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is DEVICE:
-            return device_of(*args)
-        if func is torch.ops.aten._ctc_loss.default:
-            return _ctc_losses(*args)
-        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
-            # The operator looks for the class of its mode, and does not know a subclass.
-            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and not func._schema.returns and func._schema.name.startswith("aten::_fused_"):
-            return None
-        return self.dispatch(func, types, args, kwargs or {})
-
-
-def _ctc_losses(log_probs: torch.Tensor, _: Any, __: Any, lengths: Sequence[int], *___: Any) -> tuple:
-    """The types of the results of `ctc_loss` whose lengths are lists of numbers, for which PyTorch has no rule."""
-    steps, rows = log_probs.shape[:2]
-    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * max(lengths) + 1)
 
 
 @contextlib.contextmanager

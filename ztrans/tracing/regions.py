@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.collectives.varying import Varying, varying
+from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Region, Var, is_random, variables
 
 
@@ -46,7 +46,7 @@ class _Evidence:
         draws = (e.replace(region="update") if is_random(e.op) else e for e in graph.eqns)
         last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
         self.facts = facts
-        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",))
+        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()  # the values that depend on the batch
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
         self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)
@@ -69,9 +69,9 @@ class _Evidence:
         return "forward" if early and _binds(e, self.read_early) else "update"
 
 
-def _binds(e: Eqn, values: Container[Var]) -> bool:
+def _binds(e: Eqn, values: Set[Var]) -> bool:
     """Whether a result of an equation is one of these values."""
-    return any(v in values for v in e.results)
+    return not values.isdisjoint(e.results)
 
 
 def _depending_on_gradients(graph: Graph) -> set[Var]:
@@ -96,7 +96,7 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
     return differentiated
 
 
-def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentiated: set[Eqn]) -> set[Var]:
+def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Set[Var], differentiated: set[Eqn]) -> set[Var]:
     """The values that the update computes, as far as they follow from its results.
 
     These are the values that become state, those that a gradient is for, and the values that these are computed from.
@@ -111,7 +111,7 @@ def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Varying, differentia
     return wanted
 
 
-def _unreduced(graph: Graph, over: Varying) -> set[Var]:
+def _unreduced(graph: Graph, over: Set[Var]) -> set[Var]:
     """Values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
     unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
     for e in reversed(graph.eqns):

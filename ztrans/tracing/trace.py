@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.ambient import no_collection, refuse_inside, without_autocast
+from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.nested.attention import settled as with_settled_attention
@@ -132,7 +132,6 @@ def _device(leaf: torch.Tensor) -> str:
 _has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
-@no_collection()
 def trace(
     fn: Callable,
     state: Any,
@@ -247,7 +246,8 @@ def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     graph = dce(label_regions(graph, facts))
     of_values = {v: fact for e, fact in facts.items() for v in e.results}
     checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
-    return checkpointed(graph, checkpoint, {v for v, fact in of_values.items() if fact.dropped})
+    drops = {v for v, fact in of_values.items() if fact.dropped}
+    return checkpointed(graph, checkpoint, drops) if drops else graph
 
 
 def _name(fn: Callable) -> str:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import (
 from ..ir.operations import is_written
 from ..ir.source import Source, user_source, where
 from . import errors
+from .fakes.mode import DEVICE, device_of
 from .lifting.scalars import tensors_in
 from .nested.checkpoints import mark_of_operation, take_policy
 from .nested.errors import differentiates_loop, mask_from_before
@@ -44,7 +45,6 @@ from .parallel import c10d
 from .regions import Fact
 
 aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`, which is called most often of all
 _PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 
 
@@ -200,13 +200,6 @@ def _errors_of(op: Any, line: Source | None, step: str) -> Iterator[None]:
         raise errors.reads_value(op, False, line, step) from None
     except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
         raise errors.cannot_be_traced(op, error, line, step) from error
-
-
-def device_of(x: Any) -> torch.device:
-    """The device of a fake tensor, as `FakeTensorMode` answers."""
-    if isinstance(x, FakeTensor):
-        return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
-    return DEVICE(x)
 
 
 def _expansion(op: Any, tensors: Sequence[torch.Tensor]) -> Callable | None:

@@ -61,10 +61,11 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
         graph: the program.
         own: include the collectives that the user's step calls itself.
     """
-    waiting = [(i, e) for i, e in enumerate(graph.eqns) if rules(e).waits and (own or rules(e).reads_futures)]
+    is_own = lambda e: not (is_start(e) or rules(e).reads_futures)
+    remote = [(i, e) for i, e in enumerate(graph.eqns) if rules(e).remote and (own or not is_own(e))]
+    waiting = [(i, e) for i, e in remote if rules(e).waits]
     indices = {e.ins[0]: i for i, e in reversed(waiting)}  # for each future, the index of its first wait
-    starting = ((i, e) for i, e in enumerate(graph.eqns) if rules(e).starts and (own or is_start(e)))
-    starts = {e: _started(graph, i, indices) for i, e in starting}
+    starts = {e: _started(graph, i, indices) for i, e in remote if rules(e).starts}
     members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
     return Pairs(starts, {e: members[e.ins[0]] for _, e in waiting if e.ins[0] in members})
 

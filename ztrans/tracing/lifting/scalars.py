@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...ir.collectives import HALF
+from ...ir.relations import instances
 from .by_value import by_value
 
 # Operations with a scalar: how many operands precede it.
@@ -35,10 +36,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
     2
     """
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    members = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [x for member in members for x in tensors_in(member)]
+    return [*instances(tree, torch.Tensor)]
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -1,0 +1,1 @@
+"""The fake tensors of a trace, which have types and no elements."""
