@@ -28,7 +28,7 @@ _LITTLE = 4000  # messages that the smallest problem may place; the first choice
 
 
 class Search:
-    """The best choice so far, and the effort that is left."""
+    """The best choice so far, and the effort that is left: now, and at the last improvement."""
 
     def __init__(self, problem: Problem, least: float, effort: int, moves: Moves) -> None:
         self.problem, self.moves = problem, moves
@@ -37,6 +37,7 @@ class Search:
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = min(effort, _LITTLE + (8 * count + 16) * (count + 8)) if count else 0
+        self.improved, self.patience = self.effort, 500 + 100 * count
         self.seen: set[Choice] = set()
         self.free = kept(problem, ())
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)
@@ -90,7 +91,7 @@ class Search:
         limit, beats = self.limit, lambda a, b: a.seconds <= b.seconds and a.peak <= b.peak
         if placed.seconds <= limit and not any(beats(other, placed) for other in self.front):
             others = (other for other in self.front if other.seconds <= limit and not beats(placed, other))
-            self.front = [*others, placed]
+            self.front, self.improved = [*others, placed], self.effort
 
     def begin(self) -> None:
         """Try full buckets: with no values kept, and with as many as fit."""
@@ -148,9 +149,15 @@ class Search:
         return pairs
 
     def climb(self) -> None:
-        """Change the best choice at random while effort is left."""
+        """Change the best choice at random, while effort is left and an improvement can be expected.
+
+        After a time without one the search ends. That time is longer in a large problem, and if the last came late.
+        """
         current, total = self.best, self.effort
+        self.improved = total
         while self.moves.changes and not self.done:
+            if self.improved - self.effort > self.patience + 3 * (total - self.improved):
+                break
             limit = current.seconds * (1 + self.moves.slower * self.effort / total)
             placed = self.try_(self._neighbour(current.choice), limit)
             if placed is not None and placed.seconds <= limit:
