@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gc
 import os
 import re
 from collections import Counter
@@ -27,6 +28,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 # A test that fails shows all frames, also of the processes that it starts.
 os.environ.setdefault("ZTRANS_TRACEBACK", "full")
+
+# The modules of torch have so many objects that each full collection of garbage takes half a second.
+gc.set_threshold(20_000, 20, 20)
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("ztrans", deadline=None)

@@ -22,7 +22,7 @@ from ztrans.runtime.cuda.streams import Streams
 
 WORLD, LOCAL = 6, 3
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
-RUNS = [("gpt_adam", {}, DOUBLE), ("uneven", {}, DOUBLE), ("gpt_adam", {"reduce_dtype": HALF}, SINGLE)]
+RUNS = [("mlp_momentum", {}, DOUBLE), ("uneven", {}, DOUBLE), ("gpt_adam", {"reduce_dtype": HALF}, SINGLE)]
 RUNS += [("mlp_momentum", {}, HALF), ("mlp_momentum", {"reduce_dtype": HALF}, HALF)]
 
 

@@ -7,6 +7,7 @@ arguments and environment, and what it prints is kept in files.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -102,6 +103,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], *printed: str) -
     """In the new process: run the script as Python does."""
     os.environ.clear()
     os.environ.update(environment)
+    gc.set_threshold(20_000, 20, 20)  # as in conftest.py
     for descriptor, path in enumerate(printed, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv, sys.path[:0] = [*command], [os.path.dirname(command[0])]

@@ -7,6 +7,7 @@ padded to c rows; between steps nothing is padded. A leaf whose rows are fewer t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,12 +138,17 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
         return eqn
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
+    shapes = [i for i in _shape_arguments(eqn.op) if i < len(eqn.args) and isinstance(eqn.args[i], (list, tuple))]
+    if not shapes:
+        return eqn
     shape = list(local_shape(out, sizes, at))
-    args = list(eqn.args)
-    for i, declared in enumerate(eqn.op._schema.arguments[: len(args)]):
-        if declared.name in ("size", "shape") and isinstance(args[i], (list, tuple)):
-            args[i] = shape
-    return eqn.replace(args=tuple(args))
+    return eqn.replace(args=tuple(shape if i in shapes else arg for i, arg in enumerate(eqn.args)))
+
+
+@functools.cache
+def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """The positions of the arguments that give the shape of the result."""
+    return tuple(i for i, declared in enumerate(op._schema.arguments) if declared.name in ("size", "shape"))
 
 
 def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:

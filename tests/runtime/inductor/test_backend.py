@@ -122,7 +122,7 @@ def deep(layers: int):
         grads, value = grad_and_value(loss)(state["params"], *batch)
         return adam(state, grads), value
 
-    state, batch = adam_state(model)(), tokens(19, 6)(4)
+    state, batch = adam_state(model)(), tokens(19, 6)(24)  # with the kernels of the case gpt_adam
     lowered = zt.Step.of(step).lower(state, *batch)
     compiled = lowered.compile(backend="inductor")
     compiled(state, *batch)
