@@ -37,6 +37,7 @@ class Fakes(FakeTensorMode):
         # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
         shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         super().__init__(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
+        self.cache_enabled = False  # PyTorch's own cache of results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -105,10 +105,11 @@ def _step_inputs(optimizer: Optimizer) -> list:
 def _key(tree: list, inputs: Sequence[torch.Tensor]) -> Hashable:
     """What the operations of a step follow from: types of tensors, which of them are the same, and all else."""
     first: dict[int, int] = {}
-    types = [
-        (x.shape, x.dtype, x.stride(), x.device, x.requires_grad, first.setdefault(id(x), k))
-        for k, x in enumerate(inputs)
-    ]
+    with torch._C.DisableTorchFunction():  # otherwise every mode of the trace is asked for each property
+        types = [
+            (x.shape, x.dtype, x.stride(), x.device, x.requires_grad, first.setdefault(id(x), k))
+            for k, x in enumerate(inputs)
+        ]
     device = inputs[0].device.type if inputs else "cpu"
     ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
     return tuple(types), repr(mapped(tree, lambda x: ...)), ambient
