@@ -21,10 +21,9 @@ _CTC_LOSS = torch.ops.aten._ctc_loss.default
 
 
 class Fakes(FakeTensorMode):
-    """The mode of fake tensors, in which a call like an earlier one has results like those of the earlier one.
+    """A mode of fake tensors that creates the results of most calls from templates (see `templates`).
 
-    They are created from templates (see `templates`). PyTorch has such a cache too, but most of a trace would be
-    spent in looking up its entries.
+    PyTorch has a cache for this too, but nearly half of a trace would be spent in looking up its entries.
 
     Fused optimizers, which overwrite their arguments and return nothing, are skipped. PyTorch would run these on real
     tensors, as large as the model, to learn the types of their results.
@@ -37,7 +36,7 @@ class Fakes(FakeTensorMode):
         # The tracing rule of while_loop asks for the environment; all shapes of a program are numbers.
         shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         super().__init__(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
-        self.cache_enabled = False  # PyTorch's own cache of results
+        self.cache_enabled = False  # that of PyTorch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

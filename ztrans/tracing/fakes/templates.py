@@ -1,7 +1,7 @@
-"""Templates: the results of an operation on fake tensors, without the tensors.
+"""Templates: what is needed to create the results of an operation on fake tensors without asking PyTorch's rules.
 
-The types of the results follow from the operation and the types of its arguments. So the results of a call can be
-created from the template that an earlier call with such arguments has left.
+The types of the results follow from the operation and from the types of its arguments. So the first call of an
+operation with arguments of some types leaves a template, and later calls create their results from it.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -28,7 +28,10 @@ Template = Callable[[FakeTensorMode, Sequence[Any]], Any]  # creates the results
 
 
 def key_of(mode: FakeTensorMode, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple | None:
-    """What decides the types of the results of a call, or None if there is more to it than this."""
+    """The operation and the properties of its arguments from which the types of its results follow.
+
+    None if they do not follow from these: such a call has no template.
+    """
     if not _has_templates(op):
         return None
     key = [op, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
@@ -40,7 +43,7 @@ def key_of(mode: FakeTensorMode, op: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 def _describe(mode: FakeTensorMode, x: Any, key: list) -> bool:
-    """Add to `key` what decides on results about an argument. False for one that is not known here."""
+    """Add the properties of an argument to `key`. Returns False if results may depend on more than these."""
     kind = type(x)
     key.append(kind)
     if kind is FakeTensor:
@@ -60,12 +63,13 @@ def _describe(mode: FakeTensorMode, x: Any, key: list) -> bool:
 
 @functools.cache
 def _has_templates(op: Any) -> bool:
-    """Whether the results of an operation have templates. A user may register another rule for an own operator."""
+    """Whether templates are kept for an operation. They are not for a user's operator, whose rule may be replaced."""
     known = isinstance(op, OpOverload) and (is_builtin(op) or op.namespace == "ztrans")
     return known and _TAGS.isdisjoint(op.tags)
 
 
 def _is_plain(x: Any) -> bool:
+    """Whether `x` is a fake tensor that is dense, and of which PyTorch does not keep the value."""
     return type(x) is FakeTensor and x.constant is None and x.layout is torch.strided
 
 
@@ -96,12 +100,12 @@ def _of_several(mode: FakeTensorMode, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _of_argument(index: int) -> Template:
-    """That of an operation in place."""
+    """The template of a result that is an argument itself, as operations in place return it."""
     return lambda mode, args: args[index]
 
 
 def _of_tensor(mode: FakeTensorMode, args: Sequence[Any], base: int | None, result: FakeTensor) -> Template | None:
-    """That of a new tensor, or with `base` of a view of this argument."""
+    """The template of a new tensor or, with `base`, of a view of the argument at this index."""
     shape, stride, dtype, device = tuple(result.shape), result.stride(), result.dtype, result.fake_device
     offset = int(result.storage_offset())
 
