@@ -21,7 +21,9 @@ from ztrans.planning.solver.bucketing import gather_buckets, reduction_buckets
 from ztrans.planning.solver.evaluation import evaluate, memory
 from ztrans.planning.solver.list_scheduler import place_choice
 from ztrans.planning.solver.loads import Choice, Loads, kept
+from ztrans.planning.solver.local_search import Search
 from ztrans.planning.solver.lower_bound import bound
+from ztrans.planning.solver.moves import MOVES
 from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
 from ztrans.planning.solver.solve import Infeasible, needs, one_ahead, solve
 from ztrans.planning.solver.validate import ScheduleError, validate
@@ -264,6 +266,17 @@ def test_a_problem_without_collectives_has_an_empty_schedule():
     p = Problem((1.0, 2.0), (3, 4), (True, True), (), (), {}, memory=4)
     assert solve(p) == Schedule((), ())
     assert evaluate(p, solve(p)).seconds == 3.0 == bound(p).seconds
+
+
+def test_the_search_ends_when_it_has_not_improved_for_a_while():
+    """Without spending its effort, unless it reaches the bound before."""
+    left = []
+    for seed in range(40):
+        p = replace(problem(Random(seed)), memory=INF)
+        search = Search(p, bound(p).seconds, 20_000, MOVES)
+        search.climb()
+        left += [search.effort] if search.best.seconds > search.enough else []
+    assert len(left) > 5 and min(left) > 0
 
 
 def test_more_memory_buys_time():

@@ -24,6 +24,8 @@ from .problem import Problem
 from .slots import by_operation
 
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
+# Without an improvement the search ends after this many messages, and this many more for each message of the problem.
+_PATIENCE = 500, 100
 _LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
 
 
@@ -37,7 +39,7 @@ class Search:
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = min(effort, _LITTLE + (8 * count + 16) * (count + 8)) if count else 0
-        self.improved, self.patience = self.effort, 500 + 100 * count
+        self.improved, self.patience = self.effort, _PATIENCE[0] + _PATIENCE[1] * count
         self.seen: set[Choice] = set()
         self.free = kept(problem, ())
         self.granule = max(1.0, self.loads.alone(self.free).max(initial=0.0) / 64)

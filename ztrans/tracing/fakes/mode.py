@@ -40,7 +40,7 @@ class Fakes(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would guard every call against torch.compile, which takes longer than the call
+        return False  # as that of `Watch`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -16,11 +16,9 @@ import torch
 from torch._library.utils import is_builtin
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils import _pytree as pytree
 
-_CONSTANTS = frozenset(
-    {int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
+from ...ir.relations import ATOMS, instances
+
 # What an operation with one of these tags returns does not follow from the types of its arguments, or it changes these.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
@@ -52,7 +50,7 @@ def _describe(mode: FakeTensorMode, x: Any, key: list) -> bool:
         flags = x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
         key += (x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device, *flags)
         return not x._has_symbolic_sizes_strides
-    if kind in _CONSTANTS:
+    if kind in ATOMS:
         key.append(x)
         return True
     if isinstance(x, (tuple, list)):
@@ -77,12 +75,11 @@ def template_of(mode: FakeTensorMode, args: Sequence[Any], kwargs: dict[str, Any
     """The template of a result, or None if it would not create such a result from arguments of the same types."""
     if isinstance(result, (tuple, list)):
         return _of_several(mode, args, kwargs, result)
-    if type(result) in _CONSTANTS:
+    if type(result) in ATOMS:
         return lambda mode, args: result
     if not _is_plain(result):
         return None
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    shown = [x for x in tensors if _storage(x) == _storage(result)]
+    shown = [x for x in instances((args, kwargs), torch.Tensor) if _storage(x) == _storage(result)]
     if not shown:
         return _of_tensor(mode, args, None, result)
     indices = [index for index, x in enumerate(args) if x is shown[0]]
