@@ -41,6 +41,50 @@ def test_a_fused_optimizer_is_one_call_and_its_counters_another():
     assert calls(lambda params: optim.SGD(params, lr=0.1, fused=True)) == ["_fused_sgd_"]
 
 
+RATES = [{"lr": 0.1}, {"lr": 0.001}]
+GROUPS = [(name, RATES) for name in ("AdamW", "Adam", "SGD", "Adagrad")] + [
+    ("AdamW", [{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.9)}]),
+    ("Adam", [{"weight_decay": 0.1}, {"weight_decay": 0.01}]),
+    ("SGD", [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.5}]),
+]
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach", "plain"])
+@pytest.mark.parametrize("changing", [False, True])
+@pytest.mark.parametrize(("name", "own"), GROUPS)
+def test_each_parameter_group_keeps_its_own_settings(name, own, form, changing):
+    """Groups of one parameter each, whose updates differ in settings that are numbers or, if they change, tensors."""
+    forms = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}[form]
+
+    def run(is_lifted):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        groups = [{"params": [p], **settings} for p, settings in zip(model.parameters(), own)]
+        optimizer = getattr(optim, name)(groups, **forms)
+        loop_step, losses = loop_of(model, optimizer), []
+        if is_lifted:
+            loop_step, state = zt.lift(loop_step, model, optimizer)
+            loop_step = zt.Step.of(loop_step)
+        for step in range(4):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            if is_lifted:
+                state, loss = loop_step(state, x)
+            else:
+                loss = loop_step(x)
+            losses.append(loss.item())
+            for number, group in enumerate(optimizer.param_groups):
+                for setting in own[number] if changing else ():
+                    old = group[setting]
+                    group[setting] = (old[0] * 0.9, old[1] * 0.8) if isinstance(old, tuple) else old * (0.7 + number / 10)
+        return losses, (state["params"] if is_lifted else dict(model.named_parameters()))
+
+    (losses, params), (lifted_losses, lifted_params) = run(False), run(True)
+    bits = form == "fused" and not changing
+    assert lifted_losses == (losses if bits else pytest.approx(losses, rel=1e-5))
+    for path, p in params.items():
+        torch.testing.assert_close(lifted_params[path], p, rtol=0 if bits else 1e-5, atol=0 if bits else 1e-6)
+
+
 @pytest.mark.slow
 def test_other_optimizers_are_calls_over_lists():
     names = calls(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))

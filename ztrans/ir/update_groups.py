@@ -6,10 +6,10 @@ over lists takes one call for all of them:
 
     p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
 
-Equations are equal if they have the same operation and literals, and read what equal equations have computed. Equal
-equations never depend on each other, and groups of them never do so in a circle, because what an equation reads is a
-part of what it is compared by. Only equations that follow each other in the update are put in another order, so
-forward, backward and all messages stay where they are.
+Equations are equal if they have the same operation, literals and keyword arguments, and read what equal equations have
+computed. Equal equations never depend on each other, and groups of them never do so in a circle, because what an
+equation reads is a part of what it is compared by. Only equations that follow each other in the update are put in
+another order, so forward, backward and all messages stay where they are.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class _Keys:
 
     def number(self, e: Eqn) -> int:
         """The number of an equation, whose arguments have been numbered before."""
-        key = e.op, self._argument(e.args), tuple((k, self._argument(v)) for k, v in sorted(e.kwargs.items()))
+        # One call has one value of each keyword, such as the learning rate of a parameter group.
+        named = tuple((k, v if isinstance(v, Var) else self._argument(v)) for k, v in sorted(e.kwargs.items()))
+        key = e.op, self._argument(e.args), named
         number = self.numbers.setdefault(key, len(self.numbers))
         self.by_value.update((v, (number, k)) for k, v in enumerate(e.results))
         return number
