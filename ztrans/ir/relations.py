@@ -6,9 +6,12 @@ import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from .graph import Eqn, Var
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -48,6 +51,20 @@ def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Ite
             if y not in seen:
                 seen.add(y)
                 stack.append(y)
+
+
+def needed(eqns: Iterable[Eqn], makers: Mapping[Var, Eqn]) -> set[Eqn]:
+    """Some equations, and all that they need: `makers` has the equations that compute values."""
+    return set(reachable(eqns, lambda e: [makers[v] for v in e.ins if v in makers]))
+
+
+def depending(eqns: Iterable[Eqn], values: Iterable[Var]) -> set[Var]:
+    """Some values, and all that is computed from them; `eqns` are in an order in which they can run."""
+    depends = set(values)
+    for e in eqns:
+        if not depends.isdisjoint(e.ins):
+            depends.update(e.results)
+    return depends
 
 
 def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .collectives import rules
 from .graph import Eqn, Graph, is_random, producers
-from .relations import reachable
+from .relations import needed
 
 
 def writes_last(graph: Graph) -> Graph:
@@ -21,10 +21,9 @@ def writes_last(graph: Graph) -> Graph:
 
     Random draws must keep their order, so they, and what they depend on, stay.
     """
-    maker = producers(graph.eqns)
     early = (e for e in graph.eqns if _can_fail(e) or is_random(e.op))
-    needed = set(reachable(early, lambda e: [maker[v] for v in e.ins if v in maker]))
-    eqns = (*(e for e in graph.eqns if e in needed), *(e for e in graph.eqns if e not in needed))
+    first = needed(early, producers(graph.eqns))
+    eqns = (*(e for e in graph.eqns if e in first), *(e for e in graph.eqns if e not in first))
     return graph.replace(eqns=eqns, writes_last=True)
 
 

@@ -5,11 +5,11 @@ Each of them runs as soon as the reductions that it needs have been waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn, Var
-from ..ir.relations import grouped, reachable
+from ..ir.relations import grouped, needed
 from .program_order import Skeleton
 
 _Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
@@ -48,7 +48,7 @@ def groups(s: Skeleton) -> tuple[Group, ...]:
 def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
     """Those of some equations of the update that can leave their places, by what they need."""
     movable, free = s.floating
-    release = _releases(s, {*leaving, *_needed(free, leaving)})
+    release = _releases(s, needed(leaving, free))
     root, latest = s.live.root, max(s.need, default=0)
     after = {p.value: frozenset([i]) for i, p in enumerate(s.reductions)}
     by_key: dict[_Key, list[Eqn]] = {}
@@ -65,18 +65,12 @@ def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
     return by_key
 
 
-def _needed(free: Mapping[Var, Eqn], eqns: Iterable[Eqn]) -> Iterator[Eqn]:
-    """The equations that depend on the state only, and that others need."""
-    makers = lambda e: [free[v] for v in e.ins if v in free]
-    return reachable((maker for e in eqns for maker in makers(e)), makers)
-
-
 def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
     """The equations that depend on the state only, by the group that needs them.
 
     An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
-    asked = grouped((e, key) for key, eqns in groups_by_key.items() for e in _needed(free, eqns))
+    asked = grouped((e, key) for key, eqns in groups_by_key.items() for e in needed(eqns, free) - {*eqns})
     return grouped((keys[0] if len(keys) == 1 else (frozenset(), 0), e) for e, keys in asked.items())
 
 

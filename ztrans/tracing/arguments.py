@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Var
-from ..ir.layout import Own
+from ..ir.layout import Own, as_tensor
 from ..ir.micro_batches import first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.trees.known_tree import KnownTree
@@ -242,10 +241,7 @@ def _read(x: Any) -> torch.Tensor:
 
 def local_part(x: Any) -> torch.Tensor:
     """This rank's part of an argument: the local tensor of a DTensor, a number as a tensor, any other tensor itself."""
-    if isinstance(x, DTensor):
-        x = x.to_local()
-    elif not isinstance(x, torch.Tensor):
-        return torch.tensor(x, dtype=torch.int64 if isinstance(x, Integral) else torch.float64)
+    x = x.to_local() if isinstance(x, DTensor) else as_tensor(x)
     return x.detach() if x.requires_grad else x
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Region, Var, is_random, variables
+from ..ir.relations import depending
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class _Evidence:
         self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()  # the values that depend on the batch
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
-        self.updated = _updated(graph, facts, self.over, self.differentiated) | _depending_on_gradients(graph)
+        gradients = (v for e in graph.eqns if e.op is GRADIENT for v in e.results)
+        self.updated = _updated(graph, facts, self.over, self.differentiated) | depending(graph.eqns, gradients)
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
         # The values that forward and backward read: those read by equations that depend on the batch, and, as
         # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
@@ -72,15 +74,6 @@ class _Evidence:
 def _binds(e: Eqn, values: Set[Var]) -> bool:
     """Whether a result of an equation is one of these values."""
     return not values.isdisjoint(e.results)
-
-
-def _depending_on_gradients(graph: Graph) -> set[Var]:
-    """Values that are computed from gradients."""
-    depends: set[Var] = set()
-    for e in graph.eqns:
-        if e.op is GRADIENT or any(v in depends for v in e.ins):
-            depends.update(e.results)
-    return depends
 
 
 def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:

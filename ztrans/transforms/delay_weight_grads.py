@@ -10,7 +10,7 @@ from ..ir.collectives import GRADIENT
 from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
 from ..ir.operations import is_matmul, is_view_or_cast
-from ..ir.relations import reachable
+from ..ir.relations import needed, reachable
 from .base import Transform, check_number, constructor
 
 
@@ -66,10 +66,10 @@ class _DelayWeightGrads(Transform):
 
     def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
         """The equations that move behind a collective, of those between it and the one before it, `since`."""
-        among, needed = set(since), _needed(collective, since)
+        among, before = set(since), needed([collective], producers(since))
         delayed, matmuls = set[Eqn](), 0
         for e in reversed(since):
-            if e in needed or e.region != "backward" or is_random(e.op):
+            if e in before or e.region != "backward" or is_random(e.op):
                 continue
             if not is_matmul(e):
                 readers = {x for v in e.results for x in used.get(v, ())}
@@ -78,13 +78,6 @@ class _DelayWeightGrads(Transform):
                 delayed |= {e, *after}
                 matmuls += 1
         return delayed
-
-
-def _needed(collective: Eqn, since: Sequence[Eqn]) -> set[Eqn]:
-    """The equations of `since` that a collective depends on."""
-    makers = producers(since)
-    before = lambda e: [makers[v] for v in e.ins if v in makers]
-    return set(reachable(before(collective), before))
 
 
 def _prepares(e: Eqn) -> bool:

@@ -8,14 +8,14 @@ that is computed behind backward, runs in each micro-batch too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair, role
 from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.micro_batches import changing
-from ..ir.relations import grouped, reachable
+from ..ir.relations import depending, grouped, needed
 from ..ir.source import where
 
 
@@ -63,14 +63,14 @@ class Roles:
     def _repeated(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
         independent = self._independent()
-        return self._needed(e for e in self.graph.eqns if e.region != "update" or e in independent)
+        return needed((e for e in self.graph.eqns if e.region != "update" or e in independent), self.makers)
 
     def _independent(self) -> set[Eqn]:
         """The equations of the update that every micro-batch runs, because they depend on no gradient.
 
         These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
-        from_gradients = self._depending({v for v, g in self.gradients.items() if g.paths})
+        from_gradients = depending(self.graph.eqns, (v for v, g in self.gradients.items() if g.paths))
         means = {g.end for g in self.gradients.values() if not g.paths}
         forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
         brought = {e for e, waited in pair(self.graph).waits.items() if _brings(waited.start)}
@@ -81,7 +81,7 @@ class Roles:
     def _once(self) -> set[Eqn]:
         """The equations of the update."""
         state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
-        update = self._needed(state) | {e for e in self.graph.eqns if role(e) == "output"}
+        update = needed(state, self.makers) | {e for e in self.graph.eqns if role(e) == "output"}
         results = {v for v, g in self.gradients.items() if g.paths}
         once = set[Eqn]()
         for e in self.graph.eqns:
@@ -108,7 +108,7 @@ class Roles:
         Raises: ValueError that names the leaf.
         """
         trained = {path for g in self.gradients.values() for path in g.paths}
-        from_gradients = self._depending(set(self.gradients))
+        from_gradients = depending(self.graph.eqns, self.gradients)
         for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
             if old.name in trained and new in self.changes and new in from_gradients:
                 maker = self.makers.get(new)
@@ -117,18 +117,6 @@ class Roles:
                     f"would update it.\n  at {where(maker.source if maker else None)}\n"
                     f"Compute all gradients first, or make each update a step of its own, with its own zt.accumulate."
                 )
-
-    def _needed(self, eqns: Iterable[Eqn]) -> set[Eqn]:
-        """The equations, and all that they need."""
-        return set(reachable(eqns, lambda e: [self.makers[v] for v in e.ins if v in self.makers]))
-
-    def _depending(self, values: set[Var]) -> set[Var]:
-        """The values, and all that are computed from them."""
-        depending = set(values)
-        for e in self.graph.eqns:
-            if not depending.isdisjoint(e.ins):
-                depending.update(e.results)
-        return depending
 
 
 def _brings(start: Eqn) -> bool:

@@ -1,29 +1,35 @@
 """Reduce a sum of gradients once, instead of summing reduced gradients: ZeRO stages 0 and 1 with micro-batches.
 
-    wait(reduce(a)) + 0                        -->   wait(reduce(a)), because `sum()` starts from 0
-    wait(reduce(a)) + wait(reduce(b))          -->   wait(reduce(a + b))
-    (x + wait(reduce(a))) + wait(reduce(b))    -->   x + wait(reduce(a + b))
-    wait(reduce(a)) * c                        -->   wait(reduce(a * c)), if such a sum follows
+    gradient(a, w) + 0                         -->   gradient(a, w), because `sum()` starts from 0
+    gradient(a, w) + gradient(b, w)            -->   gradient(a + b, w)
+    (x + gradient(a, w)) + gradient(b, w)      -->   x + gradient(a + b, w)
 
-Reductions are linear, so the results are equal up to rounding. Gradients stay whole until the last micro-batch.
+A gradient in such a sum may have a factor, as in gradient(a, w) / 2. The marks of the program as it was traced are
+rewritten, before they become reductions. Reductions are linear, so the results are equal up to rounding. Gradients
+stay whole until the last micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
 import torch
 
-from ..ir.collectives import pair, role
+from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
-from .edits import widened
 
 aten = torch.ops.aten
 SUMS = (aten.add.Tensor,)
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+
+
+class _Term(NamedTuple):
+    """A gradient, as its mark, and the equations that multiply it by numbers. Nothing else reads these values."""
+
+    mark: Eqn
+    scales: tuple[Eqn, ...] = ()
 
 
 def reduce_once(graph: Graph) -> Graph:
@@ -34,23 +40,10 @@ def reduce_once(graph: Graph) -> Graph:
 
 
 def _rewritten(graph: Graph) -> Graph | None:
-    """The program with one pattern applied: the first that matches, at the first equation at which one matches."""
+    """The program with a pattern applied at the first equation at which one matches."""
     uses = _Uses(graph)
-    graphs = (pattern(uses, e) for e in graph.eqns for pattern in _PATTERNS)
-    return next((new for new in graphs if new is not None), None)
-
-
-class _Reduced(NamedTuple):
-    """A value `wait(reduce(term))`, of which `start` is the reduction and `end` the wait. The value has one reader."""
-
-    term: Var
-    start: Eqn
-    end: Eqn
-
-    def sums_with(self, second: _Reduced) -> bool:
-        """Whether both reduce gradients of the same value in the same way, so that their sum may be reduced instead."""
-        keys = [(r.start.op, r.start.kwargs, r.start.provenance, r.start.out.layout) for r in (self, second)]
-        return keys[0] == keys[1] and self.end is not second.end
+    sums = (e for e in graph.eqns if _is_sum(e))
+    return next((new for e in sums for new in (_from_zero(uses, e), _of_two(uses, e)) if new is not None), None)
 
 
 class _Uses:
@@ -58,95 +51,57 @@ class _Uses:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
-        self.waits = pair(graph).waits
         self.outputs = set(variables(graph.outputs))
-
-    def only_reader(self, v: Var) -> Eqn | None:
-        """The equation that reads `v`, if it is the only one, and `v` is no output."""
-        readers = self.readers.get(v, ())
-        return readers[0] if len(readers) == 1 and v not in self.outputs else None
 
     def maker(self, v: object) -> Eqn | None:
         """The equation that computes `v`, if `v` has one reader and is no output."""
-        return self.makers.get(v) if isinstance(v, Var) and self.only_reader(v) is not None else None
+        alone = isinstance(v, Var) and len(self.readers.get(v, ())) == 1 and v not in self.outputs
+        return self.makers.get(v) if alone else None
 
-    def reduced(self, v: object) -> _Reduced | None:
-        """The reduction of a gradient whose result is `v`, if `v` has one reader and is no output."""
-        end = self.maker(v)
-        if end is None or end not in self.waits:
-            return None
-        start = self.waits[end].start
-        return _Reduced(start.ins[0], start, end) if role(start) == "grad" and len(start.ins) == 1 else None
-
-    def holds(self, v: object, r: _Reduced) -> bool:
-        """Whether `v` is a sum with a term that may be summed with `r` before the reduction."""
+    def term(self, v: object) -> _Term | None:
+        """The gradient that `v` is, or is a multiple of."""
         e = self.maker(v)
-        if e is not None and (e.op in SUMS or e.op in SCALES):
-            return any(self.holds(term, r) for term in e.args)
-        term = self.reduced(v)
-        return term is not None and term.sums_with(r)
-
-    def is_summed(self, v: Var, r: _Reduced) -> bool:
-        """Whether `v` is added to a sum with another reduction that may be summed with `r`.
-
-        Otherwise a factor is better applied after the reduction, to the part: it has fewer elements.
-        """
-        while (add := self.only_reader(v)) is not None and add.op in SUMS:
-            if any(self.holds(term, r) for term in add.args if term is not v):
-                return True
-            v = add.out
-        return False
+        if e is not None and e.op in SCALES and not isinstance(e.args[1], Var):
+            scaled = self.term(e.args[0])
+            return scaled and _Term(scaled.mark, (*scaled.scales, e))
+        return _Term(e) if e is not None and e.op is GRADIENT else None
 
 
-def _is_sum(e: Eqn) -> bool:
-    return e.op in SUMS and not e.kwargs
+def _is_sum(e: Eqn | None) -> bool:
+    return e is not None and e.op in SUMS and not e.kwargs
 
 
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + 0, from which `sum()` starts."""
-    zero = _is_sum(e) and type(e.args[1]) in (int, float) and e.args[1] == 0
-    return rename(uses.graph, {e.out: e.args[0]}) if zero and uses.reduced(e.args[0]) else None
+    zero = type(e.args[1]) in (int, float) and e.args[1] == 0
+    return rename(uses.graph, {e.out: e.args[0]}) if zero and uses.term(e.args[0]) else None
 
 
 def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) + wait(reduce(b)), or (x + wait(reduce(a))) + wait(reduce(b)), with the terms in any order."""
-    for left, right in permutations(e.args) if _is_sum(e) else ():
-        b, inner = uses.reduced(right), uses.maker(left)
-        terms = permutations(inner.args) if inner is not None and _is_sum(inner) else ()
-        for x, y in ((None, left), *terms):
-            a = uses.reduced(y)
-            if a and b and a.sums_with(b) and (x is None or isinstance(x, Var)):
+    for left, right in permutations(e.args):
+        b, inner = uses.term(right), uses.maker(left)
+        for x, y in ((None, left), *(permutations(inner.args) if _is_sum(inner) else ())):
+            a = uses.term(y)
+            alike = a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]
+            if alike and (x is None or isinstance(x, Var)):
                 return _merge(uses.graph, e, a, b, x)
     return None
 
 
-def _scaled(uses: _Uses, e: Eqn) -> Graph | None:
-    """wait(reduce(a)) * c, if a sum of two reductions follows."""
-    scales = e.op in SCALES and not isinstance(e.args[1], Var) and uses.only_reader(e.out) is not None
-    r = uses.reduced(e.args[0]) if scales else None
-    if r is None or not uses.is_summed(e.out, r):
-        return None
-    scaled = dataclasses.replace(r.term, name=f"{r.term.name}.scaled")
-    first = e.replace(args=(r.term, *e.args[1:]), outs=(scaled,), region=r.start.region)
-    return rename(_with(uses.graph, {r.start: [first, r.start.replace(args=([scaled],))]}), {e.out: r.end.out})
-
-
-_PATTERNS = (_from_zero, _of_two, _scaled)
-
-
-def _merge(graph: Graph, add: Eqn, a: _Reduced, b: _Reduced, rest: Var | None) -> Graph:
-    """The program with `a + b` reduced at the later of the two reductions; `rest` is added to the result."""
-    a, b = sorted((a, b), key=lambda r: graph.eqns.index(r.start))
-    total = dataclasses.replace(b.term, name=f"{b.term.name}.acc", dtype=b.end.out.dtype)
-    # The terms are cast to the dtype of the gradient, so that only their sum is rounded when it is sent.
-    (casts, x), (more, y) = (widened(r.term, total.dtype, f"{r.term.name}.wide", b.start) for r in (a, b))
-    first = b.start.replace(op=aten.add.Tensor, args=(x, y), outs=(total,), kwargs={}, provenance=None)
-    changes = {b.start: [*casts, *more, first, b.start.replace(args=([total],))]}
-    if rest is None:
-        return rename(_with(graph, changes), {add.out: b.end.out})
-    return _with(graph, {**changes, add: [add.replace(args=(rest, b.end.out))]})
-
-
-def _with(graph: Graph, changes: Mapping[Eqn, Sequence[Eqn]]) -> Graph:
-    """The program with other equations in the place of some."""
-    return graph.replace(eqns=tuple(new for e in graph.eqns for new in changes.get(e, (e,))))
+def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Graph:
+    """The program with `a + b` marked at the later of the two marks; `rest` is added to the result."""
+    a, b = sorted((a, b), key=lambda term: graph.eqns.index(term.mark))
+    at, sums, values = b.mark, list[Eqn](), list[Var]()
+    for term in (a, b):
+        value = term.mark.args[0]
+        for scale in term.scales:
+            scaled = dataclasses.replace(value, name=f"{value.name}.scaled")
+            sums.append(scale.replace(args=(value, *scale.args[1:]), outs=(scaled,), region=at.region))
+            value = scaled
+        values.append(value)
+    total = dataclasses.replace(values[1], name=f"{values[1].name}.acc")
+    mark = at.replace(args=(total, at.args[1]))
+    changes = {at: [*sums, at.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)), mark]}
+    if rest is not None:
+        changes[add] = [add.replace(args=(rest, at.out))]
+    new = graph.replace(eqns=tuple(x for e in graph.eqns for x in changes.get(e, (e,))))
+    return new if rest is not None else rename(new, {add.out: at.out})

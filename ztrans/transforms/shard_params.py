@@ -205,6 +205,8 @@ class ShardParams(Transform):
         axes = LeafAxes.of_program(graph, self)
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
         plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, reshard=self.reshard, joint=joint)
+        if self.stage <= 1:
+            plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)
         walk = Sharding(plain, self)
         graph = walk.run()
@@ -212,4 +214,4 @@ class ShardParams(Transform):
         if whole:
             graph = Sharding(plain, self, whole).run()
             graph = graph.replace(notes=(*graph.notes, note(leaves)))
-        return dce(reduce_once(graph) if self.stage <= 1 else graph)
+        return dce(graph)

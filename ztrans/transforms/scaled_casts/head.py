@@ -11,7 +11,7 @@ import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
 from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers
-from ...ir.relations import grouped, instances, reachable
+from ...ir.relations import grouped, instances, needed
 
 
 class Head:
@@ -64,8 +64,8 @@ class Head:
     def needed(self, results: Iterable[Var]) -> list[Eqn]:
         """The equations that `results` need, in order."""
         makers = producers(self.eqns)
-        needed = set(reachable((makers[v] for v in results), lambda e: [makers[v] for v in e.ins if v in makers]))
-        rounds = grouped((self._round[e.out], e) for e in self.eqns if e in needed)
+        computing = needed((makers[v] for v in results), makers)
+        rounds = grouped((self._round[e.out], e) for e in self.eqns if e in computing)
         ordered: list[Eqn] = []
         for _, eqns in sorted(rounds.items()):
             buckets = grouped((bucket_key(e), e) for e in eqns if role(e) == "param")
