@@ -37,11 +37,11 @@ from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, StepKey, check_state
+from .tracing.arguments import Arguments, StepKey
 from .tracing.captured import Captured
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
-from .tracing.trace import trace
+from .tracing.trace import check_state, trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
 
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps

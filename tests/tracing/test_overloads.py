@@ -6,9 +6,8 @@ Also the lookup of the functional overload of an operation.
 import pytest
 import torch
 
-import ztrans as zt
 from tests.tracing.test_import_record import T, agrees
-from ztrans.tracing.overloads import functional, member
+from ztrans.tracing.overloads import functional
 
 LIST = [T(3, 2), T(4), T(())]
 OTHER, POSITIVE = [T(3, 2), T(4), T(())], [T(3, 2).abs() + 0.1, T(4).abs() + 0.1, T(()).abs() + 0.1]
@@ -90,8 +89,3 @@ def test_the_functional_overload_is_chosen_by_the_types_of_the_arguments():
     assert functional(aten.normal_.default) is aten.normal_functional.default
     assert functional(aten._fused_adamw_.tensor_lr) is aten._fused_adamw.tensor_lr
     assert functional(aten.resize_.default) is not aten.resize_.default
-    v = zt.Var("v", torch.float32, ())
-    assert member(aten._foreach_pow_.Scalar, [v, 2.0]) is aten.pow.Tensor_Scalar
-    assert member(aten._foreach_pow.ScalarAndTensor, [0.9, v]) is aten.pow.Scalar
-    assert member(aten._foreach_maximum_.Scalar, [v, 2.0]) is aten.clamp_min.default
-    assert member(aten._foreach_norm.Scalar, [v, 2]) is aten.linalg_vector_norm.default

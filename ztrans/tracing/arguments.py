@@ -21,8 +21,7 @@ from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
 from .captured import Key
 from .containers import opened
-from .errors import no_state
-from .trace import EXTRA, Abstract, Program, is_number, is_of_batch, shape_of
+from .trace import EXTRA, Abstract, Program, is_of_batch, shape_of
 
 
 class Arguments(NamedTuple):
@@ -196,13 +195,6 @@ def check_captured(program: Program, name: str) -> None:
             + "".join(f"  * {change}\n" for change in changes[:4])
             + "Lower it again, or call the step itself, which is then traced anew."
         )
-
-
-def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
-    for path, x in zip(paths, leaves):
-        if not isinstance(x, torch.Tensor) and not is_number(x):
-            raise no_state(path, x)
 
 
 def local_inputs(

@@ -6,7 +6,6 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,25 +13,19 @@ import numpy
 
 from ..ir.source import Source, is_users
 
+# The kinds of generators. One of NumPy's `Generator`s has its state in a BitGenerator.
+_KINDS = (random.Random, numpy.random.RandomState, numpy.random.BitGenerator)
+
 
 class Generators:
     """The generators of `random` and `numpy.random`, and those among `values`, with their states at this moment."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
-        self._pairs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-            (random.getstate, random.setstate),
-            (numpy.random.get_state, numpy.random.set_state),
-        ]
-        for value in values:
-            if isinstance(value, random.SystemRandom):
-                continue  # it has no state; `leaks` warns of it
-            if isinstance(value, random.Random):
-                self._pairs.append((value.getstate, value.setstate))
-            elif isinstance(value, numpy.random.RandomState):
-                self._pairs.append((value.get_state, value.set_state))
-            elif isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
-                bits = getattr(value, "bit_generator", value)
-                self._pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+        held = (x.bit_generator if isinstance(x, numpy.random.Generator) else x for x in values)
+        # A SystemRandom has no state; `leaks` warns of it.
+        own = [x for x in held if isinstance(x, _KINDS) and not isinstance(x, random.SystemRandom)]
+        shared: list[Any] = [random.getstate, numpy.random.get_state]  # methods of the generators that all code shares
+        self._generators: list[Any] = [*(method.__self__ for method in shared), *own]
         self._before = self._states()
 
     def have_moved(self) -> bool:
@@ -41,8 +34,8 @@ class Generators:
 
     def restore(self) -> None:
         """Put every generator back into the state in which this object found it."""
-        for (_, write), state in zip(self._pairs, self._before):
-            write(pickle.loads(state))
+        for generator, state in zip(self._generators, self._before):
+            generator.__setstate__(pickle.loads(state))
 
     def line_of_draw(self, run: Callable[[], object]) -> Source | None:
         """The user's first line that draws while `run()` runs line by line, or None if no line draws."""
@@ -69,4 +62,4 @@ class Generators:
 
     def _states(self) -> list[bytes]:
         """The states as bytes, which can be compared; NumPy's states contain arrays, which cannot."""
-        return [pickle.dumps(read()) for read, _ in self._pairs]
+        return [pickle.dumps(x.__getstate__()) for x in self._generators]

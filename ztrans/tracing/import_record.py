@@ -27,7 +27,7 @@ from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.import_graph import import_graph
 from .operation import Operation, Place, mapped
-from .overloads import functional, member, named, outs, with_defaults
+from .overloads import functional, named, outs, with_defaults
 from .record import Recorded
 from .regions import Fact
 
@@ -39,7 +39,6 @@ _COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.def
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-_COPIES = {"aten::_foreach_copy_": aten.copy_.default, "aten::_foreach_zero_": aten.zero_.default}
 _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
@@ -98,7 +97,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         return args[1]
     if name in _OURS:
         return _mark(builder, _OURS[name], args[0], args[1], val)
-    if name.startswith(("aten::_foreach_", *_FUSED)):
+    if name.startswith(_FUSED):
         return _per_member(builder, op, args, kwargs)
     if shows_argument(op) and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
@@ -208,36 +207,7 @@ def _as_type(builder: Builder, new: Any, old: Var) -> Var:
     return new
 
 
-def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> Any:
-    """`_foreach_add_([a, b], [c, d])` as two additions, `_fused_adamw_` as one update per parameter."""
-    name, results = op._schema.name, []
-    given = named(op, args, kwargs)
-    for i in range(next(len(a) for a in args if isinstance(a, list))):
-        if name.startswith(_FUSED):  # some of its lists are empty
-            _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
-            continue
-        of_member = {k: a[i] if isinstance(a, list) else a for k, a in given.items()}
-        if name in _COPIES:
-            _in_place(builder, _COPIES[name], [*of_member.values()], {})
-        else:
-            results.append(_member(builder, op, of_member))
-    return None if name.endswith("_") else results
-
-
-def _member(builder: Builder, op: Any, given: dict[str, Any]) -> Any:
-    """Import the operation on one member of the lists; `given` are its arguments by name."""
-    target, name = next(iter(given.values())), op._schema.name
-    if "_addc" in name and "scalars" in given:
-        given["value"] = given.pop("scalars")
-    options = {k: builder.read(given.pop(k)) for k in ("value", "alpha", "dtype") if k in given}
-    values = builder.read([*given.values()])
-    plain = member(op, values)
-    if plain is None:
-        raise ValueError(
-            f"trace: {op} has no form for one tensor at a time.\n"
-            f"  at {where(builder.source)}\nUse the optimizer with foreach=False."
-        )
-    new = builder.emit(plain, values, options)
-    if name.endswith("_"):
-        builder.write(target, _as_type(builder, new, values[0]))
-    return Alias.of(new)
+def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> None:
+    """`_fused_adamw_` as one update per parameter."""
+    for i in range(len(args[0])):  # some of the other lists are empty
+        _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)

@@ -1,4 +1,4 @@
-"""Overloads: the functional form of an in-place operation, and the one-tensor form of an operation over lists.
+"""Overloads: the functional form of an in-place operation.
 
 Overloads are matched by the names and types of their arguments, because the names of overloads follow no rule: the
 functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
@@ -12,17 +12,7 @@ from typing import Any
 
 import torch
 
-from ..ir.graph import Var
 from ..ir.operations import is_written, overloads
-
-aten = torch.ops.aten
-# Operations over lists whose one-tensor form has another name.
-_MEMBERS = {
-    "norm": ("linalg_vector_norm",),
-    "powsum": ("linalg__powsum",),
-    "maximum": ("maximum", "clamp_min"),
-    "minimum": ("minimum", "clamp_max"),
-}
 
 
 def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -54,16 +44,3 @@ def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
     rest = list(zip(op._schema.arguments, form._schema.arguments))[len(values) :]
     left_out = (a for a, t in rest if not a.kwarg_only and a.name not in kwargs and not t.has_default_value())
     return [*values, *(a.default_value for a in left_out)]
-
-
-def member(op: Any, values: Sequence[Any]) -> Any:
-    """`_foreach_pow.Scalar` for (tensor, number) -> `pow.Tensor_Scalar`; None if there is none."""
-    short = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
-    for name in _MEMBERS.get(short, (short,)):
-        for plain in overloads(getattr(aten, name, None)):
-            positional = [a for a in plain._schema.arguments if not a.kwarg_only]
-            rest = positional[len(values) :] + [a for a in plain._schema.arguments if a.kwarg_only]
-            fits = all(isinstance(v, Var) == (str(a.type) == "Tensor") for v, a in zip(values, positional))
-            if fits and len(values) <= len(positional) and all(a.has_default_value() for a in rest):
-                return plain
-    return None

@@ -59,17 +59,6 @@ class Recorded(NamedTuple):
     tensors: list[tuple[weakref.ref, Source | None]]  # every tensor of the run, with the user's line that created it
 
 
-@contextlib.contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Trace a step that is called under inference mode as one that is called without gradients."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        yield
-
-
-@_outside_inference_mode()
 def run_traced(
     call: Callable[[Sequence[torch.Tensor]], Any],
     make_inputs: Callable[[], list[torch.Tensor]],
@@ -85,9 +74,15 @@ def run_traced(
     """
     mode = Fakes()
     watch, generator = Watch(step, mode), torch.random.get_rng_state()
-    ways = _quiet(), _without_onednn(), mark_checkpoints(), disable_autocast_cache()
+    # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it. When
+    # the program runs, PyTorch may still choose oneDNN.
+    without_onednn = having(torch.backends.mkldnn, enabled=False)
+    ways = _quiet(), without_onednn, mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
     with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         for context in (mode, *ways, *nested):
             stack.enter_context(context)
         inputs = make_inputs()
@@ -103,21 +98,6 @@ def run_traced(
         if isinstance(o.op, fx.GraphModule):
             forget_fakes(o.op)
     return Recorded(inputs, watch.operations, outputs, tree, watch.references())
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Trace without oneDNN.
-
-    Its recurrent layers save values for backward only under autograd, and a program runs without autograd. When the
-    program runs, PyTorch may still choose oneDNN.
-    """
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

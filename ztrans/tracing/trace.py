@@ -169,11 +169,12 @@ def trace(
     num_state = len(state_leaves(state))
     short_names, paths = leaf_names(fn, (state, *batch), names)
     refuse_wrappers(zip(paths, leaves))
+    check_state(paths, leaves[:num_state])
     axes = axes or [()] * len(leaves)
     owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
-    static = _static(abstract, num_state, paths)
+    static = {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}  # constants of the program
     dynamic = [i for i in range(len(leaves)) if i not in static]
     described = [abstract[i] for i in dynamic]
     default_device = device or _device_of(described)
@@ -227,13 +228,11 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _static(abstract: Sequence[Any], num_state: int, paths: Sequence[str]) -> dict[int, Any]:
-    """The leaves that are constants of the program, by their indices. None of them is state."""
-    static = {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
-    for i, leaf in static.items():
-        if i < num_state:
-            raise no_state(paths[i], leaf)
-    return static
+def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
+    for path, x in zip(paths, leaves):
+        if not isinstance(x, torch.Tensor) and not is_number(x):
+            raise no_state(path, x)
 
 
 def is_of_batch(leaf: Any, path: str) -> bool:

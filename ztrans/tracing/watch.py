@@ -115,11 +115,11 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.higher_order.while_loop_stack_output:
             raise differentiates_loop(line, self.step)
         with _errors_of(func, line, self.step):
-            call = record_call(func, args, kwargs, origin.source)
-        results = pytree.tree_leaves(call.result)
-        self.operations.append(Operation(call.module, call.tensors, {}, results, None, origin, {}))
+            module, given, returned = record_call(func, args, kwargs, origin.source)
+        results = pytree.tree_leaves(returned)
+        self.operations.append(Operation(module, given, {}, results, None, origin, {}))
         self.know(results, line)
-        return call.result
+        return returned
 
     def _origin(self) -> Origin:
         """Where the operation comes from that is being called."""
@@ -178,8 +178,6 @@ class Watch(TorchDispatchMode):
                 raise errors.cannot_be_traced(func, TypeError("an argument is a storage"), line, self.step)
         if backward and errors.draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
-        if c10d.is_point_to_point(func):
-            raise errors.no_collective(func, "one rank sends and another receives", line, self.step)
         if _has_only_an_effect(func):
             errors.warn_of_trace(
                 f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
@@ -204,8 +202,10 @@ def _errors_of(op: Any, line: Source | None, step: str) -> Iterator[None]:
 
 def _expansion(op: Any, tensors: Sequence[torch.Tensor]) -> Callable | None:
     """The function that runs an operation by others, or None if the operation itself belongs to a program."""
-    if c10d.is_in_place(op):
+    if c10d.has_no_place(op):
         return functools.partial(c10d.functionalized, op)
+    if op._schema.name.startswith("aten::_foreach_"):  # PyTorch defines it by an operation on each member of the lists
+        return functools.partial(op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
     if op in _declared():
         return _declared()[op]
     return op.decompose if _is_composite(op) and autograd_would_have_decomposed(op, tensors) else None

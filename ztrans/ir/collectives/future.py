@@ -17,7 +17,6 @@ class Wait(Memberwise):
 
     waits = True
     reads_futures = True
-    strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         if len(eqn.ins) != len(eqn.outs):

@@ -9,7 +9,7 @@ collectives and know their cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +28,6 @@ class Rules:
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
         over_all: its results belong to all micro-batches (see `micro_marks`), so they do not differ between these.
         lane: the name of its queue, which it shares with the other collectives of this kind on its mesh axis.
-        strides: how its results are laid out in memory; None if that is known only when it runs.
     """
 
     starts: ClassVar[bool] = False
@@ -38,7 +37,6 @@ class Rules:
     moves: ClassVar[bool] = False
     over_all: ClassVar[bool] = False
     lane: ClassVar[str | None] = None
-    strides: ClassVar[Literal["contiguous", "argument"] | None] = None
 
     @property
     def remote(self) -> bool:

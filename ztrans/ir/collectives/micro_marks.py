@@ -21,7 +21,6 @@ class Accumulate(Memberwise):
     """Rules of accumulate: the sum has a storage of its own."""
 
     over_all = True
-    strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         return None if eqn.out.is_like(*eqn.ins) else "a sum over micro-batches has another type than its terms"
@@ -31,7 +30,6 @@ class Join(Memberwise):
     """Rules of join: the result has a storage of its own, with the rows of all micro-batches."""
 
     over_all = True
-    strides = "contiguous"
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         (part,), out = eqn.ins, eqn.out

@@ -20,7 +20,6 @@ class Start(Memberwise):
 
     starts = True
     packs = True
-    strides = "contiguous"
     crossings: ClassVar[int] = 1
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:

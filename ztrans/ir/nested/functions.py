@@ -10,14 +10,13 @@ A function reads only its arguments. Its program has no collectives, no random d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..graph import Eqn, Graph, Var, substitute, variables
+from ..graph import Eqn, Graph, substitute
 from ..operations import compute
 from ..relations import instances
 
@@ -36,20 +35,9 @@ class Function:
 
     def __call__(self, *values: Any) -> Any:
         env = dict(zip(self.graph.inputs, values, strict=True))
-        for e, done in zip(self.graph.eqns, self._last_read):
+        for e in self.graph.eqns:
             env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
-            for v in done:
-                env.pop(v, None)
         return self.returned([substitute(out, env.__getitem__) for out in self.graph.outputs])
-
-    @functools.cached_property
-    def _last_read(self) -> list[list[Var]]:
-        """For each equation, the values that nothing reads after it."""
-        read_after, last = set(variables(self.graph.outputs)), list[list[Var]]()
-        for e in reversed(self.graph.eqns):
-            last.append([v for v in {*e.ins, *e.results} if v not in read_after])
-            read_after.update(e.ins)
-        return last[::-1]
 
     def returned(self, outputs: Sequence[Any]) -> Any:
         """What the function returns, from its outputs."""

@@ -12,7 +12,7 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
-from ...ir.graph import Eqn, Graph, Var
+from ...ir.graph import Eqn, Graph, Primitive, Var
 from ...ir.layout import local_shape, localize
 from ...ir.nested.functions import Function
 from ...ir.nested.launch import Launch
@@ -69,10 +69,10 @@ def infer_layouts(
     for e in graph.eqns:
         shapes = [local_shape(v, graph.axes, at) for v in e.results]
         results: Sequence[Strided | None]
-        if rules(e).strides == "contiguous":
-            results = _contiguous(e, shapes, layouts[e.ins[0]].device)
-        elif rules(e).strides == "argument":
+        if isinstance(e.op, Primitive) and rules(e).shares(e):
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
+        elif isinstance(e.op, Primitive):
+            results = _contiguous(e, shapes, layouts[e.ins[0]].device)
         elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:

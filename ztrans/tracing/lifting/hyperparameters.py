@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from ..trace import is_number
 
-_SCHEDULERS = ("_step_count",)  # attributes that schedulers set on an optimizer, to check the order of calls
 _CYCLES = "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes
 
 Group = dict[str, Any]
@@ -109,7 +108,7 @@ def _is_input(group: Group, key: str, changing: Collection[str]) -> bool:
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     """The numbers among the attributes of an optimizer."""
-    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k not in _SCHEDULERS}
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float)}
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -142,17 +141,15 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
     Raises: ValueError for an input that has changed, as a rate does if a scheduler steps, and for a constant, such as a
         count that the optimizer keeps.
     """
-    written, before = _versions(inputs), _constants(optimizers, inputs)
+    before = _snapshot(optimizers, inputs)
     yield
-    replaced = [k for group, given in zip(groups_of(optimizers), inputs) for k, v in given.items() if group[k] is not v]
-    if replaced or _versions(inputs) != written:
+    changed = [k for old, new in zip(before, _snapshot(optimizers, inputs)) for k in new if new[k] != old.get(k)]
+    if changed and any(changed[0] in given for given in inputs):
         raise ValueError(
-            f"lift: the loop step changes {replaced[0] if replaced else 'lr'!r} of a parameter group, as a scheduler "
-            f"does. This would happen once, while it is traced.\n"
+            f"lift: the loop step changes {changed[0]!r} of a parameter group, as a scheduler does. This would happen "
+            f"once, while it is traced.\n"
             f"Step the scheduler after the lifted step. The next call reads what it has set."
         )
-    after = _constants(optimizers, inputs)
-    changed = [k for old, new in zip(before, after) for k in new if k not in old or repr(old[k]) != repr(new[k])]
     if changed:
         raise ValueError(
             f"lift: the loop step, or its optimizer, changes {changed[0]!r} of a parameter group, or of itself, "
@@ -162,13 +159,11 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
         )
 
 
-def _versions(groups: Sequence[Group]) -> list[int]:
-    """The version counters of the tensors in the inputs of groups."""
-    return [x._version for group in groups for v in group.values() for x in _entries(v) if isinstance(x, torch.Tensor)]
-
-
-def _constants(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
-    """The numbers of optimizers, and all in their groups besides the inputs and the parameters."""
-    groups = zip(groups_of(optimizers), inputs)
-    held = [{k: v for k, v in group.items() if k not in given and k != "params"} for group, given in groups]
-    return [*held, *map(_numbers_of, optimizers)]
+def _snapshot(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
+    """What a step must leave as it is: the inputs by their identity and version, and all else as text."""
+    version = lambda value: (id(value), [x._version for x in _entries(value) if isinstance(x, torch.Tensor)])
+    held = [
+        {k: version(v) if k in given else repr(v) for k, v in group.items() if k != "params"}
+        for group, given in zip(groups_of(optimizers), inputs)
+    ]
+    return [*held, *({k: repr(v) for k, v in _numbers_of(o).items()} for o in optimizers)]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir.trees.empty_subtrees import state_leaves
+from ...ir.trees.leaf_names import named_leaves
 from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
@@ -123,16 +124,11 @@ def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
 
 def check_apart(state: State) -> None:
     """Raises: ValueError for tensors that share memory if a step changes them, because leaves of a state do not."""
-    trained = dict(state["params"])
-    for name, of_parameter in state["optimizer"].items():
-        paths = pytree.tree_leaves_with_path(of_parameter)
-        trained |= {f"{pytree.keystr(path)[2:-2]} of {name}": x for path, x in paths}
-    trained |= {f"the gradient of {n}": g for n, g in state.get("grads", {}).items()}
     in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
-    held = {name: local_part(x) for name, x in {**state["buffers"], **trained}.items() if in_memory(x)}
+    held = {name: local_part(x) for name, x in named_leaves(state).items() if in_memory(x)}
     names = list(held)
     for i, j in overlapping(list(held.values())):
-        if names[i] in trained or names[j] in trained:
+        if not (names[i].startswith("buffers.") and names[j].startswith("buffers.")):
             raise ValueError(
                 f"lift: {names[i]} and {names[j]} share memory, and in a state each would have its own.\n"
                 f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."

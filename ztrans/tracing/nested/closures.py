@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,15 +136,10 @@ class _Calls(TorchFunctionMode):
             return func(*self.visit(args), **self.visit(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _at_the_users_line() -> Iterator[None]:
+def _at_the_users_line() -> contextlib.AbstractContextManager[None]:
     meta = fx_traceback.current_meta
-    outer = meta.get("custom", {})
-    meta["custom"] = outer | {"source": user_source(4)}
-    try:
-        yield
-    finally:
-        meta["custom"] = outer
+    custom = {**meta.get("custom", {}), "source": user_source(3)}
+    return having(fx_traceback, current_meta={**meta, "custom": custom})
 
 
 def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:

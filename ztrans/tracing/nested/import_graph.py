@@ -5,6 +5,7 @@ The functions that the operator calls are graphs of their own, and become sub-pr
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
-from ...ir.graph import Graph, Names, Var, dce
+from ...ir.collectives import rules
+from ...ir.graph import Graph, Names, Primitive, Var, dce, is_random
 from ...ir.nested.functions import Function
+from ...ir.printer import op_name
 from ...ir.source import Source
 from ..functionalize import Alias, Builder, Storage
 from .errors import no_nested
-from .functions import letters, no_function
 from .triton_kernels import import_launch
 
 aten = torch.ops.aten
@@ -93,3 +95,23 @@ def _function(name: str, module: fx.GraphModule, line: Source | None, operation:
         raise no_nested(name, problem, line)
     returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
     return Function(graph, returns)
+
+
+def no_function(graph: Graph) -> str | None:
+    """Why a program cannot be a function of an equation, or None if it can be one."""
+    for e in graph.eqns:
+        if is_random(e.op):
+            return f"draws random numbers ({op_name(e.op)})"
+        if isinstance(e.op, Primitive) or rules(e).remote:
+            return f"communicates ({op_name(e.op)})"
+    return None
+
+
+def letters(index: int) -> str:
+    """The name of an argument.
+
+    >>> letters(0), letters(25), letters(26)
+    ('a', 'z', 'a1')
+    """
+    turn, letter = divmod(index, 26)
+    return string.ascii_lowercase[letter] + (str(turn) if turn else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -25,16 +25,13 @@ from ...ir.source import Source
 from ..operation import Seen
 
 
-class RecordedCall(NamedTuple):
-    """A call of a higher-order operator: its graph, the tensors among its arguments, and what it returned."""
+def record_call(
+    op: HigherOrderOperator, args: tuple, kwargs: dict, source: Source | None
+) -> tuple[fx.GraphModule, Sequence[torch.Tensor], Any]:
+    """Call a higher-order operator on fake tensors.
 
-    module: fx.GraphModule
-    tensors: Sequence[torch.Tensor]
-    result: Any
-
-
-def record_call(op: HigherOrderOperator, args: tuple, kwargs: dict, source: Source | None) -> RecordedCall:
-    """Call a higher-order operator on fake tensors."""
+    Returns: The graph of the call, the tensors among its arguments, and what it returned.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     results: list[Any] = []
 
@@ -50,7 +47,7 @@ def record_call(op: HigherOrderOperator, args: tuple, kwargs: dict, source: Sour
     with custom, _sparingly(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
         module = make_fx(call, None, "fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(*inputs)
-    return RecordedCall(module, inputs, results[0])
+    return module, inputs, results[0]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,16 +51,9 @@ class Call(dict[str, Any]):
         return functional.wait_tensor.default(op(x, *args, self.group.group_name))
 
 
-def is_in_place(op: Any) -> bool:
-    """Whether an operation is one of the in-place collectives of torch.distributed, which no program contains."""
-    return op.namespace == "c10d"
-
-
-@functools.cache
-def is_point_to_point(op: Any) -> bool:
-    """Whether an operation sends to, or receives from, a single rank."""
-    name = op._schema.name.removeprefix("c10d::").removeprefix("_c10d_functional::")
-    return name in ("send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops")
+def has_no_place(op: Any) -> bool:
+    """Whether an operation is a collective that no program contains: an in-place one, or one with a single rank."""
+    return op.namespace == "c10d" or op._schema.name in _SINGLE
 
 
 def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,28 +61,28 @@ def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises: NoForm for a collective that has no functional form.
     """
-    name = op._schema.name.removeprefix("c10d::")
+    name = op._schema.name.split("::")[1]
     if name not in _FORMS:
         moves_nothing = "it moves no values, and a program runs as soon as its values are there"
         raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
-    defaults = {a.name: a.default_value for a in op._schema.arguments}
-    written = _FORMS[name](Call(defaults | named(op, args, kwargs)))
+    form, outputs, inputs = _FORMS[name]
+    call = Call({a.name: a.default_value for a in op._schema.arguments} | named(op, args, kwargs))
+    written, read = call[outputs], call[inputs]
+    several = isinstance(written, list) and form is not _all_to_all_lists
+    for output, x in zip(written, read) if several else [(written, read)]:
+        form(call, output, x)
     work = torch._C._distributed_c10d.FakeWork().boxed()
     return (written, work) if len(op._schema.returns) == 2 else work
 
 
-def _all_reduce(call: Call) -> list[torch.Tensor]:
+def _all_reduce(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     if call.get("sparse_indices") is not None:
         raise NoForm("its tensor is sparse")
-    for x in call["tensors"]:
-        x.copy_(call.run(functional.all_reduce.default, x, call.reduction))
-    return call["tensors"]
+    output.copy_(call.run(functional.all_reduce.default, x, call.reduction))
 
 
-def _broadcast(call: Call) -> list[torch.Tensor]:
-    for x in call["tensors"]:
-        x.copy_(call.run(functional.broadcast.default, x, call["root_rank"]))
-    return call["tensors"]
+def _broadcast(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
+    output.copy_(call.run(functional.broadcast.default, x, call["root_rank"]))
 
 
 def _gather_into(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
@@ -113,54 +105,39 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     output.copy_(part.view(output.shape))
 
 
-def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor, to: list[int], sent: list[int]) -> None:
-    """Receive `to[r]` rows from rank r and send it `sent[r]` rows. An empty list stands for equal numbers of rows."""
-    to, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in ((to, output), (sent, x)))
-    output.copy_(call.run(functional.all_to_all_single.default, x, to, sent))
+def _scatter_sum_of_list(call: Call, output: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    _scatter_sum(call, output, torch.cat([torch.atleast_1d(x) for x in terms]))
 
 
-def _all_to_all_lists(call: Call) -> list[torch.Tensor]:
-    outputs, inputs = call["output_tensors"], call["input_tensors"]
+def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
+    """Exchange rows with every rank. An empty list of sizes stands for equal numbers of rows."""
+    sizes = (call["output_split_sizes"], output), (call["input_split_sizes"], x)
+    received, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in sizes)
+    output.copy_(call.run(functional.all_to_all_single.default, x, received, sent))
+
+
+def _all_to_all_lists(call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     to, sent = ([x.numel() for x in xs] for xs in (outputs, inputs))
     terms = torch.cat([x.reshape(-1) for x in inputs])
     received = call.run(functional.all_to_all_single.default, terms, to, sent)
     for output, part in zip(outputs, received.split(to)):
         output.copy_(part.view(output.shape))
-    return outputs
 
 
-def _over(form: Callable, outputs: str, inputs: str) -> Callable:
-    """Apply `form` to one output and its input, or to each pair of two lists.
-
-    `outputs` and `inputs` are the names of the two arguments of the collective.
-    """
-
-    def whole(call: Call) -> Any:
-        pairs = zip(call[outputs], call[inputs]) if isinstance(call[outputs], list) else [(call[outputs], call[inputs])]
-        for output, x in pairs:
-            form(call, output, x)
-        return call[outputs]
-
-    return whole
-
-
-def _reduce_scatter_lists(call: Call, output: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    _scatter_sum(call, output, torch.cat([torch.atleast_1d(x) for x in terms]))
-
-
-_FORMS: dict[str, Callable[[Call], Any]] = {
-    "allreduce_": _all_reduce,
-    "allreduce_coalesced_": _all_reduce,
-    "broadcast_": _broadcast,
-    "_allgather_base_": _over(_gather_into, "output_tensor", "input_tensor"),
-    "allgather_into_tensor_coalesced_": _over(_gather_into, "outputs", "inputs"),
-    "allgather_": _over(_gather_to_list, "output_tensors", "input_tensors"),
-    "_reduce_scatter_base_": _over(_scatter_sum, "output_tensor", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": _over(_scatter_sum, "outputs", "inputs"),
-    "reduce_scatter_": _over(_reduce_scatter_lists, "output_tensors", "input_tensors"),
-    "alltoall_base_": lambda call: _all_to_all(
-        call, call["output"], call["input"], call["output_split_sizes"], call["input_split_sizes"]
-    ),
-    "alltoall_": _all_to_all_lists,
+# For each collective the function for one output and its input, and the names of the arguments that these are. Both may
+# be lists of several.
+_FORMS: dict[str, tuple[Callable[[Call, Any, Any], None], str, str]] = {
+    "allreduce_": (_all_reduce, "tensors", "tensors"),
+    "allreduce_coalesced_": (_all_reduce, "tensors", "tensors"),
+    "broadcast_": (_broadcast, "tensors", "tensors"),
+    "_allgather_base_": (_gather_into, "output_tensor", "input_tensor"),
+    "allgather_into_tensor_coalesced_": (_gather_into, "outputs", "inputs"),
+    "allgather_": (_gather_to_list, "output_tensors", "input_tensors"),
+    "_reduce_scatter_base_": (_scatter_sum, "output_tensor", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": (_scatter_sum, "outputs", "inputs"),
+    "reduce_scatter_": (_scatter_sum_of_list, "output_tensors", "input_tensors"),
+    "alltoall_base_": (_all_to_all, "output", "input"),
+    "alltoall_": (_all_to_all_lists, "output_tensors", "input_tensors"),
 }
+_SINGLE = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))
 _BARRIERS = ("barrier", "monitored_barrier_")
