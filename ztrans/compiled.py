@@ -24,11 +24,10 @@ from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.codegen import to_fx
 from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
-from .runtime.executable import Executable, bind
+from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.known_state import KnownState, LastState, StateLeaves
@@ -260,7 +259,7 @@ class Compiled(Printed):
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
-        return graph, bind(graph, to_fx(graph, self._mesh, donate=True, groups=groups, on_write=on_write), on_write)
+        return graph, executable(graph, self._mesh, on_write, groups)
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:

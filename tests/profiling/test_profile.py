@@ -23,6 +23,7 @@ from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.profile import profile
 from ztrans.profiling.trace_fit import Observed
 from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.executable import executable
 
 CASE = CASES["gpt_adam"]
 CHAIN = (zt.overlap_grads(), zt.prefetch())
@@ -199,7 +200,7 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     leaves = pytree.tree_leaves((state, *slices(batches(CASE, 1)[0], 2)[0]))
     local = [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
     waited = []
-    program = to_fx(lowered.graph, pretended, donate=True)
+    program = executable(lowered.graph, pretended).program
     prepare = lambda inputs: waited.append(None) or inputs
     measured = profile(lowered.graph, program, local, steps=2, prepare=prepare)
     simulated = lowered.timeline()

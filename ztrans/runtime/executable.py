@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.ambient import without_autocast
 from ..ir.donation import donation
 from ..ir.graph import Graph, Var
+from ..ir.update_groups import Group
+from .codegen import to_fx
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,16 @@ class Executable:
                 outputs[i] = outputs[i].clone()
             _write_back(inputs[: self.num_state], outputs)
         return outputs
+
+
+def executable(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    on_write: Callable[[], None] | None = None,
+    groups: Sequence[Group] = (),
+) -> Executable:
+    """The program of this rank of `mesh`, ready to run eagerly; equations of a group are one call."""
+    return bind(graph, to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write), on_write)
 
 
 def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:

@@ -174,7 +174,7 @@ def trace(
     owns = _owns(leaves, paths, axes)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
-    static = {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}  # constants of the program
+    static = _static(abstract)
     dynamic = [i for i in range(len(leaves)) if i not in static]
     described = [abstract[i] for i in dynamic]
     default_device = device or _device_of(described)
@@ -226,6 +226,11 @@ def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[s
 def shape_of(leaf: Any) -> tuple[int, ...]:
     """The shape of a tensor, before the step itself divides it, or of a number."""
     return tuple(getattr(leaf, "shape", ()))
+
+
+def _static(abstract: Sequence[Any]) -> dict[int, Any]:
+    """The leaves that are constants of the program, by their indices."""
+    return {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -29,7 +29,7 @@ class _Term(NamedTuple):
     """A gradient, as its mark, and the equations that multiply it by numbers. Nothing else reads these values."""
 
     mark: Eqn
-    scales: tuple[Eqn, ...] = ()
+    factors: tuple[Eqn, ...] = ()
 
 
 def reduce_once(graph: Graph) -> Graph:
@@ -42,7 +42,7 @@ def reduce_once(graph: Graph) -> Graph:
 def _rewritten(graph: Graph) -> Graph | None:
     """The program with a pattern applied at the first equation at which one matches."""
     uses = _Uses(graph)
-    sums = (e for e in graph.eqns if _is_sum(e))
+    sums = (e for e in graph.eqns if e.op in SUMS and not e.kwargs)
     return next((new for e in sums for new in (_from_zero(uses, e), _of_two(uses, e)) if new is not None), None)
 
 
@@ -55,20 +55,23 @@ class _Uses:
 
     def maker(self, v: object) -> Eqn | None:
         """The equation that computes `v`, if `v` has one reader and is no output."""
-        alone = isinstance(v, Var) and len(self.readers.get(v, ())) == 1 and v not in self.outputs
-        return self.makers.get(v) if alone else None
+        if not isinstance(v, Var) or len(self.readers.get(v, ())) != 1 or v in self.outputs:
+            return None
+        return self.makers.get(v)
 
     def term(self, v: object) -> _Term | None:
         """The gradient that `v` is, or is a multiple of."""
         e = self.maker(v)
         if e is not None and e.op in SCALES and not isinstance(e.args[1], Var):
-            scaled = self.term(e.args[0])
-            return scaled and _Term(scaled.mark, (*scaled.scales, e))
+            gradient = self.term(e.args[0])
+            return gradient and _Term(gradient.mark, (*gradient.factors, e))
         return _Term(e) if e is not None and e.op is GRADIENT else None
 
-
-def _is_sum(e: Eqn | None) -> bool:
-    return e is not None and e.op in SUMS and not e.kwargs
+    def splits(self, v: object) -> list[tuple[Var | None, object]]:
+        """The ways to take `v` as a sum of a rest and a term; without a rest, the term is `v` itself."""
+        e = self.maker(v)
+        sides = e.args if e is not None and e.op in SUMS and not e.kwargs else ()
+        return [(None, v), *((rest, term) for rest, term in permutations(sides, 2) if isinstance(rest, Var))]
 
 
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
@@ -78,30 +81,28 @@ def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
 
 def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
     for left, right in permutations(e.args):
-        b, inner = uses.term(right), uses.maker(left)
-        for x, y in ((None, left), *(permutations(inner.args) if _is_sum(inner) else ())):
-            a = uses.term(y)
-            alike = a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]
-            if alike and (x is None or isinstance(x, Var)):
-                return _merge(uses.graph, e, a, b, x)
+        for rest, v in uses.splits(left):
+            a, b = uses.term(v), uses.term(right)
+            if a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]:
+                return _merge(uses.graph, e, a, b, rest)
     return None
 
 
 def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Graph:
     """The program with `a + b` marked at the later of the two marks; `rest` is added to the result."""
     a, b = sorted((a, b), key=lambda term: graph.eqns.index(term.mark))
-    at, sums, values = b.mark, list[Eqn](), list[Var]()
+    mark, before, values = b.mark, list[Eqn](), list[Var]()
     for term in (a, b):
         value = term.mark.args[0]
-        for scale in term.scales:
+        for factor in term.factors:
             scaled = dataclasses.replace(value, name=f"{value.name}.scaled")
-            sums.append(scale.replace(args=(value, *scale.args[1:]), outs=(scaled,), region=at.region))
+            before.append(factor.replace(args=(value, *factor.args[1:]), outs=(scaled,), region=mark.region))
             value = scaled
         values.append(value)
     total = dataclasses.replace(values[1], name=f"{values[1].name}.acc")
-    mark = at.replace(args=(total, at.args[1]))
-    changes = {at: [*sums, at.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)), mark]}
+    before.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
+    changes = {mark: [*before, mark.replace(args=(total, mark.args[1]))]}
     if rest is not None:
-        changes[add] = [add.replace(args=(rest, at.out))]
+        changes[add] = [add.replace(args=(rest, mark.out))]
     new = graph.replace(eqns=tuple(x for e in graph.eqns for x in changes.get(e, (e,))))
-    return new if rest is not None else rename(new, {add.out: at.out})
+    return new if rest is not None else rename(new, {add.out: mark.out})

@@ -21,9 +21,8 @@ from ztrans import ops
 from ztrans.compiled import Bound
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.graph_capture import Capture, check_device, check_values, copied_inputs, placed, with_rates
-from ztrans.runtime.executable import bind
+from ztrans.runtime.executable import executable
 
 
 def step(state, batch):
@@ -48,7 +47,7 @@ def captured(fn, state, batch):
     """A compiled step that is captured on the simulated GPU, that GPU, and a list with an entry for each run."""
     cuda = FakeCuda()
     lowered = zt.Step.of(fn).lower(state, *batch)
-    run = bind(lowered.graph, to_fx(lowered.graph, donate=True))
+    run = executable(lowered.graph, None)
     calls = []
 
     def counted(inputs):
@@ -223,7 +222,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
     monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
     compiled = lowered.compile()
-    compiled._bound.append(Bound(lowered, Capture(bind(graph, to_fx(graph, donate=True)), graph, cuda, "cpu")))
+    compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
     state_after, losses = run(optimizer, compiled, state)
     optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()

@@ -193,7 +193,7 @@ def test_parameters_that_share_memory_are_refused():
         if tied:
             zt.lift(lambda x: None, model, optimizer)
         else:
-            with pytest.raises(ValueError, match=r"first\.weight and second\.weight share memory"):
+            with pytest.raises(ValueError, match=r"params\.first\.weight and params\.second\.weight share memory"):
                 zt.lift(lambda x: None, model, optimizer)
 
 
