@@ -60,6 +60,7 @@ class Result:
 
 def plan(problem: Problem) -> Result:
     """The planner's schedule, and the seconds in which it was found."""
+    solve.cache_clear()
     start = time.perf_counter()
     schedule = solve(problem)
     planning = time.perf_counter() - start

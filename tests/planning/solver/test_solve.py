@@ -188,6 +188,8 @@ def test_plans_are_valid_and_keep_every_limit(p):
     outcome = evaluate(p, schedule)
     assert outcome.peak <= p.memory
     assert outcome.seconds >= bound(p).seconds - 1e-9
+    assert solve(p) is schedule, "the last schedules are kept"
+    solve.cache_clear()
     assert solve(p) == schedule
 
 

@@ -15,7 +15,7 @@ import functools
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ class Problem:
     matmul: tuple[bool, ...]  # by operation: whether it is a matrix product, or takes as long as one
     gathers: tuple[Gather, ...]  # in order of use
     reductions: tuple[Reduction, ...]  # in order of birth
-    wires: Mapping[Hashable, Wire]
+    wires: Mapping[Hashable, Wire] = field(hash=False)
     memory: float = float("inf")  # bytes that may be live
     max_between: float = float("inf")  # matmuls between two starts of reductions; the first birth counts as one
     gathers_in_flight: float = float("inf")  # bytes of gathers started and not yet waited for, at most

@@ -6,6 +6,7 @@ has more of them live than its schedule counts.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -61,10 +62,12 @@ def _alone(problem: Problem) -> Needs:
     return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
 
 
+@functools.lru_cache(maxsize=32)
 def solve(problem: Problem, effort: int = EFFORT, moves: Moves = MOVES) -> Schedule:
     """Find the fastest schedule whose peak fits the memory.
 
-    The same problem has the same schedule on every rank, because effort is counted and not timed.
+    The same problem has the same schedule on every rank, because effort is counted and not timed. The schedules of the
+    last problems are kept, for a step that is decorated again, as in a notebook.
 
     Args:
         problem: the operations, the messages and the limits.
