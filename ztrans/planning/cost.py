@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,10 @@ from ..ir.nested.functions import functions
 from ..ir.nested.work import inner_work
 from ..ir.operations import is_view
 from ..ir.printer import format_bytes
+from ..ir.printer import traffic as sent_by
 from ..ir.relations import kept
 from .launches import launches
+from .solver.slots import summed
 
 hops = torch.ops.higher_order
 
@@ -103,17 +104,15 @@ def local_bytes(graph: Graph) -> Callable[[Var], int]:
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
     operations = moved = calls = kernels = 0
-    wire: Counter[tuple[str, str]] = Counter()
     for part, times in Counter(in_order(graph)).items():
         for e, launched in launches(part).items():
             calls += times * launched.calls
             kernels += times * launched.kernels
-            if e.provenance is not None:
-                wire[e.kwargs["axis"], e.provenance.role] += times * rules(e).wire_bytes(e, part.axes)
-            elif not isinstance(e.op, Primitive) and not is_view(e):
+            if not isinstance(e.op, Primitive) and not is_view(e):
                 moved += times * traffic(e, part)
                 operations += times * flops(e, part)
-    return Cost(operations, moved, tuple(sorted(wire.items())), calls, kernels)
+    wire = tuple((axis_and_role, sent.bytes) for axis_and_role, sent in sent_by(graph).items())
+    return Cost(operations, moved, wire, calls, kernels)
 
 
 def traffic(e: Eqn, graph: Graph) -> int:
@@ -226,11 +225,7 @@ def memory(graph: Graph) -> Memory:
 
 def _live(every: Sequence[Held], n: int) -> list[int]:
     """The bytes that are live at each of the n equations of a program."""
-    change = [0] * (n + 1)
-    for h in every:
-        change[h.first] += h.bytes
-        change[h.last + 1] -= h.bytes
-    return list(accumulate(change[:n]))
+    return summed(((h.first, h.last + 1, h.bytes) for h in every), n).tolist()
 
 
 def _highest(graph: Graph) -> Memory:

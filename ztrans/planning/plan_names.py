@@ -33,9 +33,8 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
         ScheduleError: a name or a place is wrong.
     """
     places = {name: k for k, name in enumerate(s.names)}
+    check_members(s, gathers, reductions, dropped)
     gather, reduction = index(s.gathers), index(s.reductions)
-    _check_once("gather", gather, [*(m for members, _ in gathers for m in members), *dropped])
-    _check_once("reduction", reduction, [m for members, _ in reductions for m in members])
     gather_buckets, reduction_buckets = [], []
     for names, at in gathers:
         members, start = tuple(gather[m] for m in names), _place(places, at, names)
@@ -51,6 +50,12 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
 def index(planned: Sequence[Planned]) -> dict[str, int]:
     """The index of each planned collective by its name."""
     return {p.start.out.name: i for i, p in enumerate(planned)}
+
+
+def check_members(s: Skeleton, gathers: Named, reductions: Named, dropped: Members) -> None:
+    """Verify that buckets and dropped gathers are the collectives of a program, each once."""
+    _check_once("gather", index(s.gathers), [*(m for members, _ in gathers for m in members), *dropped])
+    _check_once("reduction", index(s.reductions), [m for members, _ in reductions for m in members])
 
 
 def _check_once(kind: str, known: Mapping[str, int], names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from ..ir.operations import is_matmul
 from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan
-from .plan_names import Members, index
+from .plan_names import Members, check_members, index
 from .program_order import Skeleton, skeleton
 
 # The numbers of matrix products, of births of gradients, and of collectives that no plan places, before a place.
@@ -59,8 +59,8 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
         return dataclasses.replace(plan, program=fingerprint(graph))
     s = skeleton(graph)
     problem, passed = frame(s, plan.update), [*zip(*_passed(s))]  # each of the three numbers grows from place to place
+    check_members(s, plan.gathers, plan.reductions, plan.dropped)
     gathers, reductions = index(s.gathers), index(s.reductions)
-    _check_collectives(plan, gathers, reductions)
 
     def place(at: str, earliest: int, latest: int) -> str:
         """The first place with at least as much before it as the place `at` of the plan had, within limits."""
@@ -81,12 +81,3 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
         gathers=tuple((members, started(members, at)) for members, at in plan.gathers),
         reductions=tuple((members, waited(members, at)) for members, at in plan.reductions),
     )
-
-
-def _check_collectives(plan: Plan, gathers: Mapping[str, int], reductions: Mapping[str, int]) -> None:
-    """Raises: ValueError if the plan is for other collectives than those of a program, which are given by name."""
-    gathered = {m for members, _ in plan.gathers for m in members} | set(plan.dropped)
-    reduced = {m for members, _ in plan.reductions for m in members}
-    names = sorted((gathered ^ set(gathers)) | (reduced ^ set(reductions)))
-    if names:
-        raise ValueError(f"plan: this program does not have the same collectives: {', '.join(names[:3])}.")

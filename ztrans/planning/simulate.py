@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_alone, lane, pair, rules
+from ..ir.collectives import ALL_GATHER, REDUCE_SCATTER, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import parts
@@ -106,12 +106,6 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     return cluster.device.launch + copied / cluster.device.bandwidth
 
 
-def _packed_members(e: Eqn, graph: Graph) -> int:
-    """The bytes that a gather reads and writes to copy packed members out of their receive buffer."""
-    packed = [out for k, out in enumerate(e.results) if not is_alone(e, k, graph.axes)]
-    return 2 * sum(map(local_bytes(graph), packed))
-
-
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
     """The bytes that a reduce_scatter reads, the terms of every rank, and writes, their sum."""
     size = local_bytes(graph)
@@ -127,9 +121,8 @@ class Copies(NamedTuple):
 
 NO_COPIES = Copies(lambda e, graph: 0, 0)
 COPIES: Mapping[Any, Copies] = {
-    ALL_GATHER: Copies(_packed_members, 2),
+    ALL_GATHER: Copies(lambda e, graph: 2 * rules(e).unpacked_bytes(e, graph.axes), 2),
     REDUCE_SCATTER: Copies(_terms_and_sums, 1),
-    ALL_REDUCE: NO_COPIES,
 }
 
 
