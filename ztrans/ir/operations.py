@@ -21,6 +21,8 @@ from .nested.call import call_operator
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
+# Views whose schema does not say that they share memory.
+_UNSAFE = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 _LAZY = (aten._conj.default, aten._neg_view.default)
 
 
@@ -32,6 +34,8 @@ def is_view(eqn: Eqn) -> bool:
 @functools.cache
 def shows_argument(op: Any) -> bool:
     """Whether `op` returns a new tensor that shares memory with an argument."""
+    if op in _UNSAFE:
+        return True
     returns = getattr(getattr(op, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -90,6 +94,19 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
         return aten.view_as_complex.default(pairs.contiguous())
 
 
+def strided(base: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> torch.Tensor:
+    """`base.as_strided(...)` with an offset from the beginning of `base`.
+
+    PyTorch counts from the beginning of the storage, and a program does not know where in its storage an input begins.
+    """
+    return aten.as_strided.default(base, size, stride, base.storage_offset() + (offset or 0))
+
+
+def strided_scatter(base: torch.Tensor, new: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    """`as_strided_scatter`, whose offset counts from the beginning of `base`, as that of `strided`."""
+    return aten.as_strided_scatter.default(base, new, size, stride, base.storage_offset() + (offset or 0))
+
+
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 _CALLED: dict[Any, Callable] = {
@@ -97,6 +114,8 @@ _CALLED: dict[Any, Callable] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: bits,
     aten.view_as_complex.default: as_complex,
+    aten.as_strided.default: strided,
+    aten.as_strided_scatter.default: strided_scatter,
 }
 
 

@@ -93,7 +93,7 @@ class _Keys:
         if isinstance(x, (list, tuple)):
             return tuple(map(self._argument, x))
         if not isinstance(x, Var):
-            return type(x), id(x) if isinstance(x, torch.Tensor) else x
+            return type(x), id(x) if isinstance(x, torch.Tensor) else repr(x)  # 0.0 == -0.0
         return x if x in self.shared else self.by_value.get(x, (x.dtype, not x.shape))
 
 

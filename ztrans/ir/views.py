@@ -54,6 +54,7 @@ def simpler_calls(graph: Graph, shape: Callable[[Var], tuple[int, ...]], apart: 
         if isinstance(simpler, Var):
             equal[e.out], simpler = equal.get(simpler, simpler), ()
         calls[e] = simpler
+    calls.update((e, (call,)) for e, call in views.without_dims.items())
     read = {equal.get(v, v) for v in variables(graph.outputs)}
     for e in reversed(graph.eqns):
         kept = []
@@ -74,6 +75,7 @@ class _Views:
         self.transposed: dict[Var, tuple[Var, tuple[int, int]]] = {}  # likewise, with the dims that were exchanged
         self.strided: set[Var] = set()  # results of other views, which may have gaps or another order in memory
         self.summed: dict[Var, Eqn] = {}  # by sum that keeps the dims it is taken over, its equation
+        self.without_dims: dict[Eqn, Eqn] = {}  # by sum whose only reader drops the dims again, the sum without them
         self.readers = Counter(v for e in graph.eqns for v in dict.fromkeys(e.ins))
         self.readers.update(variables(graph.outputs))
 
@@ -99,7 +101,8 @@ class _Views:
                 return earlier
         summed = self.summed.get(shown)
         if summed is not None and self.readers[shown] == 1 and wanted == self._without_summed(summed):
-            return (summed.replace(args=(*summed.args[:2], False), outs=eqn.outs),)
+            self.without_dims[summed] = summed.replace(args=(*summed.args[:2], False), outs=eqn.outs)
+            return ()  # computed where the sum stands: its argument may be overwritten before the view
         while shown in self.reshaped and self.readers[shown] == 1:  # else a copy for strides might be made twice
             shown = self.reshaped[shown]
         self.reshaped[eqn.out] = shown
@@ -114,7 +117,7 @@ class _Views:
 
     def _without_summed(self, eqn: Eqn) -> tuple[int, ...]:
         shape = self.shape(eqn.ins[0])
-        summed = {d % len(shape) for d in eqn.args[1] or range(len(shape))}
+        summed = {d % max(1, len(shape)) for d in eqn.args[1] or range(len(shape))}
         return tuple(n for d, n in enumerate(shape) if d not in summed)
 
     def _transpose(self, eqn: Eqn) -> tuple[Eqn, ...] | Var:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import ALL_GATHER, REDUCE_SCATTER, lane, pair, rules
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, pair, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import parts
@@ -123,6 +123,7 @@ NO_COPIES = Copies(lambda e, graph: 0, 0)
 COPIES: Mapping[Any, Copies] = {
     ALL_GATHER: Copies(lambda e, graph: 2 * rules(e).unpacked_bytes(e, graph.axes), 2),
     REDUCE_SCATTER: Copies(_terms_and_sums, 1),
+    ALL_REDUCE: NO_COPIES,
 }
 
 

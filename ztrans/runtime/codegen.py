@@ -196,7 +196,8 @@ def _emit_operation(eqn: Eqn, emission: Emission, forms: _Forms) -> Iterable[tup
         return list(zip(eqn.outs, operation(emission, local, forms.instead[eqn])))
     for part in forms.calls.eqns.get(local, (local,)):
         emission.nodes.update((v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None)
-    return [(v, emission.nodes[forms.calls.equal[v]]) for v in eqn.results if v in forms.calls.equal]
+    equal = [(v, forms.calls.equal[v]) for v in eqn.results if v in forms.calls.equal]
+    return [(v, emission.nodes[x]) for v, x in equal if x in emission.nodes]  # others are left out: no call reads them
 
 
 def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:

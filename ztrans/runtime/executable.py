@@ -15,7 +15,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.ambient import without_autocast
-from ..ir.donation import donation
+from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
 from ..ir.update_groups import Group
 from .codegen import to_fx
@@ -26,8 +26,8 @@ class Executable:
     """A program of one rank as a function from flat inputs to flat outputs.
 
     It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
-    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of the state;
-    they are copied, because later steps write there.
+    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of the state, or
+    of constants; they are copied, because later steps use that memory.
     """
 
     program: fx.GraphModule
@@ -68,10 +68,14 @@ def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | N
 
 
 def shown(graph: Graph) -> tuple[int, ...]:
-    """The positions of the outputs, other than the state, that share memory with the old or the new state."""
+    """The positions of the outputs, other than the state, that share memory with the state or a constant.
+
+    Later steps write over the state, and read the constants again.
+    """
     owner, n = donation(graph).owner, graph.num_state
-    state = {owner[v] for v in (*graph.inputs[:n], *graph.outputs[:n]) if isinstance(v, Var)}
-    return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in state)
+    held = {owner[v] for v in (*graph.inputs[:n], *graph.outputs[:n]) if isinstance(v, Var)}
+    held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
+    return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held)
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:

@@ -186,7 +186,7 @@ class Builder:
             return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
         if name == "unbind":
             return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
-        if name in ("split", "split_with_sizes"):
+        if name.removeprefix("unsafe_") in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             start = _start(args[0], view.number)
             return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
@@ -208,7 +208,10 @@ def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:
     """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
     if op is aten.full.default and args[0] == []:
         return op, repr(args), repr(kwargs)
-    return (op, *args, *sorted(kwargs.items())) if _is_arithmetic(op, args) else None
+    if not _is_arithmetic(op, args):
+        return None
+    exact = lambda x: x if isinstance(x, Var) else (type(x), repr(x))  # because 1 == 1.0 == True and 0.0 == -0.0
+    return op, *map(exact, args), *((k, exact(v)) for k, v in sorted(kwargs.items()))
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:

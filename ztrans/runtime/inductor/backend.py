@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.collectives.user_collectives import by_group, is_users
 from ...ir.collectives.varying import varying
-from ...ir.donation import Donation, donation
+from ...ir.donation import Donation, donation, is_constant
 from ...ir.graph import Eqn, Graph, Var, producers, substitute
 from ...ir.layout import localize
 from ...ir.operations import compute
@@ -249,6 +249,8 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
 def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
     """Whether a value of its own storage is dead after position `end`, so that a kernel may reuse its memory."""
     if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or lifetimes.owner[v] is not v:
+        return False
+    if is_constant(maker):  # it is made once and used by every step
         return False
     return _is_free(v, ins, lifetimes, end)
 

@@ -1,0 +1,110 @@
+"""Compiled steps compute what the untouched functions compute, call after call, whatever is done with their results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+
+
+def check_bits(fn, state, *batches):
+    """Check that a compiled step and the function itself return the same bits at every call; results are then changed."""
+    bits = lambda x: x.flatten().contiguous().view(torch.uint8).tolist()
+    copied = lambda tree: pytree.tree_map_only(torch.Tensor, torch.clone, tree)
+    step, own, theirs = zt.Step.of(fn), copied(state), copied(state)
+    for batch in batches:
+        own, output = step(own, *batch)
+        theirs, wanted = fn(theirs, *batch)
+        for a, b in zip(pytree.tree_leaves((own, output)), pytree.tree_leaves((theirs, wanted)), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert bits(a) == bits(b), (a, b)
+        for x in pytree.tree_leaves(output):
+            x.add_(1)  # which no later call may see
+
+
+def sum_before_its_argument_changes(state, x):
+    h = x * 2
+    total = h.sum(0, keepdim=True)
+    changed = h * 3  # written over h
+    return state, (total.view(-1) + 1, changed)
+
+
+def sum_of_a_scalar(state, x):
+    return state, (x.sum() * 2).sum(0, keepdim=True).view(()) + 1
+
+
+def nothing_to_squeeze(state, x):
+    h = (x * 2).view(4, 3, 2)
+    return state, (h.squeeze(-1).view(-1), h.squeeze(-1).view(-1) + 1)
+
+
+def parts_that_are_written(state, x):
+    h = x * 2
+    first, second = torch.unsafe_split(h, 2)
+    first.mul_(3)
+    second.view(-1)[0] = 7
+    return state, h
+
+
+def a_constant(state, x):
+    return state, (torch.zeros(3), torch.arange(2.0), torch.tensor([1.0, 2.0]), x * torch.zeros(()))
+
+
+def numbers_of_other_types(state, x):
+    n = state["count"]
+    return state, (n * 1, n * 1.0, n * True, n + 2, n + 2.0)
+
+
+def signs_of_zero(state, x):
+    a, b = state["count"] * 0.0, state["count"] * -0.0
+    return {**state, "v": 1 / (state["v"] * 0.0), "w": 1 / (state["w"] * -0.0)}, (1 / a, 1 / b)
+
+
+def strided(state, x):
+    return state, (x[1:].as_strided((2,), (1,)) * 2, x.as_strided((2, 2), (6, 1)) * 2)
+
+
+def strided_from_an_offset(state, x):
+    """The offset counts from the beginning of the storage, not of the view."""
+    return state, (x[1:].as_strided((2,), (1,), 3) * 2, x.as_strided((2,), (1,), 3) * 2, (x * 2)[1:].as_strided((2,), (1,), 3))
+
+
+def frames(state, x):
+    return state, torch.view_as_real(torch.stft(x.flatten(), 4, 2, window=torch.ones(4), center=False, return_complex=True))
+
+
+PROGRAMS = [
+    sum_before_its_argument_changes, sum_of_a_scalar, nothing_to_squeeze, parts_that_are_written, a_constant,
+    numbers_of_other_types, signs_of_zero, strided, strided_from_an_offset, frames,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
+def test_a_step_has_the_bits_of_its_function(fn):
+    state = {"count": torch.tensor(3), "v": torch.ones(3), "w": torch.ones(3)}
+    batches = [(torch.randn(4, 6, generator=torch.Generator().manual_seed(k)),) for k in range(3)]
+    check_bits(fn, state, *batches)
+
+
+@pytest.mark.parametrize("fn", [strided, frames], ids=lambda fn: fn.__name__)
+def test_a_batch_may_be_a_part_of_a_larger_tensor(fn):
+    """In which it begins elsewhere than in the one that was traced."""
+    many = torch.randn(3, 5, 6)
+    check_bits(fn, {}, *[(x[1:],) for x in many])
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_kernel_does_not_write_over_a_constant():
+    """Which is computed once, and read by every step."""
+
+    def scaled(state, x):
+        weights = torch.linspace(0, 1, 6) * 2 + 1
+        return state, (x @ weights, weights.sin() * 2)
+
+    step = zt.Step.of(scaled).lower({}, torch.ones(4, 6)).compile(backend="inductor")
+    _, first = step({}, torch.ones(4, 6))
+    for _ in range(2):
+        assert all(map(torch.equal, step({}, torch.ones(4, 6))[1], first))
