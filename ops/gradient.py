@@ -37,7 +37,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, dims, g, p):
-        return g, dims[0]
+        return g.view_as(g), dims[0]  # not `g` itself: autograd would cut it off from what it was computed from
 
 
 def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,10 @@ If one changes, the step is traced anew, and a program that is called directly r
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import re
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +180,72 @@ def test_a_change_is_traced_anew(restored, change):
         compiled(torch.zeros(1), X)
     assert f"* {change}" in str(e.value)
     assert str(e.value).endswith("Lower it again, or call the step itself, which is then traced anew.")
+
+
+class Table:
+    """A callable of settings, which Python reads without naming a method."""
+
+    def __init__(self):
+        self.entries = {"rate": 1.0}
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __float__(self):
+        return self.entries["rate"]
+
+    def __enter__(self):
+        return self.entries["rate"]
+
+    def __exit__(self, *_):
+        pass
+
+
+class Name(str):
+    pass
+
+
+def inside(x):
+    from tests.support import hyper as imported
+
+    return x * imported.factor
+
+
+def entered(settings, x):
+    with settings.table as rate:
+        return x * rate
+
+
+READS = {
+    "an attribute by its name": (lambda c, x: x * getattr(c, "rate", 1.0), lambda c: setattr(c, "rate", 2.0)),
+    "a module imported inside": (lambda c, x: inside(x), lambda c: setattr(hyper, "factor", 3.0)),
+    "an item of an object": (lambda c, x: x * c.table["rate"], lambda c: c.table.entries.update(rate=2.0)),
+    "an object as a number": (lambda c, x: x * float(c.table), lambda c: c.table.entries.update(rate=2.0)),
+    "an object as a context": (entered, lambda c: c.table.entries.update(rate=2.0)),
+    "a slice": (lambda c, x: x[c.rows], lambda c: setattr(c, "rows", slice(0, 2))),
+    "a range": (lambda c, x: x * sum(c.steps), lambda c: setattr(c, "steps", range(4))),
+    "a deque": (lambda c, x: x * sum(c.last), lambda c: c.last.append(5.0)),
+    "a read-only mapping": (lambda c, x: x * c.fixed["rate"], lambda c: c.below.update(rate=2.0)),
+    "a truth value of NumPy": (lambda c, x: x * 2 if c.flag else x, lambda c: setattr(c, "flag", np.bool_(True))),
+    "a string of a class": (lambda c, x: x.sum() if c.mode == "sum" else x, lambda c: setattr(c, "mode", Name("sum"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_a_step_reads_in_other_ways_is_compared_too(restored, how):
+    below = {"rate": 1.0}
+    settings = argparse.Namespace(
+        rate=1.0, table=Table(), rows=slice(1, 2), steps=range(3), last=collections.deque([1.0], maxlen=2), below=below,
+        fixed=types.MappingProxyType(below), flag=np.bool_(False), mode=Name("none"),
+    )  # fmt: skip
+    reads, change = READS[how]
+    step = lambda state, x: (state, reads(settings, x))
+    run = zt.Step.of(step)
+    first = run(torch.zeros(1), X)[1]
+    assert torch.equal(first, step(torch.zeros(1), X)[1])
+    change(settings)
+    assert not torch.equal(step(torch.zeros(1), X)[1], first)
+    assert torch.equal(run(torch.zeros(1), X)[1], step(torch.zeros(1), X)[1])
 
 
 def test_the_error_names_the_line_that_reads_the_value(restored):

@@ -8,12 +8,13 @@ compared.
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import numbers
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ _CONSTANTS = frozenset(
 )
 _LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
 _LONGEST_TEXT = 80  # characters of a container in a message
-_CHANGING = (*CONTAINERS, numpy.ndarray)
+_READ = (*CONTAINERS, collections.deque, Mapping)  # whose entries are compared
+_CHANGING = (*_READ, numpy.ndarray)
 
 
 @dataclass(frozen=True)
@@ -176,15 +178,17 @@ def _value(value: Any, reading: _Reading) -> Any:
         return None
     if isinstance(value, numpy.ndarray):
         return kind, (value.dtype.str, value.shape, value.tobytes() if value.size <= LONGEST else None)
-    if isinstance(value, CONTAINERS):
+    if isinstance(value, slice | range):
+        return kind, (value.start, value.stop, value.step)
+    if isinstance(value, _READ) and (isinstance(value, CONTAINERS) or not is_own(kind)):
         reading.left -= len(value) + _LEVEL
         if reading.left < 0:
             return kind, len(value)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return kind, tuple([(k, _value(x, reading)) for k, x in value.items()])
         items = [_value(x, reading) for x in value]
         return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
-    if isinstance(value, numbers.Number | enum.Enum):
+    if isinstance(value, numbers.Number | enum.Enum | numpy.generic | str | bytes):
         return kind, value
     if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
         reading.objects.append(value)

@@ -28,6 +28,8 @@ CONTAINERS = (list, tuple, dict, set, frozenset)
 LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_BY_NAME = frozenset({"getattr", "hasattr", "attrgetter"})  # functions that take the name of an attribute
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__"})
 
 
 @dataclass(frozen=True)
@@ -64,25 +66,30 @@ class _Mentions(NamedTuple):
     globals: dict[str, int]
     closure: dict[str, int]
     attributes: dict[str, int]
+    imports: dict[str, int]  # modules
 
 
 @functools.cache
 def _mentions(code: types.CodeType) -> _Mentions:
-    mentions = _Mentions({}, {}, {})
+    mentions = _Mentions({}, {}, {}, {})
     kinds = {
         **dict.fromkeys(("GLOBAL", "NAME"), mentions.globals),
         **dict.fromkeys(("DEREF", "CLASSDEREF"), mentions.closure),
-        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), mentions.attributes),
+        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR", "FROM"), mentions.attributes),
+        "NAME of import": mentions.imports,
     }
     for step in dis.get_instructions(code):
         action, _, kind = step.opname.partition("_")
-        names = kinds.get(kind)
-        if names is not None and action in ("LOAD", "STORE", "DELETE"):
+        names = kinds.get("NAME of import" if step.opname == "IMPORT_NAME" else kind)
+        if names is not None and action in ("LOAD", "STORE", "DELETE", "IMPORT"):
             line = (step.positions and step.positions.lineno) or code.co_firstlineno
-            if action == "LOAD":
+            if action in ("LOAD", "IMPORT"):
                 names.setdefault(step.argval, line)
             else:
                 names[step.argval] = line
+    if not _BY_NAME.isdisjoint(mentions.globals):  # getattr(args, "rate", 0.5)
+        texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
+        mentions.attributes.update({x: code.co_firstlineno for x in texts if x not in mentions.attributes})
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):  # an inner function or a comprehension
             for names, nested in zip(mentions, _mentions(inner)):
@@ -123,7 +130,9 @@ class _Walk:
             self.visit(value.__wrapped__, name)
         elif is_own(type(value)):
             self.holders[id(value)] = name, value
-            self.attribute(value, "__call__", name)
+            methods = {m for c in type(value).__mro__ if is_own(c) for m, f in vars(c).items() if callable(f)}
+            for method in sorted(m for m in methods - _NOT_CALLED if m.startswith("__") and m.endswith("__")):
+                self.attribute(value, method, name)  # which Python calls without its name, such as `__getitem__`
 
     def function(self, f: types.FunctionType, name: str) -> None:
         code, own = f.__code__, not is_library(f.__code__.co_filename)
@@ -141,6 +150,8 @@ class _Walk:
                 read = functools.partial(getattr, f, attribute)
                 self.place((id(f), attribute), f"a default of {f.__name__}", read, where(code.co_firstlineno))
         if own:
+            for module in mentions.imports:
+                self.visit(sys.modules.get(module), module)
             for variable, line in mentions.globals.items():
                 if variable in f.__globals__ or not hasattr(builtins, variable):
                     read = functools.partial(f.__globals__.get, variable, ABSENT)

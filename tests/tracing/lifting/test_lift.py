@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.worlds import ALL, clone, default_dtype, distance, slices
 
 STEPS = 5
@@ -491,3 +492,47 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
     zeros = {name: torch.zeros_like(p) for name, p in state["params"].items()}
     zt.restore(model, optimizer, {"params": zeros, "optimizer": state["optimizer"]})
     assert all(not p.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_parameters_may_move_between_groups(kind):
+    """Between two calls, to the group of another rate, and out of the optimizer, as in training layer by layer."""
+
+    def run(is_lifted):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        first, second = ([*layer.parameters()] for layer in model)
+        optimizer = getattr(optim, kind)([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}])
+        step, losses = loop_of(model, optimizer), []
+        if is_lifted:
+            step, state = zt.lift(step, model, optimizer)
+            step = zt.Step.of(step)
+            state = step.shard(state)
+        for i in range(6):
+            if i == 2:
+                optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+            if i == 4:
+                del optimizer.param_groups[0]["params"][0]
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+            state, loss = step(state, x) if is_lifted else (None, step(x))
+            losses.append(loss.item())
+        return losses
+
+    assert run(True) == pytest.approx(run(False), rel=1e-6)
+
+
+def test_an_argument_of_a_loop_may_be_called_state():
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def loop_step(state, scale=1.0):
+        optimizer.zero_grad()
+        loss = model(state).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, lifted_state = zt.lift(loop_step, model, optimizer)
+    x = torch.ones(4, 3)
+    want = (model(x).square().mean() * 2).item()
+    assert zt.Step.of(step)(lifted_state, state=x, scale=2.0)[1].item() == pytest.approx(want)

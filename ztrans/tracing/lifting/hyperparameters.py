@@ -47,9 +47,10 @@ class Hyperparameters:
         """For each group the present values of its inputs, by key. Their numbers are floats."""
         return [read.inputs for read in self._read()]
 
-    def constants(self) -> tuple[str, ...]:
-        """The constants of every group, and the numbers among the attributes of every optimizer, as text."""
-        return *(read.constants for read in self._read()), *(repr(_numbers_of(o)) for o in self._optimizers)
+    def constants(self) -> tuple:
+        """The constants and parameters of every group, and the numbers among the attributes of every optimizer."""
+        members = [tuple(map(id, group["params"])) for group in groups_of(self._optimizers)]
+        return *(read.constants for read in self._read()), *members, *(repr(_numbers_of(o)) for o in self._optimizers)
 
     def numbers(self, given: Sequence[Group]) -> list[tuple[Any, int | None]]:
         """What is given in place of each number among the inputs, with its present sign. That of a rate is None."""

@@ -125,8 +125,10 @@ def lift(
         counted.update(pytree.tree_map(is_number, present["optimizer"]))
         return _lacking(state, present)
 
-    own_state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.Signature([own_state, *inspect.signature(loop_step).parameters.values()])
+    arguments = inspect.signature(loop_step).parameters
+    name = "state" if "state" not in arguments else "lifted_state"
+    own_state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.Signature([own_state, *arguments.values()])
     vars(step).update(settings=settings, missing=missing, extra=hyperparameters.inputs, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
@@ -145,7 +147,8 @@ def _new_state(
 ) -> State:
     """The state after a loop step, from the tensors that the module and the optimizers have now."""
     held = {p: s for o in optimizers for p, s in o.state.items()}
-    after = {name: held.get(p, {}) for name, p in params.items()}
+    # The state of a parameter that no optimizer has any more stays as it is.
+    after = {name: held.get(p, state["optimizer"].get(name, {})) for name, p in params.items()}
     check_known(after, state["optimizer"])
     own = {name: p.detach() for name, p in params.items()}
     buffers = {name: b.detach() for name, b in model.named_buffers()}

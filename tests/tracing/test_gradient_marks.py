@@ -1,0 +1,44 @@
+"""A mark of a gradient leaves its value connected, also under vmap: gradients of gradients are those of PyTorch."""
+
+import pytest
+import torch
+from torch.func import grad, hessian, vmap
+
+import ztrans as zt
+
+
+def loss(w, x):
+    return torch.tanh(x @ w).square().mean()
+
+
+def after_a_step(w, x):
+    return loss(w - 0.1 * grad(loss)(w, x), x)
+
+
+def learning_to_learn(state, x):
+    return state, grad(lambda w: vmap(after_a_step, (None, 0))(w, x).mean())(state)
+
+
+def learning_to_learn_by_backward(state, x):
+    w = state.detach().requires_grad_()
+    vmap(after_a_step, (None, 0))(w, x).mean().backward()
+    return state, w.grad
+
+
+def penalty_of_gradients(state, x):
+    w = state.detach().requires_grad_()
+    vmap(grad(loss), (None, 0))(w, x).square().sum().backward()
+    return state, w.grad
+
+
+def second_derivatives(state, x):
+    return state, hessian(loss)(state, x[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # forward mode compiles rules with torch.jit
+@pytest.mark.parametrize(
+    "step", [learning_to_learn, learning_to_learn_by_backward, penalty_of_gradients, second_derivatives]
+)
+def test_gradients_of_gradients_are_those_of_the_plain_function(step):
+    state, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(zt.Step.of(step)(state.clone(), x)[1], step(state, x)[1], rtol=1e-12, atol=1e-12)
