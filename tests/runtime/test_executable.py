@@ -95,6 +95,17 @@ def test_a_batch_may_be_a_part_of_a_larger_tensor(fn):
     check_bits(fn, {}, *[(x[1:],) for x in many])
 
 
+def test_names_of_arguments_are_no_names_of_the_code():
+    """Also where two leaves have one name but for dots."""
+    state = {"block_1": {"weight": torch.ones(2)}, "block": {"1": {"weight": torch.zeros(2)}}}
+
+    def step(state, self, torch, device, inf):
+        first, second = state["block_1"]["weight"], state["block"]["1"]["weight"]
+        return {"block_1": {"weight": first + self}, "block": {"1": {"weight": second + torch}}}, device * inf
+
+    check_bits(step, state, *[[torch.full((2,), float(k)) for k in range(4)]] * 2)
+
+
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_kernel_does_not_write_over_a_constant():

@@ -78,6 +78,8 @@ def to_fx(
         graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)
     out = fx.Graph()
     nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
+    for node in out.nodes:
+        node.target = node.name  # which no other input has, nor anything that the code calls
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
     donated = donation(graph, frozenset(e for group in kernels for e in group)) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
@@ -104,7 +106,7 @@ def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
 
 
 def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
+    return "".join(c if c.isalnum() else "_" for c in name) if name != "self" else "self_"
 
 
 class _Unit(NamedTuple):

@@ -182,17 +182,20 @@ def _value(value: Any, reading: _Reading) -> Any:
         return kind, (value.start, value.stop, value.step)
     if isinstance(value, _READ) and (isinstance(value, CONTAINERS) or not is_own(kind)):
         reading.left -= len(value) + _LEVEL
-        if reading.left < 0:
-            return kind, len(value)
-        if isinstance(value, Mapping):
-            return kind, tuple([(k, _value(x, reading)) for k, x in value.items()])
-        items = [_value(x, reading) for x in value]
-        return kind, frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+        return kind, _of_entries(value, reading) if reading.left >= 0 else len(value)
     if isinstance(value, numbers.Number | enum.Enum | numpy.generic | str | bytes):
         return kind, value
     if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
         reading.objects.append(value)
     return None
+
+
+def _of_entries(values: Any, reading: _Reading) -> Any:
+    """The constants in the entries of a container."""
+    if isinstance(values, Mapping):
+        return tuple([(k, _value(x, reading)) for k, x in values.items()])
+    items = [_value(x, reading) for x in values]
+    return frozenset(items) if isinstance(values, set | frozenset) else tuple(items)
 
 
 def _shown(value: Any) -> str:

@@ -75,21 +75,17 @@ def _mentions(code: types.CodeType) -> _Mentions:
     kinds = {
         **dict.fromkeys(("GLOBAL", "NAME"), mentions.globals),
         **dict.fromkeys(("DEREF", "CLASSDEREF"), mentions.closure),
-        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR", "FROM"), mentions.attributes),
-        "NAME of import": mentions.imports,
+        **dict.fromkeys(("ATTR", "METHOD", "SUPER_ATTR"), mentions.attributes),
     }
+    operations = {f"{action}_{kind}": names for action in ("LOAD", "STORE", "DELETE") for kind, names in kinds.items()}
+    operations |= {"IMPORT_NAME": mentions.imports, "IMPORT_FROM": mentions.attributes}
     for step in dis.get_instructions(code):
-        action, _, kind = step.opname.partition("_")
-        names = kinds.get("NAME of import" if step.opname == "IMPORT_NAME" else kind)
-        if names is not None and action in ("LOAD", "STORE", "DELETE", "IMPORT"):
+        if (names := operations.get(step.opname)) is not None:
             line = (step.positions and step.positions.lineno) or code.co_firstlineno
-            if action in ("LOAD", "IMPORT"):
-                names.setdefault(step.argval, line)
-            else:
-                names[step.argval] = line
+            names[step.argval] = names.get(step.argval, line) if step.opname.startswith(("LOAD", "IMPORT")) else line
     if not _BY_NAME.isdisjoint(mentions.globals):  # getattr(args, "rate", 0.5)
-        texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-        mentions.attributes.update({x: code.co_firstlineno for x in texts if x not in mentions.attributes})
+        texts = {x: code.co_firstlineno for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+        mentions.attributes.update(texts | mentions.attributes)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):  # an inner function or a comprehension
             for names, nested in zip(mentions, _mentions(inner)):

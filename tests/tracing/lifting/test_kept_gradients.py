@@ -380,3 +380,43 @@ def test_a_disabled_grad_scaler_is_allowed():
         return loop_step
 
     assert compare(scaled) == 0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_one_loop_accumulates_and_another_one_steps(kind):
+    """Both carry the gradients, in one state. A parameter that backward never reaches has none for the optimizer."""
+
+    def loops(model):
+        optimizer = getattr(optim, kind)(model.parameters(), lr=0.1, weight_decay=0.1)
+
+        def accumulate(x):
+            loss = model[0](x).square().mean()
+            loss.backward()
+            return loss
+
+        def update():
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.zeros(())
+
+        return optimizer, accumulate, update
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2)])
+    model = copy.deepcopy(plain)
+    _, accumulate, update = loops(plain)
+    optimizer, *both = loops(model)
+    lifted_accumulate, _ = zt.lift(both[0], model, carry_grads=True)
+    lifted_update, state = zt.lift(both[1], model, optimizer, carry_grads=True)
+    lifted_accumulate, lifted_update = zt.Step.of(lifted_accumulate), zt.Step.of(lifted_update)
+    state = lifted_update.shard(state)
+    for i in range(6):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        state, loss = lifted_accumulate(state, x)
+        assert loss.item() == pytest.approx(accumulate(x).item(), rel=1e-6)
+        if i % 2:
+            state, _ = lifted_update(state)
+            update()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(state["params"][name], p.detach())
+    assert len(lifted_accumulate._cache) == 1 and len(lifted_update._cache) <= 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_lift import compare, data, everything, loop, make_model
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ztrans as zt
 from tests.support import optimizers as written
@@ -194,3 +195,18 @@ def follow_the_advice() -> None:
 
 if __name__ == "__main__":
     follow_the_advice()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_lift_runs_no_hooks_of_an_optimizer(kind):
+    """The state before the first step is found by steps on copies, and a hook may change the module itself."""
+    model, calls = nn.Linear(2, 2), []
+    optimizer = getattr(optim, kind)(model.parameters(), lr=0.1)
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("of all"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    try:
+        zt.lift(lambda x: optimizer.step(), model, optimizer)
+    finally:
+        everywhere.remove()
+    assert calls == []

@@ -11,10 +11,12 @@ if the parameter's gradient is also None at the end of the call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...ir.source import Source, user_source, where
@@ -23,12 +25,21 @@ from .scalars import tensors_in
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _ZEROS = ("zero_", "_foreach_zero_")
 _OVERWRITES = ("fill_", "copy_", "_foreach_copy_")
+_LOOPS = weakref.WeakKeyDictionary[nn.Module, list[set[str]]]()  # see `with_gradients`
 
 
 def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The present gradients of the parameters, for a state that carries them. A missing one is zeros."""
     carried = {k: p for k, p in own.items() if p.requires_grad or p.grad is not None}
     return {k: torch.zeros_like(p) if p.grad is None else p.grad.detach() for k, p in carried.items()}
+
+
+def with_gradients(model: nn.Module) -> list[set[str]]:
+    """For each loop that carries gradients of a module, the parameters that have had a gradient in it.
+
+    A loop that only steps the optimizer is given gradients that another loop has accumulated.
+    """
+    return _LOOPS.setdefault(model, [])
 
 
 class KeptGradients(TorchFunctionMode):

@@ -28,7 +28,7 @@ from ..trace import EXTRA, is_number
 from .averaged_models import averaging
 from .grad_scaler import scale_of, scaling
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
-from .kept_gradients import KeptGradients
+from .kept_gradients import KeptGradients, with_gradients
 from .lifted_state import State, check_apart, check_known, several, state_of
 from .repeated_updates import RepeatedUpdates
 from .scalars import Numbers
@@ -96,13 +96,17 @@ def lift(
     counted = pytree.tree_map(is_number, today["optimizer"])  # whether each leaf is a number, such as a count of steps
     hyperparameters, updates = Hyperparameters(optimizers), RepeatedUpdates()
     had = {name for name, p in own.items() if p.grad is not None}
+    loops = with_gradients(model) if carry_grads else []  # another loop may have made a gradient that this one carries
+    loops.append(had)
+    of_others = lambda: set[str]().union(*(names for names in loops if names is not had))
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
         numbers = [*((x, None) for x in _counts(state["optimizer"], counted)), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as params, unchanged(optimizers, groups):
-            gradients = KeptGradients(params, state.get("grads"), had)
+            known = had | of_others()
+            gradients = KeptGradients(params, state.get("grads"), known)
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
             stepped = _stepped(optimizers, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
@@ -110,13 +114,14 @@ def lift(
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
+            had.update(known - of_others())
             new = _new_state(model, params, optimizers, state)
         new |= ({"grads": carried} if carried is not None else {}) | ({"scaler": scaled} if scaled else {})
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
-        return _trained(model), hyperparameters.constants()
+        return _trained(model), hyperparameters.constants(), len(of_others())
 
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""

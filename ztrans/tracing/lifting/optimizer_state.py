@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -132,13 +132,16 @@ def _trial(
         torch.manual_seed(seed or 0)
         for c in copies:
             c.grad = _drawn(c, seed)
-        trial.step()
+        step: Any = type(trial).step
+        (step.__wrapped__ if hasattr(step, "hooked") else step)(trial)  # without the hooks of all optimizers
     return [(c.detach(), trial.state[c]) for c in copies]
 
 
 def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimizer:
     """A copy of an optimizer for the copies of its parameters, by the ids of these."""
-    attributes = copy.deepcopy(vars(optimizer), dict(copies))
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which may change what the loop trains
+    own = {key: value for key, value in vars(optimizer).items() if key not in hooks}
+    attributes = copy.deepcopy(own, dict(copies)) | {key: OrderedDict() for key in hooks}
     attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
     trial = object.__new__(type(optimizer))
     vars(trial).update(attributes)
