@@ -77,9 +77,7 @@ def to_fx(
     if mesh is not None:
         graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)
     out = fx.Graph()
-    nodes: dict[Var, Any] = {v: out.placeholder(_identifier(v.name)) for v in graph.inputs}
-    for node in out.nodes:
-        node.target = node.name  # which no other input has, nor anything that the code calls
+    nodes: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
     donated = donation(graph, frozenset(e for group in kernels for e in group)) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
@@ -105,8 +103,11 @@ def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
     return with_joint_indices(at, sizes, graph.joint)
 
 
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name) if name != "self" else "self_"
+def _placeholder(out: fx.Graph, v: Var) -> fx.Node:
+    """A parameter of the code for an input, with a name that nothing else in the code has."""
+    node = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name) if v.name != "self" else "self_")
+    node.target = node.name
+    return node
 
 
 class _Unit(NamedTuple):
