@@ -248,6 +248,36 @@ def test_what_a_step_reads_in_other_ways_is_compared_too(restored, how):
     assert torch.equal(run(torch.zeros(1), X)[1], step(torch.zeros(1), X)[1])
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor, self.settings = 1.0, {}
+
+    def forward(self, x):
+        return (x * self.factor if self.training else x * 3 * self.factor).sum()
+
+
+ARGUMENTS = {
+    "a function": (lambda x: (x * RATE).sum(), lambda f: globals().update(RATE=5.0)),
+    "the mode of a module": (Scaled(), lambda m: m.eval()),
+    "an attribute of a module": (Scaled(), lambda m: setattr(m, "factor", 2.0)),
+    "an object": (LOSS, lambda loss: setattr(loss, "_scale", 4.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_what_an_argument_reads_is_compared_too(restored, kind):
+    criterion, change = ARGUMENTS[kind]
+    step = lambda state, x, criterion: (state, criterion(x))
+    run = zt.Step.of(step)
+    for _ in range(2):
+        assert torch.equal(run(torch.zeros(1), X + 1, criterion)[1], step(torch.zeros(1), X + 1, criterion)[1])
+    assert len(run._cache) == 1
+    change(criterion)
+    assert torch.equal(run(torch.zeros(1), X + 1, criterion)[1], step(torch.zeros(1), X + 1, criterion)[1])
+    assert len(run._cache) == 2
+
+
 def test_the_error_names_the_line_that_reads_the_value(restored):
     step, change, _ = closure()
     lowered = zt.Step.of(step).lower(torch.zeros(1), X)

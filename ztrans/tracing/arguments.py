@@ -19,9 +19,13 @@ from ..ir.micro_batches import first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
-from .captured import Key
+from .captured import Captured, Key
 from .containers import opened
+from .reached import is_own
 from .trace import EXTRA, Abstract, Program, is_of_batch, shape_of
+
+_MOST = 64
+_OBJECTS: dict[int, Captured] = {}  # what is read in the last arguments that are functions or objects, by their ids
 
 
 class Arguments(NamedTuple):
@@ -98,7 +102,18 @@ def _described(x: Any, is_state: bool) -> tuple:
     # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     is_tensor = isinstance(x, torch.Tensor)
     placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
+    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad, _read_in(x)
+
+
+def _read_in(x: Any) -> tuple | None:
+    """The values that a step may read in an argument that is a function, a module or an object of the user."""
+    if isinstance(x, torch.Tensor | type) or not (callable(x) or is_own(type(x))):
+        return None
+    if id(x) not in _OBJECTS:
+        if len(_OBJECTS) == _MOST:
+            _OBJECTS.clear()
+        _OBJECTS[id(x)] = Captured(x)
+    return _OBJECTS[id(x)].read()
 
 
 class StateKey(tuple):

@@ -65,16 +65,16 @@ class Captured:
     def key(self) -> Key:
         """The present values. While they stay the same, so does the key."""
         settings = getattr(self.fn, "settings", None)
-        key = Key(*self._read(), tuple(ambient().items()), settings() if settings is not None else None)
+        key = Key(*self.read(), tuple(ambient().items()), settings() if settings is not None else None)
         if self._last is None or key != self._last:
             self._last = key
         return self._last
 
     def reach(self) -> Reach:
         """The places that the step reads at present."""
-        return self._readings[self._read()[0]].reach
+        return self._readings[self.read()[0]].reach
 
-    def _read(self) -> tuple[int, tuple]:
+    def read(self) -> tuple[int, tuple]:
         """The number of the list of places that applies at present, and the values at these places."""
         for number, readings in reversed(list(enumerate(self._readings))):
             values = readings.read()
