@@ -270,12 +270,16 @@ def test_what_an_argument_reads_is_compared_too(restored, kind):
     criterion, change = ARGUMENTS[kind]
     step = lambda state, x, criterion: (state, criterion(x))
     run = zt.Step.of(step)
+    compiled = run.lower(torch.zeros(1), X + 1, criterion).compile()
+    compiled(torch.zeros(1), X + 1, criterion)
     for _ in range(2):
         assert torch.equal(run(torch.zeros(1), X + 1, criterion)[1], step(torch.zeros(1), X + 1, criterion)[1])
     assert len(run._cache) == 1
     change(criterion)
     assert torch.equal(run(torch.zeros(1), X + 1, criterion)[1], step(torch.zeros(1), X + 1, criterion)[1])
     assert len(run._cache) == 2
+    with pytest.raises(TypeError, match="step: a value that the step reads in its argument criterion has changed"):
+        compiled(torch.zeros(1), X + 1, criterion)
 
 
 def test_the_error_names_the_line_that_reads_the_value(restored):

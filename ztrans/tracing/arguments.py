@@ -19,13 +19,9 @@ from ..ir.micro_batches import first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
-from .captured import Captured, Key
+from .captured import Key, read_in
 from .containers import opened
-from .reached import is_own
 from .trace import EXTRA, Abstract, Program, is_of_batch, shape_of
-
-_MOST = 64
-_OBJECTS: dict[int, Captured] = {}  # what is read in the last arguments that are functions or objects, by their ids
 
 
 class Arguments(NamedTuple):
@@ -102,18 +98,7 @@ def _described(x: Any, is_state: bool) -> tuple:
     # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     is_tensor = isinstance(x, torch.Tensor)
     placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad, _read_in(x)
-
-
-def _read_in(x: Any) -> tuple | None:
-    """The values that a step may read in an argument that is a function, a module or an object of the user."""
-    if isinstance(x, torch.Tensor | type) or not (callable(x) or is_own(type(x))):
-        return None
-    if id(x) not in _OBJECTS:
-        if len(_OBJECTS) == _MOST:
-            _OBJECTS.clear()
-        _OBJECTS[id(x)] = Captured(x)
-    return _OBJECTS[id(x)].read()
+    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad, read_in(x)
 
 
 class StateKey(tuple):
@@ -182,9 +167,15 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
             f"{name}: {_difference(program, tree, arguments)}.\n"
             f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
         )
-    for i, value in program.static.items():
-        if leaves[i] != value:
-            raise TypeError(f"{name}: compiled for {program.paths[i]}={value!r}, called with {leaves[i]!r}.")
+    for i, constant in program.static.items():
+        path = program.paths[i]
+        if leaves[i] != constant.value:
+            raise TypeError(f"{name}: compiled for {path}={constant.value!r}, called with {leaves[i]!r}.")
+        if read_in(leaves[i]) != constant.reads:
+            raise TypeError(
+                f"{name}: a value that the step reads in its argument {path} has changed since it was traced.\n"
+                f"Lower it again, or call the step itself, which is then traced anew."
+            )
     return [x for i, x in enumerate(leaves) if i not in program.static]
 
 

@@ -28,6 +28,8 @@ _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
 _LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
+_MOST_OBJECTS = 64
+_OBJECTS: dict[int, Captured] = {}  # what is read in the last arguments that are functions or objects, by their ids
 _LONGEST_TEXT = 80  # characters of a container in a message
 _READ = (*CONTAINERS, collections.deque, Mapping)  # whose entries are compared
 _CHANGING = (*_READ, numpy.ndarray)
@@ -98,6 +100,17 @@ class Captured:
             elif any(id(x) not in kept for x in held):
                 changes.append(f"{place.name} is another object{line}")
         return changes
+
+
+def read_in(x: Any) -> tuple | None:
+    """The values that a step may read in an argument that is a function, a module or an object of the user."""
+    if isinstance(x, torch.Tensor | type) or not (callable(x) or is_own(type(x))):
+        return None
+    if id(x) not in _OBJECTS:
+        if len(_OBJECTS) == _MOST_OBJECTS:
+            _OBJECTS.clear()
+        _OBJECTS[id(x)] = Captured(x)
+    return _OBJECTS[id(x)].read()
 
 
 class _Readings:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,7 +23,7 @@ from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
-from .captured import Captured, Key
+from .captured import Captured, Key, read_in
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
@@ -35,6 +35,13 @@ from .regions import Fact, label_regions
 EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
 
+class Constant(NamedTuple):
+    """An argument that is neither a tensor nor a number, and the values that the step may read in it."""
+
+    value: Any
+    reads: tuple | None
+
+
 @dataclass(frozen=True)
 class Program:
     """A traced graph with the trees that its inputs and outputs flatten from."""
@@ -43,7 +50,7 @@ class Program:
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # one path for each leaf of the arguments
-    static: Mapping[int, Any] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
+    static: Mapping[int, Constant] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
     captured: Captured  # the values that the step reads besides its arguments
     made_for: Key  # the key of those values when the step was traced
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
@@ -228,9 +235,9 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _static(abstract: Sequence[Any]) -> dict[int, Any]:
+def _static(abstract: Sequence[Any]) -> dict[int, Constant]:
     """The leaves that are constants of the program, by their indices."""
-    return {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
+    return {i: Constant(a, read_in(a)) for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
