@@ -4,15 +4,27 @@ import pytest
 import torch
 
 from tests.support.versions import OLD
-from ztrans.ir.graph import Eqn, Partial, Split, Var
+from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
 from ztrans.transforms.sharding.dtensor_rules import NoRule, rule
 
 aten = torch.ops.aten
 CUT, TERMS = (Split("dp"),), (Partial("dp", "sum"),)
 
 
+def shapes(op, args, kwargs) -> list[tuple[int, ...]] | None:
+    """The shapes of the results of an operation; None where PyTorch cannot tell them."""
+    meta = lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta")
+    try:
+        returned = op(*substitute(args, meta), **substitute(kwargs, meta))
+    except (NotImplementedError, RuntimeError):
+        return None
+    results = returned if isinstance(returned, tuple | list) else [returned]
+    return [tuple(x.shape) for x in results] if all(isinstance(x, torch.Tensor) for x in results) else None
+
+
 def ask(op, *args, outs: int = 1, size: int = 4, **kwargs):
-    results = tuple(Var(f"o{i}", torch.float32, ()) for i in range(outs))
+    results = tuple(Var(f"o{i}", torch.float32, shape) for i, shape in enumerate(shapes(op, args, kwargs) or [()] * outs))
+    assert len(results) == outs
     wanted, given = rule(Eqn(op, args, results, kwargs), lambda v: v.layout, "dp", size)
     return list(wanted), list(given)
 

@@ -26,23 +26,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
-from ...ir.layout import part
 from ...ir.nested.functions import functions
 from ...ir.operations import is_written, shows_argument
+from .rule_checks import extreme, is_right, reads_terms
 
 aten = torch.ops.aten
 # Operations for which DTensor has no rule, each with an operation of the same layouts for which it has one.
 _KNOWN_AS = {aten._conj_physical.default: aten._conj.default}
-# Operations that run on a part without elements: casts, copies, constructors, sums and matrix products.
-_ON_NOTHING = {
-    *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
-    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
-    *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
-}
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim1d", "start_dim", "end_dim")
-# Their results have positions along a dim. DTensor of torch 2.11 combines those of parts as if they were values.
-_POSITIONS = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 _ONE_DIM_MORE = (aten.unsqueeze, aten.stack)  # their argument `dim` is a dim of the result
 
 
@@ -96,6 +88,7 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     have = [layouts(v) for v in eqn.ins]
     if (known := _known(eqn, have)) is not None:
         return known
+    have = [layout if reads_terms(eqn, layout) else () for layout in have]
     try:
         wanted, given = _ask(eqn, have, axis, size)
     except NoRule:
@@ -106,9 +99,9 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
         # DTensor would spread a value into terms, which is wasteful. Instead, reduce the inputs that are terms.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
         wanted, given = _ask(eqn, have, axis, size)
-    given = [tuple(_extreme(p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
-    unfit = _makes_terms(have, wanted) or _has_no_reduction(eqn, given) or _fails_on_parts(eqn, wanted, size)
-    return _whole(eqn) if unfit else (wanted, given)
+    given = [tuple(extreme(eqn, p, v) for p in layout) for layout, v in zip(given, eqn.outs)]
+    fits = not _makes_terms(have, wanted) and is_right(eqn, wanted, given, axis, size)
+    return (wanted, given) if fits else _whole(eqn)
 
 
 def _known(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]] | None:
@@ -144,43 +137,9 @@ def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:
     return [()] * len(eqn.ins), [()] * len(eqn.outs)
 
 
-def _has_no_reduction(eqn: Eqn, given: list[Layout]) -> bool:
-    """Whether a result is in terms that no collective combines: factors, or positions in the parts of the ranks."""
-    terms = [p for layout in given for p in layout if isinstance(p, Partial)]
-    return any(p.op == "product" for p in terms) or (bool(terms) and eqn.op in _POSITIONS)
-
-
-def _fails_on_parts(eqn: Eqn, wanted: list[Layout], size: int) -> bool:
-    """Whether an equation would fail on a rank whose part of an input has no elements."""
-    return any(_has_empty_part(v, layout, size) for v, layout in zip(eqn.ins, wanted)) and not _runs_on_nothing(eqn)
-
-
-def _runs_on_nothing(eqn: Eqn) -> bool:
-    """Whether an equation runs on a part without elements. Elementwise operations, views and sums do.
-
-    Others, such as a norm of negative order or a Fourier transform, fail, but only on the rank with such a part.
-    """
-    op: Any = eqn.op
-    if op.overloadpacket is aten.linalg_vector_norm:
-        return 0 < (eqn.args[1] if len(eqn.args) > 1 else 2) < float("inf")
-    known = torch.Tag.pointwise in op.tags or op.overloadpacket in _ON_NOTHING
-    return known or shows_argument(op) or is_random(op)
-
-
-def _extreme(p: Split | Partial, v: Var | None) -> Split | Partial:
-    """The placement of a result. The product of bools over ranks is their `min`, and the sum is their `max`."""
-    if isinstance(p, Partial) and v is not None and v.dtype == torch.bool:
-        return Partial(p.axis, {"product": "min", "sum": "max"}.get(p.op, p.op))
-    return p
-
-
 def _makes_terms(have: list[Layout], wanted: list[Layout]) -> bool:
     """Whether a value that is not in terms would have to be spread into terms."""
     return any(h != w and any(isinstance(p, Partial) for p in w) for h, w in zip(have, wanted))
-
-
-def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
-    return any(isinstance(p, Split) and part(v.shape[p.dim], size, size - 1)[1] == 0 for p in layout)
 
 
 def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
@@ -258,6 +217,8 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
         info = dispatcher.unwrap_to_op_info(question.op, *substitute(question.arguments, tensor))
         with tracing(_context()):
             dispatcher.sharding_propagator.propagate(info)
+    except (KeyError, IndexError, TypeError):  # its rule fails, for instance for a dim of one row that is cut
+        return None
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         if "redistribut" in str(error):  # it has a rule, but for whole inputs only
             return None

@@ -84,7 +84,7 @@ class Sharding:
 
         Raises: ValueError if they would, each its own numbers.
         """
-        cut = {p.axis for v in eqn.ins for p in self.layout_of(v)}
+        cut = {p.axis for v in eqn.ins for p in self.layout_of(v) if isinstance(p, Split)}
         apart = {*members_of(cut), *(axis for v in eqn.ins for axis in self.differ.get(v, ()))}
         if any(self.graph.axes[a] > 1 and a not in apart for a in self.axes.all):
             raise self.unreduced(
@@ -112,6 +112,8 @@ class Sharding:
                 wanted, given = rule(eqn, have, axis, self.graph.axes[axis])
         except NoRule as error:
             raise self.no_rule(eqn, error) from None
+        if is_random(eqn.op) and any(map(have, eqn.ins)) and not any(isinstance(p, Split) for x in given for p in x):
+            raise self.unreduced(eqn, f"a random draw ({op_name(eqn.op)}) in the update, on whole values,")
         ready = iter(wanted)
         read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
         outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
@@ -216,7 +218,7 @@ class Sharding:
 
     def averaged(self, out: Var, to: Split | None, name: str, role: str, not_over: Set[str] = INVARIANT) -> Var:
         """The mean of a value over all axes over which it differs, except for those of `not_over`."""
-        end, key = self.end(out), (out, to, role)
+        end, key = self.end(out), (out, to, role, frozenset(not_over))
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
             raise ValueError(
                 f"shard_params: the {name} {out} is an integer that depends on the batch, so it differs from rank to "

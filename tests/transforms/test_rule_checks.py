@@ -1,0 +1,37 @@
+"""Updates whose sharding rules of DTensor would give wrong results: they compute what the plain update computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ztrans as zt
+
+UPDATES = {
+    "a sum of norms of columns": lambda p, q: p.norm(dim=0).sum(),
+    "a sum of norms": lambda p, q: torch.stack([p.norm(), q.norm()]).sum(),
+    "a product with a norm": lambda p, q: p.norm() * q.norm() + 1,
+    "a norm of norms": lambda p, q: torch.linalg.vector_norm(torch.stack([p.norm(), q.norm()])),
+    "a norm of other norms": lambda p, q: torch.stack([p.norm(1), q.norm(1)]).norm(),
+    "a mean of squares": lambda p, q: F.mse_loss(p, p * 0.9),
+    "a mean": lambda p, q: p.mean() + F.huber_loss(q, q * 0.5),
+    "a mean of rows": lambda p, q: p.mean(0).square().sum(),
+    "whether any": lambda p, q: (p.sum(0) > 0).any().double() + (p > 0).to(torch.uint8).any().double(),
+    "an outer product of sums": lambda p, q: torch.addr(torch.eye(3, dtype=p.dtype), p.mean(0), q.sum(0)).sum(),
+    "gathered rows": lambda p, q: p.gather(0, torch.zeros(2, 3, dtype=torch.int64)).sum(),
+    "a logsumexp": lambda p, q: p.T.logsumexp(0, keepdim=True).sum(),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_computes_what_the_plain_one_computes(name, ranks):
+    update = UPDATES[name]
+    step = lambda state, x: ({**state, "figure": update(state["p"], state["q"])}, x.mean())
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(rows, 3, dtype=torch.float64, generator=generator) for rows in (5, 4))
+    state, x = {"p": p, "q": q, "figure": torch.zeros((), dtype=torch.float64)}, torch.ones(2)
+    lowered = zt.shard_params(zt.AbstractMesh(dp=ranks))(step).lower(state, x)
+    new, _ = lowered.lockstep(state, [(x,)] * ranks)
+    torch.testing.assert_close(new["figure"], update(p, q), rtol=1e-12, atol=1e-12)
