@@ -21,6 +21,12 @@ UPDATES = {
     "an outer product of sums": lambda p, q: torch.addr(torch.eye(3, dtype=p.dtype), p.mean(0), q.sum(0)).sum(),
     "gathered rows": lambda p, q: p.gather(0, torch.zeros(2, 3, dtype=torch.int64)).sum(),
     "a logsumexp": lambda p, q: p.T.logsumexp(0, keepdim=True).sum(),
+    "a mean over an empty tuple of dims": lambda p, q: (q - q.mean((), keepdim=True)).square().sum(),
+    "a threshold of maxima": lambda p, q: F.threshold(p.amax(0), 0.3, 3.0).sum(),
+    "a Fourier transform of maxima": lambda p, q: torch.fft.fft(p.amax(0)).real.square().sum(),
+    "a sum in whole numbers": lambda p, q: p.sum(0).sum(dtype=torch.int64).double(),
+    "a real part": lambda p, q: torch.complex(p, p).pow(2).sum().imag,
+    "a row that is repeated": lambda p, q: q[:1].expand(3, -1).sum(),
 }
 
 
@@ -35,3 +41,15 @@ def test_an_update_computes_what_the_plain_one_computes(name, ranks):
     lowered = zt.shard_params(zt.AbstractMesh(dp=ranks))(step).lower(state, x)
     new, _ = lowered.lockstep(state, [(x,)] * ranks)
     torch.testing.assert_close(new["figure"], update(p, q), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("draw", [
+    lambda p: torch.multinomial(p.abs().sum(1), 2).sum(), lambda p: torch.randn_like(p.sum(0)).sum(),
+])  # fmt: skip
+def test_a_draw_that_each_rank_would_make_for_itself_is_refused(draw):
+    def step(state, x):
+        return {**state, "figure": draw(state["p"]).double()}, x.mean()
+
+    state = {"p": torch.ones(6, 3, dtype=torch.float64), "figure": torch.zeros((), dtype=torch.float64)}
+    with pytest.raises(ValueError, match=r"shard_params: .*a random draw \("):
+        zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, torch.ones(2))
