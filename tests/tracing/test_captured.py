@@ -224,6 +224,7 @@ READS = {
     "an object as a context": (entered, lambda c: c.table.entries.update(rate=2.0)),
     "a slice": (lambda c, x: x[c.rows], lambda c: setattr(c, "rows", slice(0, 2))),
     "a range": (lambda c, x: x * sum(c.steps), lambda c: setattr(c, "steps", range(4))),
+    "a list of many lists": (lambda c, x: x * c.rows_of_three[79][2], lambda c: c.rows_of_three[79].__setitem__(2, 5.0)),
     "a deque": (lambda c, x: x * sum(c.last), lambda c: c.last.append(5.0)),
     "a read-only mapping": (lambda c, x: x * c.fixed["rate"], lambda c: c.below.update(rate=2.0)),
     "a truth value of NumPy": (lambda c, x: x * 2 if c.flag else x, lambda c: setattr(c, "flag", np.bool_(True))),
@@ -237,6 +238,7 @@ def test_what_a_step_reads_in_other_ways_is_compared_too(restored, how):
     settings = argparse.Namespace(
         rate=1.0, table=Table(), rows=slice(1, 2), steps=range(3), last=collections.deque([1.0], maxlen=2), below=below,
         fixed=types.MappingProxyType(below), flag=np.bool_(False), mode=Name("none"),
+        rows_of_three=[[1.0, 2.0, 3.0] for _ in range(80)],
     )  # fmt: skip
     reads, change = READS[how]
     step = lambda state, x: (state, reads(settings, x))

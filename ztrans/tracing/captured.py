@@ -27,7 +27,7 @@ from .reached import CONTAINERS, LONGEST, Reach, is_own, reach
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
-_LEVEL = 10  # a container counts as so many entries itself, which bounds how deeply nested containers are read
+_DEEPEST = 100  # levels of nested containers that are read; a container may contain itself
 _MOST_OBJECTS = 64
 _OBJECTS: dict[int, Captured] = {}  # what is read in the last arguments that are functions or objects, by their ids
 _LONGEST_TEXT = 80  # characters of a container in a message
@@ -181,6 +181,7 @@ class _Reading:
 
     objects: list
     left: int = LONGEST
+    depth: int = 0
 
 
 def _value(value: Any, reading: _Reading) -> Any:
@@ -194,8 +195,8 @@ def _value(value: Any, reading: _Reading) -> Any:
     if isinstance(value, slice | range):
         return kind, (value.start, value.stop, value.step)
     if isinstance(value, _READ) and (isinstance(value, CONTAINERS) or not is_own(kind)):
-        reading.left -= len(value) + _LEVEL
-        return kind, _of_entries(value, reading) if reading.left >= 0 else len(value)
+        reading.left -= len(value)
+        return kind, _of_entries(value, reading) if reading.left >= 0 and reading.depth < _DEEPEST else len(value)
     if isinstance(value, numbers.Number | enum.Enum | numpy.generic | str | bytes):
         return kind, value
     if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
@@ -205,9 +206,11 @@ def _value(value: Any, reading: _Reading) -> Any:
 
 def _of_entries(values: Any, reading: _Reading) -> Any:
     """The constants in the entries of a container."""
+    reading.depth += 1
+    items = [_value(x, reading) for x in (values.values() if isinstance(values, Mapping) else values)]
+    reading.depth -= 1
     if isinstance(values, Mapping):
-        return tuple([(k, _value(x, reading)) for k, x in values.items()])
-    items = [_value(x, reading) for x in values]
+        return tuple(zip(values, items))
     return frozenset(items) if isinstance(values, set | frozenset) else tuple(items)
 
 
