@@ -75,7 +75,13 @@ def frames(state, x):
     return state, torch.view_as_real(torch.stft(x.flatten(), 4, 2, window=torch.ones(4), center=False, return_complex=True))
 
 
+def a_constant_of_a_branch(state, x):
+    chosen = torch.cond(x.sum() > 1e9, lambda a: a.sin(), lambda a: torch.zeros(4, 6), (x,))
+    return state, chosen + 1
+
+
 PROGRAMS = [
+    a_constant_of_a_branch,
     sum_before_its_argument_changes, sum_of_a_scalar, nothing_to_squeeze, parts_that_are_written, a_constant,
     numbers_of_other_types, signs_of_zero, strided, strided_from_an_offset, frames,
 ]  # fmt: skip
@@ -119,3 +125,14 @@ def test_a_kernel_does_not_write_over_a_constant():
     _, first = step({}, torch.ones(4, 6))
     for _ in range(2):
         assert all(map(torch.equal, step({}, torch.ones(4, 6))[1], first))
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("bias", [lambda b: b[:, 0], lambda b: b[0, :1].expand(512)], ids=["a column", "one number"])
+def test_a_bias_with_strides_is_read_as_such(bias):
+    """Also where oneDNN, which takes a bias as dense, computes products."""
+    step = lambda state, x: (state, torch.nn.functional.linear(x, state["w"], bias(state["b"])))
+    state, x = {"w": torch.randn(512, 768), "b": torch.randn(512, 3)}, torch.randn(512, 768)
+    compiled = zt.Step.of(step).lower(state, x).compile(backend="inductor")
+    torch.testing.assert_close(compiled(state, x)[1], step(state, x)[1], rtol=1e-4, atol=1e-3)

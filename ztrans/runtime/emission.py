@@ -43,6 +43,7 @@ class Emission:
     at: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
     streams: Streams | None
+    hoists: bool = True  # whether small constants are made once; a function may return them, to be written over
 
     def call(self, name: str, module: torch.nn.Module, *members: Var) -> fx.Node:
         """Add `module` as the submodule `name`, and emit a call of it with the values of `members`."""
@@ -81,7 +82,7 @@ def nested(function: Function) -> fx.GraphModule:
     """The code of a function that an operation calls."""
     graph, out = function.graph, fx.Graph()
     nodes: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, None)
+    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, None, hoists=False)
     for e in graph.eqns:
         nodes.update((v, node) for v, node in zip(e.outs, operation(emission, e)) if v is not None)
     out.output(function.returned(substitute(graph.outputs, nodes.__getitem__)))
@@ -138,7 +139,7 @@ def operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
     op: Any = function or eqn.op
     if isinstance(op, torch._ops.HigherOrderOperator):
         return _higher_order(emission, eqn)
-    if is_constant(eqn):
+    if emission.hoists and is_constant(eqn):
         return [emission.constant(op(*eqn.args, **eqn.kwargs))]
     call = emission.emit(op, eqn.args, eqn.kwargs)
     if isinstance(op, torch._ops.OpOverload) and not op._schema.returns:  # an update over lists

@@ -48,7 +48,11 @@ def _applies(args: Sequence[Any]) -> bool:
     if not all(isinstance(x, Strided) for x in args):
         return False
     plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and 0 not in x.shape for x in args)
-    return plain and [len(x.shape) for x in args] in ([2, 2], [1, 2, 2]) and torch.backends.mkldnn.is_available()
+    if not plain or [len(x.shape) for x in args] not in ([2, 2], [1, 2, 2]):
+        return False
+    # oneDNN reads a bias as dense, and in full.
+    is_dense = all(bias.shape == (args[-1].shape[1],) and bias.stride == (1,) for bias in args[:-2])
+    return is_dense and torch.backends.mkldnn.is_available()
 
 
 @functools.cache
