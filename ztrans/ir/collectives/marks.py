@@ -21,7 +21,6 @@ _NOWHERE: frozenset[str] = frozenset()
 class Mark(Memberwise):
     """The rules that all marks share: the result is the first argument."""
 
-
     def shares(self, eqn: Eqn) -> bool:
         return True
 

@@ -17,7 +17,6 @@ from .interface import Memberwise
 class Shard(Memberwise):
     """Rules of shard: a view of the whole value, which differs from rank to rank."""
 
-
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 

@@ -102,8 +102,8 @@ def _runs_on_nothing(eqn: Eqn) -> bool:
 def _weighs_parts(eqn: Eqn, wanted: list[Layout], given: list[Layout], size: int) -> bool:
     """Whether a result is a mean of means of parts that are not all of the same size."""
     means = any(isinstance(p, Partial) and p.op == "mean" for layout in given for p in layout)
-    cut = ((v.shape[p.dim], p) for v, layout in zip(eqn.ins, wanted) for p in layout if isinstance(p, Split))
-    return means and any(rows % size for rows, _ in cut)
+    cut_sizes = (v.shape[p.dim] for v, layout in zip(eqn.ins, wanted) for p in layout if isinstance(p, Split))
+    return means and any(n % size for n in cut_sizes)
 
 
 def _misplaces(eqn: Eqn, wanted: list[Layout]) -> bool:
