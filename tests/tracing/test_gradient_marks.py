@@ -42,3 +42,18 @@ def second_derivatives(state, x):
 def test_gradients_of_gradients_are_those_of_the_plain_function(step):
     state, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
     torch.testing.assert_close(zt.Step.of(step)(state.clone(), x)[1], step(state, x)[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_write_into_a_view_with_a_transposed_factor():
+    """Autograd reads such a gradient by `as_strided`, with the strides that it had in the trace."""
+
+    def written(w, factor, x):
+        z = x @ w
+        z[0] = 0.0
+        return (torch.stack([z * torch.sigmoid(factor.t()), z]) ** 2).sum()
+
+    step = lambda state, x: (state, grad(written)(state["w"], state["factor"], x))
+    state = {"w": torch.randn(2, 3, dtype=torch.float64), "factor": torch.randn(3, 4, dtype=torch.float64)}
+    x = torch.randn(4, 2, dtype=torch.float64)
+    wanted = step(state, x)[1]
+    torch.testing.assert_close(zt.Step.of(step)(state, x)[1], wanted)

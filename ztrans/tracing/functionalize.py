@@ -42,6 +42,10 @@ _SCATTERS = {  # the inverses of the views that show some elements of the base
 }
 
 
+# Operations whose results lie in memory as their arguments say.
+_LAID_OUT = (aten.as_strided_scatter.default, aten.new_zeros.default, aten.zeros.default, aten.full.default)
+
+
 @dataclass(frozen=True)
 class View:
     """A view of a base tensor: result `number` of `op(base, *args, **kwargs)`."""
@@ -84,6 +88,7 @@ class Builder:
     names: Names
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
+    makers: dict[Var, Eqn] = field(default_factory=dict)
     facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     metas: dict[tuple, Any] = field(default_factory=dict)  # results on meta tensors, by the types of the arguments
@@ -126,6 +131,7 @@ class Builder:
                 self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
+        self.makers.update((out, eqn) for out in eqn.results)
         self.facts[eqn] = self.fact
         if key is not None:
             self.scalars[key] = outs[0]
@@ -164,8 +170,22 @@ class Builder:
     def contiguous(self, value: Var) -> Var:
         return self.emit(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
 
+    def base_for(self, op: Any, base: Var) -> Var:
+        """The base of a view. `as_strided` relies on its strides in the trace, so it gets a copy with these.
+
+        A program may write a result over an argument with other strides, and fake tensors do not always predict them.
+        """
+        maker = self.makers.get(base)
+        if op is not aten.as_strided.default or maker is None or maker.op in _LAID_OUT:
+            return base
+        if maker.kwargs.get("memory_format") is torch.contiguous_format:
+            return base
+        order = sorted(range(len(base.shape)), key=lambda d: -self.strides[base][d])
+        dense = self.contiguous(self.emit(aten.permute.default, (base, order)))
+        return self.emit(aten.permute.default, (dense, [order.index(d) for d in range(len(order))]))
+
     def view(self, base: Var, view: View) -> Var:
-        out = self.emit(view.op, (base, *view.args), view.kwargs)
+        out = self.emit(view.op, (self.base_for(view.op, base), *view.args), view.kwargs)
         return out[view.number] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
@@ -180,7 +200,7 @@ class Builder:
         if name in _INVERSES:
             return self.emit(_INVERSES[name], (new, *args))
         if name in _SCATTERS:
-            return self.emit(_SCATTERS[name], (base, new, *args), kwargs)
+            return self.emit(_SCATTERS[name], (self.base_for(view.op, base), new, *args), kwargs)
         if name == "permute":
             order = [d % len(base.shape) for d in args[0]]
             return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))

@@ -128,7 +128,7 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
         return base
     if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
-    shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)
+    shown = builder.emit(op, (builder.base_for(op, builder.read(base)), *rest), kwargs, val)
     outs = [
         Alias(base.storage, (*base.views, View(op, rest, kwargs, i)), base.storage.version, v)
         for i, v in enumerate(shown if isinstance(shown, tuple) else [shown])
