@@ -43,7 +43,7 @@ _SCATTERS = {  # the inverses of the views that show some elements of the base
 
 
 # Operations whose results lie in memory as their arguments say.
-_LAID_OUT = (aten.as_strided_scatter.default, aten.new_zeros.default, aten.zeros.default, aten.full.default)
+_LAID_OUT = tuple(getattr(aten, name).default for name in ("as_strided_scatter", "copy", "new_zeros", "zeros", "full"))
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,8 @@ class Builder:
             return base
         if maker.kwargs.get("memory_format") is torch.contiguous_format:
             return base
-        order = sorted(range(len(base.shape)), key=lambda d: -self.strides[base][d])
-        dense = self.contiguous(self.emit(aten.permute.default, (base, order)))
-        return self.emit(aten.permute.default, (dense, [order.index(d) for d in range(len(order))]))
+        memory = self.emit(aten.new_empty_strided.default, (base, list(base.shape), list(self.strides[base])))
+        return self.emit(aten.copy.default, (memory, base))
 
     def view(self, base: Var, view: View) -> Var:
         out = self.emit(view.op, (self.base_for(view.op, base), *view.args), view.kwargs)
