@@ -97,6 +97,13 @@ def test_a_compiled_step_refuses_another_flag():
         compiled(W, {"x": X, "twice": True})
 
 
+def test_a_leaf_inside_a_batch_is_refused_also_if_another_batch_lies_between_them():
+    memory = torch.arange(100.0)
+    run = zt.Step.of(lambda state, *batch: ({"w": state["w"] + 1000}, sum(x.sum() for x in batch)))
+    with pytest.raises(TypeError, match="share memory"):
+        run({"w": memory[30:40]}, memory, memory[10:20])
+
+
 def test_leaves_that_begin_to_share_memory_are_refused():
     """As when a target network is set to the trained network, instead of to a copy of it."""
     run = zt.Step.of(step)

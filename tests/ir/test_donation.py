@@ -61,13 +61,21 @@ def test_an_argument_that_is_not_contiguous_is_not_overwritten(name):
 
 
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor])
-def test_arithmetic_overwrites_either_argument_however_the_other_is_laid_out(op):
-    for place in (0, 1):
-        args = [torch.randn(12, 6), torch.randn(12, 6)]
-        args[1 - place] = args[1 - place].t().contiguous().t()
-        wanted = op(*args)
-        result = onto(op, place)(*args)
-        assert torch.equal(result, wanted) and result.data_ptr() == args[place].data_ptr()
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_arithmetic_overwrites_an_argument_that_lies_in_memory_as_the_result_does(op, place, is_transposed):
+    args = [torch.randn(12, 6).t().contiguous().t() for _ in range(2)]
+    if not is_transposed:
+        args[1 - place] = args[1 - place].contiguous()
+    wanted = op(*args)
+    result = onto(op, place)(*args)
+    assert torch.equal(result, wanted) and result.stride() == wanted.stride()
+    assert (result.data_ptr() == args[place].data_ptr()) is is_transposed
+
+
+def test_arithmetic_with_a_scalar_overwrites_a_transposed_argument():
+    x = torch.randn(12, 6).t()
+    assert onto(aten.mul.Tensor, 1)(torch.tensor(2.0), x) is x
 
 
 def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():

@@ -252,3 +252,13 @@ def test_short_reprs_are_one_short_line():
         assert repr(stage).startswith(f"{type(stage).__name__}("), repr(stage)
     assert re.fullmatch(r"Memory\(peak [\d.]+ KiB, state [\d.]+ KiB, \d+ equations\)", repr(stages[3]))
     assert re.fullmatch(r"Plan\(\w{16}, \d+ gather buckets, \d+ reduction buckets(, \d+ kept)?, update='\w+'\)", repr(stages[2]))
+
+
+def test_long_literals_with_other_elements_print_differently():
+    def step(values):
+        return lambda state, x: (state, x * torch.tensor(values))
+
+    state, x = {"w": torch.ones(1)}, torch.ones(9)
+    first, second, third = (zt.Step.of(step(v)).lower(state, x).graph for v in ([1.0] * 9, [1.0] * 8 + [2.0], [1.0] * 9))
+    assert str(first) == str(third) != str(second)
+    assert "tensor(<(9,)>, " in str(first)

@@ -136,3 +136,17 @@ def test_a_bias_with_strides_is_read_as_such(bias):
     state, x = {"w": torch.randn(512, 768), "b": torch.randn(512, 3)}, torch.randn(512, 768)
     compiled = zt.Step.of(step).lower(state, x).compile(backend="inductor")
     torch.testing.assert_close(compiled(state, x)[1], step(state, x)[1], rtol=1e-4, atol=1e-3)
+
+
+def test_an_output_is_no_memory_of_the_batch():
+    """A loader may fill the same memory with the next batch."""
+
+    def step(state, x):
+        kept = torch.empty_like(x)
+        kept.copy_(x)
+        return state, (kept, x[1:])
+
+    run, x = zt.Step.of(step), torch.ones(3)
+    _, outputs = run({"w": torch.zeros(1)}, x)
+    x.zero_()
+    assert [y.tolist() for y in outputs] == [[1, 1, 1], [1, 1]]

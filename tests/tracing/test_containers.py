@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,3 +141,28 @@ def test_a_class_of_ones_own_without_fields_is_still_refused():
     with pytest.raises(TypeError, match="an argument holds a"):
         zt.Step.of(step).trace({"w": W}, Own())
     assert not dataclasses.is_dataclass(Own)
+
+
+class Loss:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_an_object_that_holds_tensors_is_no_output():
+    step = zt.Step.of(lambda state, x: (state, {"loss": Loss(x.sum())}))
+    with pytest.raises(TypeError, match=r"the output\['loss'\] is a Loss, an object that holds tensors.*\n.*dataclass"):
+        step(W.clone(), X)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.int32(3), Path("runs/1"), dict, np.dtype("float32"), object()])
+def test_an_output_is_any_constant(value):
+    step = zt.Step.of(lambda state, x: (state, (x.sum(), value)))
+    output = step(W.clone(), X)[1][1]
+    assert output == value and type(output) is type(value)
+
+
+def test_every_call_returns_an_array_of_its_own():
+    step = zt.Step.of(lambda state, x: (state, np.zeros(3)))
+    state, first = step(W.clone(), X)
+    first += 1
+    assert step(state, X)[1].tolist() == [0, 0, 0]

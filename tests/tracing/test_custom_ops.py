@@ -243,3 +243,21 @@ def test_an_operator_that_changes_its_argument_and_returns_a_list_is_refused():
 
     with pytest.raises(ValueError, match=rf"(?s)operator custom.split_.default changes an argument and returns a list.*{Path(__file__).name}:\d+ in .*update.*Return a tuple"):
         zt.Step.of(make(update=update)).trace(STATE, X)
+
+
+@torch.library.custom_op("custom::row_sums", mutates_args=())
+def row_sums(x: Tensor) -> Tensor:
+    assert x.is_contiguous(), x.stride()  # as operators in C++ check
+    return x.sum(1)
+
+
+row_sums.register_fake(lambda x: x.new_empty(x.shape[0]))
+
+
+def test_an_operator_gets_its_arguments_with_the_strides_that_they_had_in_the_step():
+    def step(state, x):
+        gate = torch.sigmoid(state["w"].t())  # x * gate could be written over it, and would not be contiguous
+        return state, row_sums((x * gate).contiguous())
+
+    state, x = {"w": torch.randn(6, 4)}, torch.randn(4, 6)
+    assert distance(zt.Step.of(step)(clone(state), x), step(state, x)) == 0

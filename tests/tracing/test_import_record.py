@@ -103,6 +103,11 @@ def stacked_views(x):
     return w + v
 
 
+def memory_order(x, t, y):
+    t = t.detach().clone()
+    return t.copy_(y), t.t().view(-1), torch.add(y, 1, out=t).t().view(-1)
+
+
 def transposed_into_a_view(x, z):
     v = x.view(12, 2)
     return v.copy_(z.t()), x.view(-1)
@@ -213,7 +218,7 @@ STEPS = {
     "as_strided": (strided, X), "expand": (lambda x: (x[:, :1].expand(4, 1).add_(1), x[0].expand(4, 6) * x), X),
     "copy_ with broadcast": (lambda x, y: x.copy_(y), X, T(6)), "copy_ with cast": (lambda x, y: x[1:].copy_(y), X, T(1, 6).double()), "copy_ to integers": (lambda x, y: x.copy_(y), torch.arange(6), T(6) * 5),
     "copy_ transposed": (lambda x, z: (x.copy_(z.t()), x.view(-1)), X, T(6, 4)), "copy_ to a view": (transposed_into_a_view, X, T(2, 12)),
-    "memory order": (lambda x, t, y: (t.copy_(y), t.t().view(-1), torch.add(y, 1, out=t).t().view(-1)), X, T(6, 4).t(), Y),
+    "memory order": (memory_order, X, T(6, 4).t(), Y),
     "fill": (filled, X, Y, T(())), "index": (indexed, X, Y, I2), "scatter": (scattered, X, Y, I46), "out": (into, X, Y),
     "random": (drawn, X), "bits": (bits, X), "lazy": (conjugated, torch.complex(X, Y)), "literals": (literal, X), "data": (renamed, X, Y), "set_": (named_shape, X),
     "autograd through views": (backward_in_place, X, Y), "gradients": (grads_are_accumulated, X, Y),
@@ -263,3 +268,15 @@ def test_an_operation_without_a_functional_form_is_refused_at_its_line(message):
     line = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{message}": lambda' in row)
     assert f"{HERE}:{line} " in str(e.value)
     assert alike(Y, Y.clone()), "the trace has changed a tensor of the caller"
+
+
+def test_a_line_that_writes_into_the_batch_is_named():
+    def step(state, x, cache):
+        cache[0] += x  # here
+        cache.unsqueeze(0).mul_(2)
+        return state, cache.sum()
+
+    state, x, cache = {"w": torch.ones(1)}, torch.ones(2), torch.zeros(3, 2)
+    with pytest.warns(UserWarning, match=r"(?s)writes into its argument cache, and the tensor of the caller.*\.py:\d+ in .*step") as told:
+        assert zt.Step.of(step)(state, x, cache)[1] == 4
+    assert len(told) == 1 and not cache.any()

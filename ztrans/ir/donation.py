@@ -200,7 +200,8 @@ def _into(op: Any) -> tuple[Any, str] | None:
 def onto(op: Any, place: int) -> Callable:
     """`op` as a function that writes its result over argument number `place`.
 
-    All but plain arithmetic does so only if all its arguments are contiguous.
+    It does so only if the result would have the strides of that argument, which code after it may rely on: if all
+    arguments are contiguous, or, in plain arithmetic, if both have the same strides or the other one is a scalar.
 
     >>> x = torch.ones(2, 2)
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
@@ -211,16 +212,21 @@ def onto(op: Any, place: int) -> Callable:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
     tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
-    tensors = [] if op._schema.name in _ARITHMETIC else tensors
+    is_arithmetic = op._schema.name in _ARITHMETIC
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
-        for k in tensors:
-            if not args[k].is_contiguous():
-                return op(*args, **kwargs)
+        fits = is_arithmetic and _lie_alike(args[place], args[1 - place])
+        if not fits and not all(args[k].is_contiguous() for k in tensors):
+            return op(*args, **kwargs)
         return form(*args, **kwargs, **{out: args[place]})
 
     over.__name__ = f"{op._schema.name.split('::')[1]}_over"
     return over
+
+
+def _lie_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the sum of two tensors has the strides of `x`."""
+    return x.stride() == other.stride() or not other.dim()
 
 
 def _written(e: Eqn, twin: Any) -> Written:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import with_joint_indices
 from ..ir.collectives.user_collectives import by_group
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
+from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape, localize
 from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.views import Calls, simpler_calls
@@ -91,7 +91,7 @@ def to_fx(
         nodes.update((v, node) for v, node in _emit(unit, emission, forms) if v is not None)
         ends.append(len(out.nodes))
     emitted = list(out.nodes)
-    out.output([substitute(o, nodes.__getitem__) for o in graph.outputs])
+    out.output(list(map(emission.returned, graph.outputs)))
     _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])])
     return fx.GraphModule(emission.module, out, graph.name)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,17 @@ class Emission:
         if isinstance(x, (list, tuple)):
             return type(x)([self.read(item) for item in x])
         return substitute(x, self.nodes.__getitem__)
+
+    def returned(self, x: Any) -> Any:
+        """An output: the node of a value, or a constant. One that code cannot write is an attribute of the module."""
+        if isinstance(x, Var):
+            return self.nodes[x]
+        if x is None or type(x) in (bool, int, float, complex, str, bytes):
+            return x
+        name = f"object_{len(vars(self.module))}"
+        setattr(self.module, name, x)
+        held = self.out.get_attr(name)
+        return self.out.call_method("copy", (held,)) if isinstance(x, numpy.ndarray) else held
 
     def function(self, function: Function) -> fx.Node:
         """A function that an operation calls, as a submodule with code of its own."""

@@ -26,8 +26,8 @@ class Executable:
     """A program of one rank as a function from flat inputs to flat outputs.
 
     It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
-    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of the state, or
-    of constants; they are copied, because later steps use that memory.
+    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of arguments or
+    of constants; they are copied, because later steps and the caller use that memory.
     """
 
     program: fx.GraphModule
@@ -68,12 +68,12 @@ def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | N
 
 
 def shown(graph: Graph) -> tuple[int, ...]:
-    """The positions of the outputs, other than the state, that share memory with the state or a constant.
+    """The positions of the outputs, other than the state, that share memory with an argument or a constant.
 
-    Later steps write over the state, and read the constants again.
+    Later steps write over the state, and read the constants again. The caller may write over a batch.
     """
     owner, n = donation(graph).owner, graph.num_state
-    held = {owner[v] for v in (*graph.inputs[:n], *graph.outputs[:n]) if isinstance(v, Var)}
+    held = {owner[v] for v in (*graph.inputs, *graph.outputs[:n]) if isinstance(v, Var)}
     held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
     return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held)
 

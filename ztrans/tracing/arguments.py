@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -259,7 +258,7 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """The positions of tensors that lie in the same memory, pair by pair."""
+    """For each tensor that shares memory with one that begins before it: their positions."""
     spans = []
     for i, x in enumerate(tensors):
         size = x.numel()
@@ -267,10 +266,12 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
             size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
         if size:
             spans.append((x.data_ptr(), x.data_ptr() + size * x.itemsize, i))
-    spans.sort()
-    for (_, end, i), (start, _, j) in itertools.pairwise(spans):
-        if start < end:
-            yield i, j
+    farthest = last = 0  # the end of the memory of the tensors so far, and the position of the one that ends there
+    for start, end, i in sorted(spans):
+        if start < farthest:
+            yield last, i
+        if end > farthest:
+            farthest, last = end, i
 
 
 def _donated(graph: Graph, reason: str) -> str:

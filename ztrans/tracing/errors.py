@@ -211,6 +211,14 @@ def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> 
     )
 
 
+def writes_batch(name: str, source: Source | None) -> str:
+    return (
+        f"trace: the step writes into its argument {name}, and the tensor of the caller will not change.\n"
+        f"  at {where(source)}\n"
+        f"Write into a copy, {name}.clone(), or make it a leaf of the state if the next step reads what is written."
+    )
+
+
 def draws_in_python(source: Source | None, step: str) -> ValueError:
     """The step draws a number from Python's or NumPy's generators."""
     return ValueError(

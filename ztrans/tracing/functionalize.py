@@ -42,10 +42,6 @@ _SCATTERS = {  # the inverses of the views that show some elements of the base
 }
 
 
-# Operations whose results lie in memory as their arguments say.
-_LAID_OUT = tuple(getattr(aten, name).default for name in ("as_strided_scatter", "copy", "new_zeros", "zeros", "full"))
-
-
 @dataclass(frozen=True)
 class View:
     """A view of a base tensor: result `number` of `op(base, *args, **kwargs)`."""
@@ -58,10 +54,11 @@ class View:
 
 @dataclass
 class Storage:
-    """The current value of a storage's base tensor, and how often it has changed."""
+    """The current value of a storage's base tensor, how often it has changed, and the user's line that did so last."""
 
     value: Var
     version: int = 0
+    written_at: Source | None = None
 
 
 @dataclass
@@ -88,7 +85,6 @@ class Builder:
     names: Names
     strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
-    makers: dict[Var, Eqn] = field(default_factory=dict)
     facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
     scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
     metas: dict[tuple, Any] = field(default_factory=dict)  # results on meta tensors, by the types of the arguments
@@ -131,7 +127,6 @@ class Builder:
                 self.strides[out] = x.stride()
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
         self.eqns.append(eqn)
-        self.makers.update((out, eqn) for out in eqn.results)
         self.facts[eqn] = self.fact
         if key is not None:
             self.scalars[key] = outs[0]
@@ -155,6 +150,7 @@ class Builder:
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
+        x.storage.written_at = self.source
         if self.strides[value] == self.strides[old]:  # otherwise the next read applies the views to the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
@@ -170,21 +166,8 @@ class Builder:
     def contiguous(self, value: Var) -> Var:
         return self.emit(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
 
-    def base_for(self, op: Any, base: Var) -> Var:
-        """The base of a view. `as_strided` relies on its strides in the trace, so it gets a copy with these.
-
-        A program may write a result over an argument with other strides, and fake tensors do not always predict them.
-        """
-        maker = self.makers.get(base)
-        if op is not aten.as_strided.default or maker is None or maker.op in _LAID_OUT:
-            return base
-        if maker.kwargs.get("memory_format") is torch.contiguous_format:
-            return base
-        memory = self.emit(aten.new_empty_strided.default, (base, list(base.shape), list(self.strides[base])))
-        return self.emit(aten.copy.default, (memory, base))
-
     def view(self, base: Var, view: View) -> Var:
-        out = self.emit(view.op, (self.base_for(view.op, base), *view.args), view.kwargs)
+        out = self.emit(view.op, (base, *view.args), view.kwargs)
         return out[view.number] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
@@ -199,7 +182,7 @@ class Builder:
         if name in _INVERSES:
             return self.emit(_INVERSES[name], (new, *args))
         if name in _SCATTERS:
-            return self.emit(_SCATTERS[name], (self.base_for(view.op, base), new, *args), kwargs)
+            return self.emit(_SCATTERS[name], (base, new, *args), kwargs)
         if name == "permute":
             order = [d % len(base.shape) for d in args[0]]
             return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))

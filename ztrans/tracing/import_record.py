@@ -9,7 +9,7 @@ member, so that each parameter can be updated as soon as its gradient is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.graph import Eqn, Names, Var
 from ..ir.operations import is_written, shows_argument
 from ..ir.source import where
-from .errors import warn_of_trace
+from .errors import warn_of_trace, writes_batch
 from .functionalize import Alias, Builder, Storage, View
 from .nested.checkpoints import policy_of
 from .nested.import_graph import import_graph
@@ -42,8 +42,13 @@ _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
 
 
-def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded run, its outputs, and what the tracer recorded about each equation."""
+def import_record(
+    recorded: Recorded, inputs: Sequence[Var], batch: Collection[Var] = ()
+) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
+    """The equations of a recorded run, its outputs, and what the tracer recorded about each equation.
+
+    Warns of lines that write into a tensor of the `batch`, which the program does not do.
+    """
     builder = Builder(Names(v.name for v in inputs), {v: x.stride() for v, x in zip(inputs, recorded.inputs)})
     values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
     traced = lambda x: values.get(id(x), x)  # a literal tensor stays
@@ -55,6 +60,9 @@ def import_record(recorded: Recorded, inputs: Sequence[Var]) -> tuple[list[Eqn],
         else:
             result = _operation(builder, o.op, args, kwargs, o.seen)
         _set(values, o.result, result)
+    for x, v in zip(recorded.inputs, inputs):
+        if v in batch and (written := values[id(x)].storage).version:
+            warn_of_trace(writes_batch(v.name, written.written_at), written.written_at)
     return builder.eqns, builder.read(mapped(recorded.outputs, traced)), builder.facts
 
 
@@ -128,7 +136,7 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
         return base
     if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
-    shown = builder.emit(op, (builder.base_for(op, builder.read(base)), *rest), kwargs, val)
+    shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)
     outs = [
         Alias(base.storage, (*base.views, View(op, rest, kwargs, i)), base.storage.version, v)
         for i, v in enumerate(shown if isinstance(shown, tuple) else [shown])

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
+from ..ir.printer import program
 from ..ir.source import Source, user_source, where
 from .captured import constants, same_objects
 from .errors import changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
@@ -150,7 +151,7 @@ def _leaks(
         if not (change.is_leak and _holds_tensor_of_trace(change.old)):
             grows = change.old is ABSENT  # a container that gets a new entry in every trace
             raise changes_python(change.name.partition("[")[0] if grows else change.name, change.source, step)
-    if str(second.graph) != str(first.graph):
+    if program(second.graph, full=True) != program(first.graph, full=True):
         raise refusal
     return [(change.name, change.source) for change in changes if change.is_leak]
 

@@ -24,7 +24,7 @@ from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
 from .captured import Captured, Key, read_in
-from .containers import opened
+from .containers import named_outputs, opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .leaks import Imported, settled
@@ -198,8 +198,7 @@ def trace(
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
-        outputs = ((f"the output{pytree.keystr(k)}", x) for k, x in pytree.tree_leaves_with_path(output))
-        refuse_wrappers((*zip(paths, new), *outputs))
+        refuse_wrappers((*zip(paths, new), *named_outputs(output)))
         return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
     def make_inputs() -> list[torch.Tensor]:
@@ -208,7 +207,7 @@ def trace(
     def record_program() -> Imported:
         recorded = run_traced(call, make_inputs, [v.name for v in inputs], name)
         with without_autocast():
-            eqns, outputs, facts = import_record(recorded, inputs)
+            eqns, outputs, facts = import_record(recorded, inputs, batch_vars)
         shapes = tuple(map(shape_of, leaves[:num_state]))
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)

@@ -116,3 +116,19 @@ def test_a_step_on_a_gpu_computes_what_it_does_on_a_cpu():
     gpu_state, gpu_grad = lowered.compile()(to_gpu(STATE), *batch)
     assert distance({k: v.cpu() for k, v in gpu_state.items()}, state) < 1e-3
     assert distance(gpu_grad.cpu(), grad) < 1e-3
+
+
+def test_layers_with_other_literals_have_kernels_of_their_own():
+    heads = 10
+    slopes = [0.1 * i for i in range(heads)]
+
+    def biased(slopes):
+        return lambda score, b, h, i, j: score * torch.tensor(slopes)[h]
+
+    def step(state, q):
+        return state, [flex_attention(q, q, q, score_mod=biased(s)) for s in (slopes, slopes[::-1], slopes)]
+
+    q, state = torch.randn(1, heads, 4, 8, dtype=torch.float64), {"w": torch.ones(1)}
+    lowered = zt.Step.of(step).lower(state, q)
+    assert sum(isinstance(m, Attention) for m in zt.to_fx(lowered.graph).modules()) == 2
+    assert distance(lowered.compile()(clone(state), q), step(state, q)) < 1e-12

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import textwrap
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -101,10 +102,15 @@ def value(x: Any) -> str:
     if isinstance(x, torch.dtype):
         return DTYPES.get(x, str(x))
     if isinstance(x, torch.Tensor):
-        return f"tensor({x.tolist()})" if x.numel() <= 8 else f"tensor(<{tuple(x.shape)}>)"
+        return f"tensor({x.tolist()})" if x.numel() <= 8 else f"tensor(<{tuple(x.shape)}>, {checksum(x):08x})"
     if isinstance(x, (list, tuple)):
         return "[" + ", ".join(map(value, x)) + "]"
     return str(x)
+
+
+def checksum(x: torch.Tensor) -> int:
+    """A number of 32 bits that is another one for other elements."""
+    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def fold(items: Sequence[str], size: str = "") -> str:

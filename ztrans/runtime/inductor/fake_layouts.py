@@ -17,6 +17,7 @@ from ...ir.layout import local_shape, localize
 from ...ir.nested.functions import Function
 from ...ir.nested.launch import Launch
 from ...ir.operations import compute
+from ...ir.printer import one_line
 from ...ir.update_groups import is_fused_update
 from .compiler import fake
 
@@ -112,7 +113,7 @@ def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layout
         if isinstance(x, torch.Tensor):
             return f"tensor {tuple(Strided.of(x))} {id(x)}"
         if isinstance(x, Function):
-            return str(x.graph)
+            return one_line(x)
         return f"[{', '.join(map(show, x))}]" if isinstance(x, (list, tuple)) else repr(x)
 
     for e in eqns:
