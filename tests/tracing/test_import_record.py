@@ -280,3 +280,13 @@ def test_a_line_that_writes_into_the_batch_is_named():
     with pytest.warns(UserWarning, match=r"(?s)writes into its argument cache, and the tensor of the caller.*\.py:\d+ in .*step") as told:
         assert zt.Step.of(step)(state, x, cache)[1] == 4
     assert len(told) == 1 and not cache.any()
+
+
+@pytest.mark.parametrize("view", [torch.view_as_real, torch.conj, lambda z: z.view(torch.float64)], ids=["real", "conj", "bits"])
+def test_as_strided_of_a_view_with_other_values_is_refused(view):
+    z = T(4, dtype=torch.complex64)
+    step = zt.Step.of(lambda state, z: (state, view(z).as_strided((2,), (1,))))
+    with pytest.raises(ValueError, match=rf"as_strided of a view with other values.*\n  at .*{HERE}:\d+.*\nCopy the view"):
+        step({"w": torch.ones(1)}, z)
+    copied = zt.Step.of(lambda state, z: (state, view(z).clone().as_strided((2,), (1,))))
+    assert torch.equal(copied({"w": torch.ones(1)}, z)[1], view(z).resolve_conj().as_strided((2,), (1,)))

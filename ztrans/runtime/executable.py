@@ -70,10 +70,12 @@ def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | N
 def shown(graph: Graph) -> tuple[int, ...]:
     """The positions of the outputs, other than the state, that share memory with an argument or a constant.
 
-    Later steps write over the state, and read the constants again. The caller may write over a batch.
+    Later steps write over the state, and read the constants again. The caller may write over a batch. Inputs that are
+    given away, such as sums over micro-batches, belong to the outputs.
     """
     owner, n = donation(graph).owner, graph.num_state
-    held = {owner[v] for v in (*graph.inputs, *graph.outputs[:n]) if isinstance(v, Var)}
+    given = {v for v, _ in graph.donated}
+    held = {owner[v] for v in (*graph.inputs, *graph.outputs[:n]) if isinstance(v, Var) and v not in given}
     held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
     return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held)
 
