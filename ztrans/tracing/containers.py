@@ -35,23 +35,6 @@ def opened(tree: Any) -> Any:
     return pytree.tree_map(lambda x: Opened(x) if _is_container(x) else x, tree)
 
 
-def named_outputs(output: Any) -> list[tuple[str, Any]]:
-    """The leaves of an output, each with its name.
-
-    Raises: TypeError for an object that holds tensors, because its tensors would be those of the trace.
-    """
-    named = [(f"the output{pytree.keystr(k)}", x) for k, x in pytree.tree_leaves_with_path(opened(output))]
-    for name, x in named:
-        held = vars(x) if hasattr(x, "__dict__") and not isinstance(x, torch.Tensor) else {}
-        if any(isinstance(y, torch.Tensor) for y in held.values()):
-            kind = type(x).__qualname__
-            raise TypeError(
-                f"trace: {name} is a {kind}, an object that holds tensors.\n"
-                f"Return its tensors in a dict or in a tuple, or make {kind} a dataclass."
-            )
-    return named
-
-
 def _is_container(x: Any) -> bool:
     if isinstance(x, torch.Tensor | float | int | str):
         return False

@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
@@ -34,6 +34,7 @@ from ..ir.graph import Graph
 from ..ir.printer import program
 from ..ir.source import Source, user_source, where
 from .captured import constants, same_objects
+from .containers import opened
 from .errors import changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
 from .reached import ABSENT, CONTAINERS, Reach, is_internal
@@ -197,8 +198,29 @@ def _holder(tensor: torch.Tensor) -> str:
     return f"a {kinds[0].__qualname__}" if kinds else "a cache"
 
 
-def _holds_tensor_of_trace(value: Any) -> bool:
-    return any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
+def named_outputs(output: Any) -> list[tuple[str, Any]]:
+    """The leaves of an output, each with its name.
+
+    Raises: TypeError for an object that holds tensors, because its tensors would be those of the trace.
+    """
+    named = [(f"the output{pytree.keystr(k)}", x) for k, x in pytree.tree_leaves_with_path(opened(output))]
+    for name, x in named:
+        if not isinstance(x, torch.Tensor) and _holds_tensor_of_trace(x):
+            kind = type(x).__qualname__
+            raise TypeError(
+                f"trace: {name} is a {kind}, an object that holds tensors.\n"
+                f"Return its tensors in a dict or in a tuple, or make {kind} a dataclass."
+            )
+    return named
+
+
+def _holds_tensor_of_trace(value: Any, deepest: int = 8) -> bool:
+    """Whether a tensor of the trace is a value, or is among its attributes and entries, or theirs."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor)
+    held: Iterable[Any] = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
+    held = value.values() if isinstance(value, Mapping) else held
+    return deepest > 0 and not isinstance(value, type) and any(_holds_tensor_of_trace(x, deepest - 1) for x in held)
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -24,10 +24,10 @@ from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
 from .captured import Captured, Key, read_in
-from .containers import named_outputs, opened
+from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
-from .leaks import Imported, settled
+from .leaks import Imported, named_outputs, settled
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
