@@ -149,7 +149,7 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
         raise ValueError(
             f"lift: the loop step changes {changed[0]!r} of a parameter group, as a scheduler does. This would happen "
             f"once, while it is traced.\n"
-            f"Step the scheduler after the lifted step. The next call reads what it has set."
+            f"Set it before the lifted step, or step the scheduler after the lifted step: each call reads the groups."
         )
     if changed:
         raise ValueError(
