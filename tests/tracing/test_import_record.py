@@ -290,3 +290,24 @@ def test_as_strided_of_a_view_with_other_values_is_refused(view):
         step({"w": torch.ones(1)}, z)
     copied = zt.Step.of(lambda state, z: (state, view(z).clone().as_strided((2,), (1,))))
     assert torch.equal(copied({"w": torch.ones(1)}, z)[1], view(z).resolve_conj().as_strided((2,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.dropout(x, 0.5),
+        lambda x: torch.empty_like(x).uniform_(1, 2),
+        lambda x: torch.empty_like(x).exponential_(),
+        lambda x: x.clone().bernoulli_(0.3),
+        lambda x: torch.rand_like(x),
+        lambda x: F.rrelu(x, training=True),
+    ],
+)
+def test_random_numbers_are_drawn_in_the_order_of_memory(draw):
+    """As dropout draws its mask for the result of an attention layer, which is transposed."""
+    x = T(3, 4, 5).permute(2, 0, 1)
+    step = zt.Step.of(lambda state, x: (state, draw(x)))
+    torch.manual_seed(0)
+    want = draw(x)
+    torch.manual_seed(0)
+    assert torch.equal(step({"w": torch.ones(1)}, x)[1], want)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var
+from ..ir.graph import Eqn, Names, Var, is_random
 from ..ir.operations import is_written, shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace, writes_batch
@@ -189,9 +189,22 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
             f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
         )
     options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
+    given = with_defaults(op, form, values, kwargs)
+    if is_random(form) and not any(isinstance(x, Var) for x in given[1:]):
+        return (_drawn(builder, form, given, options),)
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
-    results = builder.emit(form, with_defaults(op, form, values, kwargs), options, like)
+    results = builder.emit(form, given, options, like)
     return results if isinstance(results, tuple) else (results,)
+
+
+def _drawn(builder: Builder, op: Any, values: Sequence, options: dict) -> Var:
+    """Random numbers, drawn in the order in which the elements lie in memory, as the in-place operation draws them."""
+    target, *others = values
+    order = sorted(range(len(target.shape)), key=lambda dim: -builder.strides[target][dim])
+    if order == sorted(order):
+        return builder.emit(op, (target, *others), options)
+    drawn = builder.emit(op, (builder.emit(aten.permute.default, (target, order)), *others), options)
+    return builder.emit(aten.permute.default, (drawn, [order.index(dim) for dim in range(len(order))]))
 
 
 def _is_of_library(op: Any) -> bool:
