@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var, is_random
+from ..ir.graph import Eqn, Names, Var, is_random, variables
 from ..ir.operations import is_written, shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace, writes_batch
@@ -190,7 +190,7 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         )
     options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
     given = with_defaults(op, form, values, kwargs)
-    if is_random(form) and not any(isinstance(x, Var) for x in given[1:]):
+    if is_random(form) and not variables(given[1:]):
         return (_drawn(builder, form, given, options),)
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
     results = builder.emit(form, given, options, like)

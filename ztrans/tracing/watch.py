@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     autograd_would_have_decomposed,
     is_traceable_wrapper_subclass_type,
 )
@@ -35,6 +36,7 @@ from torch.utils._python_dispatch import (
 from ..ir.operations import is_written
 from ..ir.source import Source, user_source, where
 from . import errors
+from .fakes.constants import READS, read_constant
 from .fakes.mode import DEVICE, device_of
 from .lifting.scalars import tensors_in
 from .nested.checkpoints import mark_of_operation, take_policy
@@ -94,6 +96,8 @@ class Watch(TorchDispatchMode):
         if not all(type(x) in _PLAIN or id(x) in self.known for x in tensors):
             return NotImplemented  # lets a subclass of tensors run it
         expansion = _expansion(func, tensors)
+        if func in READS and (constant := self._constant(func, args)) is not None:
+            return constant
         with _errors_of(func, line, self.step):
             if expansion is not None:
                 return self._expanded(origin, expansion, args, kwargs)
@@ -103,6 +107,11 @@ class Watch(TorchDispatchMode):
         self.operations.append(Operation(fresh, args, kwargs, result, Seen.of(result), origin, {**origin.policy}))
         self.know(result, line)
         return result
+
+    def _constant(self, func: Any, args: tuple) -> Any:
+        """What an operation reads from tensors that depend on no argument of the step, or None."""
+        with _disable_current_modes():
+            return read_constant(func, args, self.operations)
 
     def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
         """Record the call of a higher-order operator, and its functions, as a graph."""
