@@ -162,7 +162,10 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     else:
         results = _functional_results(builder, op, args, kwargs, targets)
     own, new = results[: -len(targets)], results[-len(targets) :]
+    unwritten = _unwritten(op, args, kwargs)
     for target, value in zip(targets, new):
+        if id(target) in unwritten:
+            continue
         old = builder.read(target)
         if value.shape != old.shape and op._schema.name not in _BROADCASTS:
             raise ValueError(
@@ -173,6 +176,12 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     if own:
         return pytree.tree_unflatten(Alias.of(own), pytree.tree_structure(val))
     return targets[0] if len(op._schema.returns) == 1 else targets
+
+
+def _unwritten(op: Any, args: Sequence, kwargs: dict) -> set[int]:
+    """The ids of the gradients of a fused optimizer, which it writes only to unscale them."""
+    is_fused = op._schema.name.startswith(_FUSED)
+    return set(map(id, args[1])) if is_fused and kwargs.get("grad_scale") is None else set()
 
 
 def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
@@ -190,7 +199,7 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         )
     options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
     given = with_defaults(op, form, values, kwargs)
-    if is_random(form) and not variables(given[1:]):
+    if is_random(form) and not list(variables(given[1:])):
         return (_drawn(builder, form, given, options),)
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
     results = builder.emit(form, given, options, like)
