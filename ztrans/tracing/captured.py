@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.ambient import ambient
 from .reached import CONTAINERS, LONGEST, Reach, is_own, reach
@@ -199,9 +200,16 @@ def _value(value: Any, reading: _Reading) -> Any:
         return kind, _of_entries(value, reading) if reading.left >= 0 and reading.depth < _DEEPEST else len(value)
     if isinstance(value, numbers.Number | enum.Enum | numpy.generic | str | bytes):
         return kind, value
-    if (callable(value) or is_own(kind)) and not isinstance(value, weakref.ref):
+    if _is_compared(value):
         reading.objects.append(value)
     return None
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether another object in the place of a value means another program."""
+    if isinstance(value, weakref.ref):
+        return False
+    return callable(value) or is_own(type(value)) or isinstance(value, LRScheduler)
 
 
 def _of_entries(values: Any, reading: _Reading) -> Any:

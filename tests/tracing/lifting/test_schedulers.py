@@ -185,3 +185,65 @@ def test_a_branch_on_an_input_is_refused():
     with pytest.raises(ValueError, match="reads a tensor's value"):
         zt.Step(step).trace(state, *data(1)[0])
     scheduler.step()
+
+
+class Halves(schedulers.LRScheduler):
+    """A scheduler of the user."""
+
+    def get_lr(self):
+        return [group["lr"] / 2 for group in self.optimizer.param_groups]
+
+
+READS = {
+    "exponential": lambda o: schedulers.ExponentialLR(o, 0.5),
+    "step": lambda o: schedulers.StepLR(o, 2),
+    "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "sequential": SCHEDULERS["sequential"],
+    "chained": SCHEDULERS["chained"],
+    "own": Halves,
+}
+
+
+@pytest.mark.parametrize("scheduler", READS)
+def test_what_a_loop_reads_from_a_scheduler_is_of_the_call(scheduler):
+    """The last rates and the epoch become inputs when they have changed, which costs one more trace."""
+
+    def reading(scheduled):
+        def loop_step(x, y):
+            loss, (rate,) = scheduled.loop_step(x, y), scheduled.scheduler.get_last_lr()
+            epoch = 0 if scheduler == "own" else scheduled.scheduler.state_dict().get("last_epoch", 0)
+            return {"loss": loss.detach(), "rate": rate, "scaled": loss.detach() * rate, "epoch": epoch}
+
+        return loop_step
+
+    plain, lifted = (Scheduled(OPTIMIZERS["sgd"], READS[scheduler], lambda: make_model().double()) for _ in range(2))
+    step, state = zt.lift(reading(lifted), lifted.model, lifted.optimizer)
+    run, untouched = zt.Step(step), reading(plain)
+    for k, batch in enumerate(data(5)):
+        batch = [x.double() for x in batch]
+        wanted = untouched(*batch)
+        state, got = run(state, *batch)
+        for key in wanted:
+            assert float(got[key]) == float(wanted[key]), (k, key)
+        plain.advance(wanted["loss"]), lifted.advance(got["loss"])
+    assert len(run._cache) <= 4
+
+
+def test_a_scheduler_that_a_loop_steps_stays_as_it_was():
+    """Also if its step leaves the rate as it is."""
+    lifted, _, _ = lifted_with("step", "sgd")
+    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), lifted.scheduler.step())[0], lifted.model, lifted.optimizer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"steps a scheduler, StepLR, or changes its '_step_count', which would happen"):
+            zt.Step(step).trace(state, *data(1)[0])
+    assert (lifted.scheduler.last_epoch, lifted.scheduler._step_count) == (0, 1)
+
+
+def test_another_scheduler_is_noticed():
+    lifted, _, _ = lifted_with("exponential", "sgd")
+    step, state = zt.lift(lambda x, y: (lifted.loop_step(x, y), lifted.scheduler.get_last_lr()[0]), lifted.model, lifted.optimizer)
+    run, batch = zt.Step(step), data(1)[0]
+    state, _ = run(state, *batch)
+    lifted.scheduler = SCHEDULERS["constant"](lifted.optimizer)
+    lifted.optimizer.param_groups[0]["lr"] = 0.3
+    assert float(run(state, *batch)[1][1]) == lifted.scheduler.get_last_lr()[0] == 0.05

@@ -32,6 +32,7 @@ from .kept_gradients import KeptGradients, with_gradients
 from .lifted_state import State, check_apart, check_known, several, state_of
 from .repeated_updates import RepeatedUpdates
 from .scalars import Numbers
+from .schedulers import Schedulers
 from .stand_ins import StandIns
 from .swapped import swapped, widened
 
@@ -94,14 +95,14 @@ def lift(
         today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
     check_apart(today)
     counted = pytree.tree_map(is_number, today["optimizer"])  # whether each leaf is a number, such as a count of steps
-    hyperparameters, updates = Hyperparameters(optimizers), RepeatedUpdates()
+    hyperparameters, schedulers, updates = Hyperparameters(optimizers), Schedulers(), RepeatedUpdates()
     had = {name for name, p in own.items() if p.grad is not None}
     loops = with_gradients(model) if carry_grads else []  # another loop may have made a gradient that this one carries
     loops.append(had)
     of_others = lambda: set[str]().union(*(names for names in loops if names is not had))
 
     def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
-        groups = cast("list[Group]", named.pop(EXTRA, hyperparameters.inputs()))
+        groups = cast("list[Group]", named.pop(EXTRA, extra()))
         numbers = [*((x, None) for x in _counts(state["optimizer"], counted)), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as params, unchanged(optimizers, groups):
@@ -110,7 +111,8 @@ def lift(
             stand_ins, arithmetic = StandIns(params, names), Numbers(numbers, widened(optimizers))
             stepped = _stepped(optimizers, gradients, arithmetic, begin)
             scaled = {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
-            with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model):
+            reading = schedulers.reading(groups[len(groups_of(optimizers)) :])
+            with gradients, stand_ins, stepped, scaling(scaler, scaled), averaging(model), reading:
                 output = loop_step(*batch, **named)
             stand_ins.check()
             carried = gradients.end()
@@ -118,6 +120,10 @@ def lift(
             new = _new_state(model, params, optimizers, state)
         new |= ({"grads": carried} if carried is not None else {}) | ({"scaler": scaled} if scaled else {})
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+    def extra() -> list[Group]:
+        """The inputs of a program that the optimizers and the schedulers hold."""
+        return hyperparameters.inputs() + schedulers.inputs()
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
@@ -134,7 +140,7 @@ def lift(
     name = "state" if "state" not in arguments else "lifted_state"
     own_state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *arguments.values()])
-    vars(step).update(settings=settings, missing=missing, extra=hyperparameters.inputs, __signature__=signature)
+    vars(step).update(settings=settings, missing=missing, extra=extra, __signature__=signature)
     step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
     step.__doc__ = loop_step.__doc__
     return step, today
