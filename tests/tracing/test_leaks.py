@@ -6,7 +6,9 @@ They are undone. They are an error or a warning with the name and the user's lin
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+import types
 from pathlib import Path
 
 import numpy as np
@@ -276,14 +278,54 @@ def test_attributes_that_torchs_own_modules_write_are_allowed():
     assert torch.allclose(got, loop_step(X).detach())
 
 
-@pytest.mark.parametrize("n", [8, 9])
-def test_a_list_of_any_length_that_is_made_anew_by_every_call_is_refused(n):
-    table = {"rates": [0.0] * n}
+def forever():
+    while True:
+        yield 2.0
 
-    def step(state, x):
-        rates = torch.tensor(table["rates"])
-        table["rates"] = [1.0] * n
-        return state, x * rates
 
-    with pytest.raises(ValueError, match="table"):
-        zt.Step.of(step)(S.clone(), torch.ones(n))
+ITERATORS = {
+    "a generator": forever,
+    "a list's": lambda: iter([1.0, 2.0]),
+    "a count": lambda: itertools.count(1),
+    "a cycle": lambda: itertools.cycle([1.0, 2.0]),
+    "enumerate": lambda: enumerate([1.0, 2.0]),
+    "zip": lambda: zip([1.0], [2.0]),
+    "a loader's": lambda: iter(torch.utils.data.DataLoader(torch.ones(4, 3), batch_size=2)),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_a_step_that_takes_the_next_value_of_an_iterator_is_refused(kind):
+    """The iterator stays where it was, wherever the step finds it."""
+    batches = ITERATORS[kind]()
+    held, entries = types.SimpleNamespace(batches=batches), {"batches": batches}
+
+    def of_closure(state, x):
+        return state, x * next(batches)
+
+    def of_object(state, x):
+        return state, [x * batch for _, batch in zip(range(1), held.batches)]
+
+    def of_dict(state, x):
+        return state, x * next(entries["batches"])
+
+    for step, name in ((of_closure, "batches"), (of_object, "held"), (of_dict, "entries")):
+        with pytest.raises(ValueError, match=rf"takes the next value of an iterator, {name}, while it is traced") as e:
+            zt.Step.of(step).trace(S, X)
+        assert line(step.__name__, "return state") in str(e.value)
+        assert str(e.value).endswith("Call next(...) outside of the step, and pass the value in as an argument.")
+    assert held.batches is batches is entries["batches"]
+    assert str(next(batches)) == str(next(ITERATORS[kind]()))
+
+
+def test_an_iterator_among_defaults_and_arguments_is_refused():
+    batches = forever()
+
+    def by_default(state, x, batches=batches):
+        return state, x * next(batches)
+
+    with pytest.raises(ValueError, match="takes the next value of an iterator, a default of by_default") as e:
+        zt.Step.of(by_default).trace(S, X)
+    assert line("by_default", "def by_default") in str(e.value)
+    with pytest.raises(TypeError, match=r"holds a builtins.generator, which is neither.*\nCall next\(...\) outside of the"):
+        zt.Step.of(by_default)(S, X, forever())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def _kind(leaf: Any) -> str:
 def _advice(leaf: Any, otherwise: str) -> str:
     """What to do with an object that is no leaf of a tree, and no tree that PyTorch knows."""
     name = type(leaf).__name__
+    if isinstance(leaf, Iterator):
+        return "Call next(...) outside of the step, and pass the value in."
     if isinstance(leaf, nn.Module | torch.optim.Optimizer):
         return (
             "Lift the loop that uses it: step, state = zt.lift(loop_step, module, optimizer). Or pass the tensors of a "
@@ -188,6 +190,16 @@ def changes_python(name: str, source: Source | None, step: str) -> ValueError:
         f"  at {where(source)}\n"
         f"Keep what lives from step to step in the state, as a tensor or a number; return what you want to see as "
         f"output; count and collect outside of the step."
+    )
+
+
+def advances(name: str, source: Source | None, step: str) -> ValueError:
+    """The step takes the next value of an iterator that existed before."""
+    return ValueError(
+        f"trace: {step} takes the next value of an iterator, {name}, while it is traced. Its program will not do so "
+        f"again: every call would have the same value.\n"
+        f"  at {where(source)}\n"
+        f"Call next(...) outside of the step, and pass the value in as an argument."
     )
 
 

@@ -34,10 +34,9 @@ from ..ir.graph import Graph
 from ..ir.printer import program
 from ..ir.source import Source, user_source, where
 from .captured import constants, same_objects
-from .containers import opened
-from .errors import changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
+from .errors import advances, changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
-from .reached import ABSENT, CONTAINERS, Reach, is_internal
+from .reached import ABSENT, CONTAINERS, Reach, is_internal, is_own
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,21 @@ class Snapshot:
             pairs += [(show.format(name, k), before.get(k, ABSENT), now.get(k, ABSENT)) for k in keys]
         return [Change(name, self._line(name), old, new) for name, old, new in pairs if not _same(old, new)]
 
+    def stop_iterators(self, step: str) -> None:
+        """Put others in the place of iterators, which raise an error where the step advances them.
+
+        Raises: ValueError for one in a tuple, as the defaults of a function and the arguments of a partial are.
+        """
+        for place, value in self._variables:
+            if place.write is not None and is_iterator(value):
+                place.write(_Stopped(value, place.name, step))
+        for name, holder, before in self._holders:
+            stopped = {k: _Stopped(v, name, step) for k, v in before.items() if is_iterator(v)}
+            if stopped and isinstance(holder, tuple | frozenset):
+                raise advances(name, self._line(name), step)
+            if stopped:
+                _restore(holder, before | stopped)
+
     def restore(self) -> None:
         """Set every value back to that of the snapshot."""
         for place, old in self._variables:
@@ -84,6 +98,27 @@ class Snapshot:
         """The line that writes the value called `name`, or that reads its container."""
         attribute = f".{name.rpartition('.')[2]}"
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
+
+
+class _Stopped:
+    """An iterator in the place of another one of the caller, which would advance only while a step is traced."""
+
+    def __init__(self, iterator: Any, name: str, step: str) -> None:
+        self._iterator, self._name, self._step = iterator, name, step
+
+    def __iter__(self) -> _Stopped:
+        return self
+
+    def __next__(self) -> Any:
+        raise advances(self._name, user_source(2), self._step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator that does not show by an attribute that it advances, and no file."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_own(type(value))
 
 
 class Imported(NamedTuple):
@@ -107,6 +142,7 @@ def settled(record: Callable[[], Imported], reach: Reach, step: str) -> Imported
         if isinstance(place.read(), random.SystemRandom):
             warn_of_trace(reads_system_random(place.name, step), place.source)
     try:
+        before.stop_iterators(step)
         with _heard(step):
             first = record()
         if generators.have_moved():

@@ -27,7 +27,7 @@ from .captured import Captured, Key, read_in
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
-from .leaks import Imported, named_outputs, settled
+from .leaks import Imported, is_iterator, settled
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
@@ -96,7 +96,7 @@ class Abstract:
         if is_number(leaf):
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, Hashable):
+            if not isinstance(leaf, Hashable) or is_iterator(leaf):
                 raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
