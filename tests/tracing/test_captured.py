@@ -362,3 +362,42 @@ def test_attributes_that_a_step_does_not_read_do_not_matter():
         settings.seen = k
         run(torch.zeros(1), X)
     assert len(run._cache) == 1
+
+
+def times_five(*arguments):
+    return arguments[-1] * 5
+
+
+REPLACED = {
+    "the code of inner": ("the code of inner is another object", lambda: setattr(inner, "__code__", times_five.__code__)),
+    "the code of a method": ("the code of halved", lambda: setattr(Base.halved, "__code__", times_five.__code__)),
+    "a method": ("LOSS.halved is another object", lambda: setattr(Base, "halved", times_five)),
+    "a method of one object": ("LOSS.halved is another object", lambda: setattr(LOSS, "halved", times_five)),
+    "forward of a class": ("MODEL.forward is another object", lambda: setattr(Model, "forward", times_five)),
+    "forward of a module": ("MODEL.forward is another object", lambda: setattr(MODEL, "forward", times_five)),
+    "forward of a library's": ("MODEL.drop.forward is another object", lambda: setattr(MODEL.drop, "forward", times_five)),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_code_that_is_replaced_is_noticed(restored, kind):
+    """As `%autoreload 2` does it, and as code does that patches a class or an object."""
+    text, replace = REPLACED[kind]
+    step, *_ = closure()
+    run, kept = zt.Step.of(step), (inner.__code__, Base.halved, Base.halved.__code__, Model.forward)
+    compiled = run.compiled(torch.zeros(1), X + 1)
+    first = run(torch.zeros(1), X + 1)[1]
+    try:
+        replace()
+        for _ in range(2):
+            assert torch.equal(run(torch.zeros(1), X + 1)[1], step(torch.zeros(1), X + 1)[1])
+        assert not torch.equal(run(torch.zeros(1), X + 1)[1], first)
+        assert len(run._cache) == 2
+        with pytest.raises(TypeError, match=text):
+            compiled(torch.zeros(1), X + 1)
+    finally:
+        inner.__code__, Base.halved, Base.halved.__code__, Model.forward = kept
+    for owner in (LOSS, MODEL, MODEL.drop):
+        for name in ("halved", "forward"):
+            vars(owner).pop(name, None)
+    assert torch.equal(run(torch.zeros(1), X + 1)[1], first)

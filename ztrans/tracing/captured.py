@@ -13,6 +13,7 @@ import enum
 import functools
 import numbers
 import operator
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ def _is_compared(value: Any) -> bool:
     """Whether another object in the place of a value means another program."""
     if isinstance(value, weakref.ref):
         return False
-    return callable(value) or is_own(type(value)) or isinstance(value, LRScheduler)
+    return callable(value) or is_own(type(value)) or isinstance(value, LRScheduler | types.CodeType)
 
 
 def _of_entries(values: Any, reading: _Reading) -> Any:

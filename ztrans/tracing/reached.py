@@ -28,6 +28,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset)
 LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OF_FUNCTION = {"__code__": "the code", "__defaults__": "a default", "__kwdefaults__": "a default"}
 _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter"})  # functions that take the name of an attribute
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__"})
 
@@ -141,10 +142,10 @@ class _Walk:
                 self.place((id(cell), ""), variable, functools.partial(_contents, cell), source, write)
             elif callable(value := _contents(cell)):  # a function that was given to a library
                 self.visit(value, variable)
-        for attribute in ("__defaults__", "__kwdefaults__"):
+        for attribute, kind in _OF_FUNCTION.items():
             if own and getattr(f, attribute):
                 read = functools.partial(getattr, f, attribute)
-                self.place((id(f), attribute), f"a default of {f.__name__}", read, where(code.co_firstlineno))
+                self.place((id(f), attribute), f"{kind} of {f.__name__}", read, where(code.co_firstlineno))
         if own:
             for module in mentions.imports:
                 self.visit(sys.modules.get(module), module)
@@ -187,6 +188,7 @@ class _Walk:
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             for hook in hooks.values():
                 self.visit(hook, f"a hook of {name}")
+        self.entry(m, "forward", name)  # which may be overridden
         self.attribute(m, "forward", name)
 
     def namespace(self, owner: Any, name: str) -> None:
@@ -221,7 +223,9 @@ class _Walk:
             elif isinstance(value, classmethod | staticmethod):
                 self.visit(value.__func__, full)
             elif isinstance(value, types.FunctionType):
-                self.visit(value, full)
+                self.place((id(of_class), attribute), full, functools.partial(vars(of_class).get, attribute), None)
+                if not attribute.startswith("__") and hasattr(owner, "__dict__"):  # an object may override it
+                    self.entry(owner, attribute, name)
             else:  # a class attribute, which the object may override later, or a slot
                 read = functools.partial(getattr, owner, attribute, ABSENT)
                 self.place((id(owner), attribute), full, read, self.attributes.get(attribute))
