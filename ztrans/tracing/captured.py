@@ -24,7 +24,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.ambient import ambient
-from .reached import CONTAINERS, LONGEST, Reach, is_own, reach
+from ..ir.source import is_own
+from .reached import CONTAINERS, LONGEST, Reach, reach
 
 _CONSTANTS = frozenset(
     [int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
@@ -138,7 +139,12 @@ class _Readings:
     def read(self) -> tuple | None:
         """The present values; None where a function or an object is another one, so that other places apply."""
         raw = [read() for read in self._reads]
-        suspects = {k for k, entries in self._containers.items() if not same_objects(_entries(raw[k]), entries)}
+        suspects = set()
+        for k, entries in self._containers.items():
+            if same_objects(_entries(raw[k]), entries) and type(raw[k]) is type(self._raw[k]):
+                raw[k] = self._raw[k]  # another container of the same entries is as good
+            else:
+                suspects.add(k)
         if not same_objects(raw, self._raw):
             suspects.update(k for k, (new, old) in enumerate(zip(raw, self._raw)) if new is not old)
         if not suspects:

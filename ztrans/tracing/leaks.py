@@ -31,12 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
-from ..ir.printer import program
-from ..ir.source import Source, user_source, where
+from ..ir.source import Source, is_own, user_source, where
 from .captured import constants, same_objects
 from .errors import advances, changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
-from .reached import ABSENT, CONTAINERS, Reach, is_internal, is_own
+from .reached import ABSENT, CONTAINERS, Reach, is_internal
 
 
 @dataclass(frozen=True)
@@ -278,6 +277,8 @@ def _contents(holder: Any) -> dict:
     if isinstance(holder, list | tuple):
         return dict(enumerate(holder))
     own = getattr(holder, "__dict__", {})
+    if isinstance(holder, torch.optim.Optimizer):
+        return {name: value for name, value in own.items() if not is_internal(holder, name)}
     return {**own, **holder._buffers} if isinstance(holder, nn.Module) else dict(own)
 
 

@@ -8,28 +8,30 @@ libraries is not followed, except for functions that were given to a library (`f
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import dis
 import functools
+import itertools
+import operator
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..ir.source import Source, is_library
+from ..ir.source import Source, is_library, is_own
 
 ABSENT = object()
 CONTAINERS = (list, tuple, dict, set, frozenset)
 LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state", "_opt_called"})
 _OF_FUNCTION = {"__code__": "the code", "__defaults__": "a default", "__kwdefaults__": "a default"}
 _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter"})  # functions that take the name of an attribute
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__"})
 
 
@@ -58,6 +60,8 @@ def reach(fn: Callable) -> Reach:
     walk.visit(fn, getattr(fn, "__name__", "the step"))
     while walk.scan_attributes():
         pass
+    if walk.hooks:
+        walk.place(("hooks",), "the list of hooks", lambda: _hooks_in(walk.hooks, walk.parameters), None)
     return Reach(tuple(walk.places.values()), tuple(walk.holders.values()), walk.attributes)
 
 
@@ -103,6 +107,8 @@ class _Walk:
         self.attributes: dict[str, Source] = {}  # the attributes that the code names, with their lines
         self.scanned: set[tuple[int, str]] = set()
         self.seen: dict[int, Any] = {}
+        self.hooks: list[dict] = []
+        self.parameters: list[nn.Parameter] = []
 
     def place(
         self, key: tuple, name: str, read: Callable[[], Any], source: Source | None, write: Callable | None = None
@@ -185,11 +191,24 @@ class _Walk:
             self.visit(part, f"{name}.{child}")
         if m._modules:
             self.place((id(m), "_modules"), f"the modules of {name}", lambda: m._modules, None)
-        for hooks in (m._forward_pre_hooks, m._forward_hooks):
-            for hook in hooks.values():
-                self.visit(hook, f"a hook of {name}")
+        hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
+        self.hooked(hooks, [p for p in m._parameters.values() if p is not None], name)
         self.entry(m, "forward", name)  # which may be overridden
         self.attribute(m, "forward", name)
+
+    def optimizer(self, o: torch.optim.Optimizer, name: str) -> None:
+        """Follow the hooks of an optimizer, and the code of the user's; `lift` compares the settings of all."""
+        self.hooked((o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks), [], name)
+        if is_own(type(o)):
+            self.holders[id(o)] = name, o
+            self.attribute(o, "step", name)
+
+    def hooked(self, hooks: Iterable[dict], parameters: list[nn.Parameter], name: str) -> None:
+        """Follow hooks, and remember where others may be added."""
+        self.hooks += hooks
+        self.parameters += parameters
+        for hook in _hooks_in(hooks, parameters):
+            self.visit(hook, f"a hook of {name}")
 
     def namespace(self, owner: Any, name: str) -> None:
         """Record a Python module or a class of the user, whose attributes the code may name."""
@@ -202,7 +221,7 @@ class _Walk:
         for name, owner in list(self.holders.values()):
             known = isinstance(owner, nn.Module) and not is_own(type(owner))
             if not known and not isinstance(owner, CONTAINERS):
-                for attribute in list(self.attributes):
+                for attribute in (a for a in list(self.attributes) if not is_internal(owner, a)):
                     self.attribute(owner, attribute, name)
         return len(self.scanned) > before
 
@@ -242,12 +261,20 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
     (nn.Module, _Walk.module),
     (CONTAINERS, _Walk.container),
     ((type, types.ModuleType), _Walk.namespace),
-    (torch.optim.Optimizer, lambda walk, value, name: None),  # `lift` compares the settings of optimizers
+    (torch.optim.Optimizer, _Walk.optimizer),
 )
 
 
+def _hooks_in(hooks: Iterable[dict], parameters: list[nn.Parameter]) -> list[Callable]:
+    """All hooks in `hooks` and of `parameters`. Every call asks for them, so this takes little time."""
+    of_parameters = (map(operator.attrgetter(name), parameters) for name in _HOOKS_OF_PARAMETERS)
+    return [hook for held in filter(None, itertools.chain(hooks, *of_parameters)) for hook in held.values()]
+
+
 def is_internal(holder: Any, attribute: str) -> bool:
-    """Whether an attribute is private to a module of a library, as the list of weights of a recurrent layer is."""
+    """Whether an attribute is private to a module of a library, or one that every optimizer has."""
+    if isinstance(holder, torch.optim.Optimizer):
+        return attribute in _OF_EVERY_OPTIMIZER
     return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
 
 
@@ -270,17 +297,3 @@ def _assign(variables: dict[str, Any], name: str, value: Any) -> None:
         del variables[name]
     else:
         variables[name] = value
-
-
-def _is_own(kind: Any) -> bool:
-    """Whether a class or a Python module is the user's."""
-    if isinstance(kind, types.ModuleType):
-        is_plain = type(kind) is types.ModuleType  # namespaces of operators, such as torch.ops.aten, are not
-        return is_plain and not is_library(getattr(kind, "__file__", None) or sys.executable)
-    if kind in _NAMESPACES:
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not is_library(file))
-
-
-is_own: Callable[[Any], bool] = functools.cache(_is_own)

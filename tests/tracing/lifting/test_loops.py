@@ -183,6 +183,74 @@ def test_hooks_of_modules_tensors_and_optimizers_run():
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 
 
+def hook_of(kind, model, optimizer, scales):
+    """Register a hook of some kind, which scales by the first of `scales`, and return its handle."""
+    scaled = lambda *given: None if given[-1] is None else given[-1] * scales[0]
+    every = lambda *_: [p.grad.mul_(scales[0]) for p in model.parameters() if p.grad is not None].clear()
+    return {
+        "forward": lambda: model[1].register_forward_hook(scaled),
+        "backward": lambda: model[2].register_full_backward_hook(lambda module, before, after: (before[0] * scales[0],)),
+        "gradient": lambda: model[0].weight.register_hook(scaled),
+        "accumulated": lambda: model[0].weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(scales[0])].clear()),
+        "optimizer": lambda: optimizer.register_step_pre_hook(every),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "gradient", "accumulated", "optimizer"])
+def test_hooks_that_change_between_two_calls_are_noticed(kind):
+    """A value that a hook reads, a hook that is added, and one that is removed."""
+
+    def trained(is_lifted):
+        model = make_model().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scales, losses = [1.0], []
+        first = hook_of(kind, model, optimizer, scales)
+        step, state = zt.lift(loop(model, optimizer), model, optimizer)
+        run = zt.Step(step)
+        for k, batch in enumerate(data(steps=6)):
+            batch = [x.double() for x in batch]
+            state, loss = run(state, *batch) if is_lifted else (state, loop(model, optimizer)(*batch))
+            losses.append(loss.item())
+            if k == 1:
+                scales[0] = 3.0
+            elif k == 2:
+                hook_of(kind, model, optimizer, [0.5])
+            elif k == 3:
+                first.remove()
+        return losses, len(run._cache)
+
+    (wanted, _), (got, programs) = trained(False), trained(True)
+    assert got == wanted and programs == 4
+
+
+class Signed(torch.optim.SGD):
+    """An optimizer with a choice and a mode that are neither numbers nor in its parameter groups."""
+
+    signed, mode = False, None
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if self.signed or self.mode == "sign":
+                p.grad = p.grad.sign()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("change", [{"signed": True}, {"mode": "sign"}])
+def test_a_choice_of_an_own_optimizer_is_noticed(change):
+    model, lifted = make_model().double(), make_model().double()
+    optimizers = [Signed(m.parameters(), lr=0.1) for m in (model, lifted)]
+    step, state = zt.lift(loop(lifted, optimizers[1]), lifted, optimizers[1])
+    run = zt.Step(step)
+    for k, batch in enumerate(data(steps=4)):
+        batch = [x.double() for x in batch]
+        wanted = loop(model, optimizers[0])(*batch)
+        state, got = run(state, *batch)
+        assert torch.equal(got, wanted.detach()), k
+        if k == 1:
+            [setattr(o, name, value) for o in optimizers for name, value in change.items()]
+    assert len(run._cache) == 2
+
+
 # ---- parameters that are trained later
 
 
