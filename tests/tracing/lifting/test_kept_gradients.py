@@ -4,6 +4,7 @@ The lifted step computes what the loop computes, or raises an error.
 """
 
 import copy
+import types
 
 import pytest
 import torch
@@ -173,6 +174,46 @@ class Partly(nn.Module):
 def test_parameters_without_gradients_stay_as_they_are(make_loop, how):
     """With gradients of zeros instead of None, AdamW would decay their weights."""
     assert compare(make_loop, Partly, of("AdamW", lr=0.05, weight_decay=0.5), **how) == 0
+
+
+def clipped(make_loop):
+    """A loop that clips its gradients, and adds to each, before the optimizer steps."""
+
+    def with_clips(model, optimizer):
+        def step():
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.add_(0.01)
+            optimizer.step()
+
+        return make_loop(model, types.SimpleNamespace(zero_grad=optimizer.zero_grad, step=step))
+
+    return with_clips
+
+
+@pytest.mark.parametrize("make_loop, how", [(never, {"carry_grads": True}), (to_zeros, {}), (at_the_end, {})])
+def test_what_a_loop_does_to_gradients_that_are_none_has_no_effect(make_loop, how):
+    with default_dtype(torch.float64):
+        assert compare(clipped(make_loop), Partly, of("AdamW", lr=0.05, weight_decay=0.5), **how) == 0
+
+
+def test_a_gradient_that_is_computed_from_none_is_refused():
+    def halves(model, optimizer):
+        def loop_step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            F.mse_loss(model(x), y).backward()
+            for p in model.parameters():
+                p.grad = None if p.grad is None else p.grad / 2
+            optimizer.step()
+
+        return loop_step
+
+    model = Partly()
+    optimizer = ADAMW(model)
+    step, state = zt.lift(halves(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match=r"a gradient for unused.weight from the one.*\n  at .*test_kept_gradients.py:\d+.*\nFreeze"):
+        zt.Step(step).trace(state, *data()[0])
 
 
 def test_a_gradient_of_zeros_still_counts_as_a_gradient():

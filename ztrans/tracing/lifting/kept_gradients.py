@@ -62,6 +62,8 @@ class KeptGradients(TorchFunctionMode):
         # Gradients that backward computed as if the placeholder were None, with the line that called backward.
         self._unsure: dict[str, Source | None] = {}
         self._as_none: dict[str, Source | None] = {}  # such gradients that were used, and placeholders that were used
+        # Placeholders of parameters that backward has never reached, each with the line that has read it, if any.
+        self._none: dict[str, Source | None] = {}
         self._owner = {id(p): name for name, p in params.items()}
         self._gradient_of = {id(g): (name, g) for name, g in self._begin.items()}
         for name, gradient in self._begin.items():
@@ -69,10 +71,10 @@ class KeptGradients(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _BACKWARD and self.carried is None:
+        if func in _BACKWARD:
             return self._backward(func, args, kwargs, user_source(2))
         if getattr(func, "__name__", "") == "__set__" and func.__self__.__name__ == "grad":
-            self._unsure.pop(self._owner.get(id(args[0]), ""), None)
+            self._set(self._owner.get(id(args[0]), ""), args[1])
         given = [self._gradient_of[id(x)] for x in tensors_in((args, kwargs)) if id(x) in self._gradient_of]
         result = func(*args, **kwargs)
         for name, gradient in given:
@@ -86,7 +88,7 @@ class KeptGradients(TorchFunctionMode):
 
     def _backward(self, func: Callable, args: tuple, kwargs: dict, source: Source | None) -> Any:
         """Run backward with None in place of placeholders, so that it sets gradients instead of adding to zeros."""
-        placeholders = {name: g for name, g in self._begin.items() if self._is_as_begun(name)}
+        placeholders = {name: g for name, g in self._begin.items() if self.carried is None and self._is_as_begun(name)}
         for name in placeholders:
             self.params[name].grad = None
         # Before backward, because a hook may step an optimizer during backward.
@@ -100,18 +102,40 @@ class KeptGradients(TorchFunctionMode):
             self._unsure.pop(name, None)
             if name not in self._as_none:
                 self.params[name].grad = gradient
+        self._find_none()
         return result
+
+    def _find_none(self) -> None:
+        """After backward, find the placeholders of parameters that backward has never reached, which are None."""
+        before, self._none = self._none, {k: None for k in self._begin.keys() - self.had if self._is_as_begun(k)}
+        self._none |= {name: line for name, line in before.items() if name in self._none}
+        if self.carried is None:
+            reached = before.keys() - self._none.keys() - self._zeroed
+            self._as_none |= {name: before[name] for name in reached if before[name]}
+
+    def _is_none(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is a placeholder that backward has never reached."""
+        return name in self._none and gradient is self._begin[name]
+
+    def _set(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Record that the loop sets the gradient of a parameter."""
+        self._unsure.pop(name, None)
+        if gradient is not None and (source := self._none.pop(name, None)) is not None:
+            raise _from_none(name, source)
 
     def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
         """Record that `func` was called with a gradient that parameter `name` has, or has had."""
         called = getattr(func, "__name__", "")
-        results = [x for x in tensors_in(result) if x is not gradient]
+        results = {*map(id, tensors_in(result))} - {id(gradient)}
         begins = gradient is self._begin.get(name) and name not in self._zeroed
+        if self._is_none(name, gradient):  # no optimizer sees what the loop does to it
+            self._versions[name] = gradient._version
+            self._none[name] = user_source(3) if results else self._none[name]
         if called in _ZEROS:
             self._unsure.pop(name, None)
             self._zeroed |= {name} if begins else set()
             self._versions[name] = gradient._version
-        elif self.carried is not None:
+        elif self.carried is not None or self._is_none(name, gradient):
             return
         elif called in _OVERWRITES and args[0] is gradient:
             self._unsure.pop(name, None)
@@ -141,10 +165,13 @@ class KeptGradients(TorchFunctionMode):
             if self.params[name].grad is not None or (self.carried is None and name in self.had):
                 raise _early(name, source) if self.carried is not None else _kept(name, "adds to", source)
         self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
-        if self.carried is None:
-            return None
-        now = {name: self.params[name].grad for name in self._begin}
-        none = {name: g if name in self._as_none else torch.zeros_like(g) for name, g in self._begin.items()}
+        return None if self.carried is None else self._new_carried()
+
+    def _new_carried(self) -> dict[str, torch.Tensor]:
+        """The gradients for the new state. Zeros take the place of None."""
+        now = {name: None if name in self._none else self.params[name].grad for name in self._begin}
+        stays = self._as_none.keys() - self._none.keys()
+        none = {name: g if name in stays else torch.zeros_like(g) for name, g in self._begin.items()}
         return {name: none[name] if g is None else g.detach() for name, g in now.items()}
 
 
@@ -155,6 +182,14 @@ def _kept(name: str, use: str, source: Source | None) -> ValueError:
         f"  at {where(source)}\n"
         f"Call optimizer.zero_grad() in the loop step, and before lift if gradients are there; or carry gradients from "
         f"call to call: lift(loop_step, model, optimizer, carry_grads=True)."
+    )
+
+
+def _from_none(name: str, source: Source | None) -> ValueError:
+    return ValueError(
+        f"lift: the loop step computes a gradient for {name} from the one that it has, and backward has made none.\n"
+        f"  at {where(source)}\n"
+        f"Freeze the parameter, requires_grad_(False), or leave it out of what changes gradients."
     )
 
 
