@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
 from tests.support.lifted import loop_of
@@ -329,3 +331,40 @@ def test_an_iterator_among_defaults_and_arguments_is_refused():
     assert line("by_default", "def by_default") in str(e.value)
     with pytest.raises(TypeError, match=r"holds a builtins.generator, which is neither.*\nCall next\(...\) outside of the"):
         zt.Step.of(by_default)(S, X, forever())
+
+
+def forks(x):
+    with torch.random.fork_rng():
+        return x + torch.rand(3)
+
+
+def seeds(x):
+    torch.manual_seed(1)
+    return x + torch.rand(3)
+
+
+def replays(x):
+    state = torch.get_rng_state()
+    y = F.dropout(x)
+    torch.set_rng_state(state)
+    return y - F.dropout(x)
+
+
+SEEDING = {
+    "fork_rng": (forks, "torch.random.fork_rng"),
+    "manual_seed": (seeds, "torch.manual_seed"),
+    "set_rng_state": (replays, "torch.set_rng_state"),
+}
+
+
+@pytest.mark.parametrize("called", SEEDING)
+def test_a_step_that_sets_the_state_of_a_generator_of_pytorch_is_refused(called):
+    """Also if the state is as before after the step. A checkpoint, which would do the same, is recomputed."""
+    f, marker = SEEDING[called]
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf" uses torch\.random\.{called}, which is no input of the program") as e:
+        zt.Step.of(calling(f)).trace(S, X)
+    assert line(f.__name__, marker) in str(e.value) and "seed it outside of the step" in str(e.value)
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpointed = lambda state, x: (state, checkpoint(F.dropout, x, use_reentrant=False, preserve_rng_state=True))
+    zt.Step.of(checkpointed).trace(S, X.clone().requires_grad_())

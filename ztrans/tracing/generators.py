@@ -1,20 +1,30 @@
-"""Generators: detect that a step draws from a random generator of Python or NumPy, which its program would not do."""
+"""Generators: detect that a step draws from a random generator of Python or NumPy, which its program would not do.
+
+Calls that seed PyTorch's generators, or set their state, are no operations of a program either.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import numpy
+import torch
 
-from ..ir.source import Source, is_users
+from ..ir.ambient import having
+from ..ir.source import Source, is_users, user_source
+from .errors import seeds
 
 # The kinds of generators. One of NumPy's `Generator`s has its state in a BitGenerator.
 _KINDS = (random.Random, numpy.random.RandomState, numpy.random.BitGenerator)
+
+_SEEDING = ("manual_seed", "seed", "fork_rng", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
 
 
 class Generators:
@@ -63,3 +73,23 @@ class Generators:
     def _states(self) -> list[bytes]:
         """The states as bytes, which can be compared; NumPy's states contain arrays, which cannot."""
         return [pickle.dumps(x.__getstate__()) for x in self._generators]
+
+
+@contextlib.contextmanager
+def unseeded(step: str) -> Iterator[None]:
+    """Refuse calls of the user that seed PyTorch's generators or set their state. Checkpoints of PyTorch may do so."""
+
+    def refused(own: Callable) -> Callable:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_users(sys._getframe(1)):
+                raise seeds(f"{own.__module__}.{own.__name__}", user_source(2), step)
+            return own(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+            calls = {name: refused(vars(module)[name]) for name in _SEEDING if name in vars(module)}
+            stack.enter_context(having(module, **calls))
+        yield

@@ -22,6 +22,7 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .fakes.mode import Fakes
+from .generators import unseeded
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
@@ -77,9 +78,7 @@ def run_traced(
     # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it. When
     # the program runs, PyTorch may still choose oneDNN.
     without_onednn = having(torch.backends.mkldnn, enabled=False)
-    # Distributions check their arguments by default, which reads the values of tensors.
-    unchecked = having(torch.distributions.Distribution, _validate_args=False)
-    ways = _quiet(), without_onednn, unchecked, mark_checkpoints(), disable_autocast_cache()
+    ways = unseeded(step), _quiet(), without_onednn, mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients
