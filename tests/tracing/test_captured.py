@@ -10,7 +10,7 @@ import collections
 import functools
 import re
 import types
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +201,11 @@ class Table:
         pass
 
 
+@dataclass
+class Deep:
+    hyper: Hyper
+
+
 class Name(str):
     pass
 
@@ -218,6 +223,8 @@ def entered(settings, x):
 
 READS = {
     "an attribute by its name": (lambda c, x: x * getattr(c, "rate", 1.0), lambda c: setattr(c, "rate", 2.0)),
+    "all attributes of a namespace": (lambda c, x: x * vars(c)["rate"], lambda c: setattr(c, "rate", 2.0)),
+    "all fields of a dataclass": (lambda c, x: x * asdict(c.deep)["hyper"]["rate"], lambda c: setattr(c.deep.hyper, "rate", 2.0)),
     "a module imported inside": (lambda c, x: inside(x), lambda c: setattr(hyper, "factor", 3.0)),
     "an item of an object": (lambda c, x: x * c.table["rate"], lambda c: c.table.entries.update(rate=2.0)),
     "an object as a number": (lambda c, x: x * float(c.table), lambda c: c.table.entries.update(rate=2.0)),
@@ -236,7 +243,7 @@ READS = {
 def test_what_a_step_reads_in_other_ways_is_compared_too(restored, how):
     below = {"rate": 1.0}
     settings = argparse.Namespace(
-        rate=1.0, table=Table(), rows=slice(1, 2), steps=range(3), last=collections.deque([1.0], maxlen=2), below=below,
+        rate=1.0, deep=Deep(Hyper()), table=Table(), rows=slice(1, 2), steps=range(3), last=collections.deque([1.0], maxlen=2), below=below,
         fixed=types.MappingProxyType(below), flag=np.bool_(False), mode=Name("none"),
         rows_of_three=[[1.0, 2.0, 3.0] for _ in range(80)],
     )  # fmt: skip

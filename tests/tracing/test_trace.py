@@ -313,6 +313,13 @@ def test_leaves_are_traced_on_their_device(mesh):
     assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
 
 
+@pytest.mark.parametrize("read", [lambda x: x * W.tolist()[0][0], lambda x: x * torch.tensor([W[0, 0], W[0, 0]]).sum()])
+def test_values_of_a_tensor_from_outside_are_not_read(read):
+    with pytest.raises(ValueError, match=r"reads a tensor \[.*neither its state nor its batch(?s:.)*test_trace.py:\d+ .*<lambda>"):
+        trace(lambda state, x: (state, read(x)), STATE, X)
+    assert trace(lambda state, x: (state, x * torch.tensor([1.0, 2.0]).sum()), STATE, X)
+
+
 def test_a_fused_optimizer_takes_no_memory_while_it_is_traced():
     """PyTorch would run it on real tensors, which take four times the memory of the model."""
 

@@ -27,6 +27,8 @@ from .lifting.scalars import tensors_in, with_tensor_scalar
 from .nested.closures import call_closed
 from .parallel.dtensors import marked
 
+_READERS = (torch.Tensor.tolist, torch.tensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 # The errors of PyTorch's functions, which get the user's line and the arguments of the function.
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
@@ -44,6 +46,8 @@ class Marks(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         try:
+            if func in _READERS:
+                self._check_traced(func, args)
             if func in _DERIVATIVES:
                 self._check_differentiable(*args[:1], **(kwargs or {}))
             return self._run(func, args, kwargs or {})
@@ -59,6 +63,12 @@ class Marks(TorchFunctionMode):
         """A tensor as errors show it: its type, and its name if it is an input of the step."""
         name = self._names.get(_storage(x))
         return str(Var(name, x.dtype, tuple(x.shape))) if name else Var("", x.dtype, tuple(x.shape)).type
+
+    def _check_traced(self, func: Callable, args: tuple) -> None:
+        """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
+        for x in tensors_in(args):
+            if type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+                refuse_closure(func, x, user_source(3), self.step)
 
     def _check_differentiable(self, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
         losses = outputs if tensors is None else tensors

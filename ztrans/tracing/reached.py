@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..ir.source import Source, is_library, is_own
+from ..ir.source import NAMESPACES, Source, is_library, is_own
 
 ABSENT = object()
 CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -31,7 +31,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state", "_opt_called"})
 _OF_FUNCTION = {"__code__": "the code", "__defaults__": "a default", "__kwdefaults__": "a default"}
 _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter"})  # functions that take the name of an attribute
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})  # names that read all attributes of an object
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__"})
 
 
@@ -60,8 +60,7 @@ def reach(fn: Callable) -> Reach:
     walk.visit(fn, getattr(fn, "__name__", "the step"))
     while walk.scan_attributes():
         pass
-    if walk.hooks:
-        walk.place(("hooks",), "the list of hooks", lambda: _hooks_in(walk.hooks, walk.parameters), None)
+    walk.place(("hooks",), "the list of hooks", lambda: _hooks_in(walk.hooks, walk.parameters), None)
     return Reach(tuple(walk.places.values()), tuple(walk.holders.values()), walk.attributes)
 
 
@@ -107,17 +106,16 @@ class _Walk:
         self.attributes: dict[str, Source] = {}  # the attributes that the code names, with their lines
         self.scanned: set[tuple[int, str]] = set()
         self.seen: dict[int, Any] = {}
+        self.reads_all = False  # whether the code reads all attributes of some object
         self.hooks: list[dict] = []
         self.parameters: list[nn.Parameter] = []
 
-    def place(
-        self, key: tuple, name: str, read: Callable[[], Any], source: Source | None, write: Callable | None = None
-    ) -> None:
+    def place(self, key: tuple, name: str, read: Callable, at: Source | None, write: Callable | None = None) -> None:
         value = read()
         if isinstance(value, types.ModuleType):
             self.visit(value, name)
         elif key not in self.places:
-            self.places[key] = Place(name, read, source, write)
+            self.places[key] = Place(name, read, at, write)
             self.visit(value, name)
 
     def visit(self, value: Any, name: str) -> None:
@@ -160,6 +158,7 @@ class _Walk:
                     read = functools.partial(f.__globals__.get, variable, ABSENT)
                     write = functools.partial(_assign, f.__globals__, variable)
                     self.place((id(f.__globals__), variable), variable, read, where(line), write)
+            self.reads_all |= not _ALL.isdisjoint({*mentions.globals, *mentions.attributes})
             self.attributes = {k: where(line) for k, line in mentions.attributes.items()} | self.attributes
         if vars(f):
             self.holders[id(f)] = name, f
@@ -217,13 +216,14 @@ class _Walk:
 
     def scan_attributes(self) -> bool:
         """Visit the attributes that the code names, on every object. Returns whether any of them was new."""
-        before = len(self.scanned)
+        before = len(self.scanned) + len(self.places)
         for name, owner in list(self.holders.values()):
-            known = isinstance(owner, nn.Module) and not is_own(type(owner))
-            if not known and not isinstance(owner, CONTAINERS):
+            if self.reads_all and (type(owner) in NAMESPACES or hasattr(owner, "__dataclass_fields__")):
+                self.place((id(owner), "__dict__"), f"vars({name})", lambda x=owner: getattr(x, "__dict__", None), None)
+            if not (isinstance(owner, CONTAINERS) or (isinstance(owner, nn.Module) and not is_own(type(owner)))):
                 for attribute in (a for a in list(self.attributes) if not is_internal(owner, a)):
                     self.attribute(owner, attribute, name)
-        return len(self.scanned) > before
+        return len(self.scanned) + len(self.places) > before
 
     def attribute(self, owner: Any, attribute: str, name: str) -> None:
         """Follow the value of `owner.attribute`, an attribute of the object or of its class."""
@@ -267,8 +267,9 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
 
 def _hooks_in(hooks: Iterable[dict], parameters: list[nn.Parameter]) -> list[Callable]:
     """All hooks in `hooks` and of `parameters`. Every call asks for them, so this takes little time."""
-    of_parameters = (map(operator.attrgetter(name), parameters) for name in _HOOKS_OF_PARAMETERS)
-    return [hook for held in filter(None, itertools.chain(hooks, *of_parameters)) for hook in held.values()]
+    of_gradients = map(operator.attrgetter("_backward_hooks"), parameters)
+    after = map(operator.attrgetter("_post_accumulate_grad_hooks"), parameters)
+    return [hook for held in filter(None, itertools.chain(hooks, of_gradients, after)) for hook in held.values()]
 
 
 def is_internal(holder: Any, attribute: str) -> bool:
