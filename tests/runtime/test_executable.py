@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -99,6 +100,16 @@ def test_a_batch_may_be_a_part_of_a_larger_tensor(fn):
     """In which it begins elsewhere than in the one that was traced."""
     many = torch.randn(3, 5, 6)
     check_bits(fn, {}, *[(x[1:],) for x in many])
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_step_may_return_constants_of_any_kind(backend):
+    constants = [0.5, float("inf"), None, "text", torch.float16, np.float64(0.1), np.ones(2), range(3), slice(1, 2)]
+    run = zt.Step.of(lambda state, x: (state, [x.sum(), *constants])).lower({}, torch.ones(2)).compile(backend=backend)
+    for _ in range(2):
+        (_, *got) = run({}, torch.ones(2))[1]
+        assert repr(got) == repr(constants)
 
 
 def test_names_of_arguments_are_no_names_of_the_code():

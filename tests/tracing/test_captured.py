@@ -291,6 +291,21 @@ def test_what_an_argument_reads_is_compared_too(restored, kind):
         compiled(torch.zeros(1), X + 1, criterion)
 
 
+def test_an_object_that_knows_its_attributes_only(restored):
+    class Strict:
+        def __init__(self):
+            self.__dict__["entries"] = {"rate": 1.0}
+
+        def __getattr__(self, name):
+            return self.entries[name]
+
+    settings = Strict()
+    run = zt.Step.of(lambda state, x: (state, x * settings.rate))
+    assert torch.equal(run(torch.zeros(1), X)[1], X)
+    settings.entries["rate"] = 2.0
+    assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
+
+
 def test_the_error_names_the_line_that_reads_the_value(restored):
     step, change, _ = closure()
     lowered = zt.Step.of(step).lower(torch.zeros(1), X)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import inspect
 import itertools
 import operator
 import sys
@@ -127,8 +128,8 @@ class _Walk:
             if isinstance(value, kind):
                 follow(self, value, name)
                 return
-        if callable(getattr(value, "__wrapped__", None)):  # as with functools.cache
-            self.visit(value.__wrapped__, name)
+        if callable(wrapped := inspect.getattr_static(value, "__wrapped__", None)):  # as with functools.cache
+            self.visit(wrapped, name)
         elif is_own(type(value)):
             self.holders[id(value)] = name, value
             methods = {m for c in type(value).__mro__ if is_own(c) for m, f in vars(c).items() if callable(f)}
@@ -233,8 +234,7 @@ class _Walk:
         if attribute in getattr(owner, "__dict__", ()):
             self.entry(owner, attribute, name)
             return
-        kind = owner if isinstance(owner, type) else type(owner)
-        full = f"{name}.{attribute}"
+        kind, full = owner if isinstance(owner, type) else type(owner), f"{name}.{attribute}"
         for of_class in (c for c in kind.__mro__ if attribute in vars(c) and is_own(c)):  # also for calls of super()
             value = vars(of_class)[attribute]
             if isinstance(value, property):

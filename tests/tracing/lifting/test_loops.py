@@ -145,6 +145,19 @@ def test_a_scaler_works_on_every_rank(name):
     assert distance(everything(lifted, lifted_optimizer), everything(model, optimizer)) <= 1e-5
 
 
+def test_settings_of_a_scaler_are_noticed():
+    (_, _, scaler, plain_loop), (*lifted, lifted_scaler, loop_step) = (scaled(SCALED["sgd"], False) for _ in range(2))
+    step, state = zt.lift(loop_step, *lifted, scaler=lifted_scaler)
+    run = zt.Step(step)
+    state = run.shard(state)
+    for batch in data():
+        plain_loop(*batch, torch.tensor(1.0))
+        state, _ = run(state, *batch, torch.tensor(1.0))
+        assert state["scaler"]["scale"] == scaler._scale
+        scaler.set_growth_interval(1), lifted_scaler.set_growth_interval(1)
+    assert len(run._cache) == 2
+
+
 def test_a_scaler_that_is_not_given_to_lift_is_refused():
     model, optimizer, _, loop_step = scaled(SCALED["sgd"], True)
     step, state = zt.lift(loop_step, model, optimizer)

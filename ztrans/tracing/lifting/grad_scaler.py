@@ -37,6 +37,13 @@ def scale_of(scaler: GradScaler, device: torch.device) -> State:
     return {key: x.detach() for key, x in held.items() if x is not None}
 
 
+def constants_of(scaler: GradScaler | None) -> tuple:
+    """The settings of a scaler that are constants of a program: how the scale grows and backs off."""
+    if scaler is None or not scaler.is_enabled():
+        return ()
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+
 @contextlib.contextmanager
 def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""

@@ -26,7 +26,7 @@ from ...ir.ambient import having
 from ..parallel.dtensors import refuse_wrappers
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
-from .grad_scaler import scale_of, scaling
+from .grad_scaler import constants_of, scale_of, scaling
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
 from .kept_gradients import KeptGradients, with_gradients
 from .lifted_state import State, check_apart, check_known, several, state_of
@@ -127,7 +127,7 @@ def lift(
 
     def settings() -> tuple:
         """The constants of a program that the parameters and the optimizers hold."""
-        return _trained(model), hyperparameters.constants(), len(of_others())
+        return _trained(model), hyperparameters.constants(), len(of_others()), constants_of(scaler)
 
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
