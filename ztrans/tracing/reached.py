@@ -29,7 +29,7 @@ ABSENT = object()
 CONTAINERS = (list, tuple, dict, set, frozenset)
 LONGEST = 1000  # containers with more entries are not followed, as they hold data rather than settings
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state", "_opt_called"})
+_OF_LIFT = frozenset({"defaults", "param_groups", "state", "_opt_called", "last_epoch", "_last_lr", "base_lrs"})
 _OF_FUNCTION = {"__code__": "the code", "__defaults__": "a default", "__kwdefaults__": "a default"}
 _BY_NAME = frozenset({"getattr", "hasattr", "attrgetter"})  # functions that take the name of an attribute
 _ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})  # names that read all attributes of an object
@@ -273,9 +273,9 @@ def _hooks_in(hooks: Iterable[dict], parameters: list[nn.Parameter]) -> list[Cal
 
 
 def is_internal(holder: Any, attribute: str) -> bool:
-    """Whether an attribute is private to a module of a library, or one that every optimizer has."""
-    if isinstance(holder, torch.optim.Optimizer):
-        return attribute in _OF_EVERY_OPTIMIZER
+    """Whether an attribute is private to a module of a library, or one that every optimizer or scheduler has."""
+    if isinstance(holder, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        return attribute in _OF_LIFT
     return isinstance(holder, nn.Module) and attribute.startswith("_") and not is_own(type(holder))
 
 

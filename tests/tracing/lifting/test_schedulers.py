@@ -211,7 +211,7 @@ def test_what_a_loop_reads_from_a_scheduler_is_of_the_call(scheduler):
     def reading(scheduled):
         def loop_step(x, y):
             loss, (rate,) = scheduled.loop_step(x, y), scheduled.scheduler.get_last_lr()
-            epoch = 0 if scheduler == "own" else scheduled.scheduler.state_dict().get("last_epoch", 0)
+            epoch = scheduled.scheduler.state_dict().get("last_epoch", 0) + getattr(scheduled.scheduler, "last_epoch", 0)
             return {"loss": loss.detach(), "rate": rate, "scaled": loss.detach() * rate, "epoch": epoch}
 
         return loop_step

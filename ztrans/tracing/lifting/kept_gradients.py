@@ -177,11 +177,12 @@ class KeptGradients(TorchFunctionMode):
 
 def _kept(name: str, use: str, source: Source | None) -> ValueError:
     return ValueError(
-        f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it, and a "
-        f"lifted step starts from its state alone.\n"
+        f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it "
+        f"before, and a lifted step starts from its state alone.\n"
         f"  at {where(source)}\n"
-        f"Call optimizer.zero_grad() in the loop step, and before lift if gradients are there; or carry gradients from "
-        f"call to call: lift(loop_step, model, optimizer, carry_grads=True)."
+        f"Call optimizer.zero_grad() in the loop step, before backward and step(), or at the end with "
+        f"set_to_none=True; and before lift if gradients are there. Or carry gradients from call to call: "
+        f"lift(loop_step, model, optimizer, carry_grads=True)."
     )
 
 
