@@ -194,6 +194,16 @@ class Halves(schedulers.LRScheduler):
         return [group["lr"] / 2 for group in self.optimizer.param_groups]
 
 
+class InPlace(Halves):
+    """A scheduler that keeps one list of its rates."""
+
+    def step(self, epoch=None):
+        rates = getattr(self, "_last_lr", [])
+        super().step(epoch)
+        rates[:] = self._last_lr
+        self._last_lr = rates
+
+
 READS = {
     "exponential": lambda o: schedulers.ExponentialLR(o, 0.5),
     "step": lambda o: schedulers.StepLR(o, 2),
@@ -201,6 +211,7 @@ READS = {
     "sequential": SCHEDULERS["sequential"],
     "chained": SCHEDULERS["chained"],
     "own": Halves,
+    "own, in place": InPlace,
 }
 
 

@@ -7,6 +7,7 @@ number of a parameter group is (see `hyperparameters`).
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class Schedulers:
             value = object.__getattribute__(scheduler, name)
             for key, held in value.items() if name == "__dict__" else [(name, value)]:
                 if _is_of_numbers(held):
-                    self._first.setdefault((scheduler, key), held)
+                    self._first.setdefault((scheduler, key), copy.copy(held))  # a list may be changed in place
             return value
 
         def refuse(scheduler: LRScheduler, name: str, value: Any) -> None:
