@@ -102,7 +102,7 @@ def test_a_batch_may_be_a_part_of_a_larger_tensor(fn):
     check_bits(fn, {}, *[(x[1:],) for x in many])
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_step_may_return_constants_of_any_kind(backend):
     constants = [0.5, float("inf"), None, "text", torch.float16, np.float64(0.1), np.ones(2), range(3), slice(1, 2)]

@@ -280,6 +280,19 @@ def test_attributes_that_torchs_own_modules_write_are_allowed():
     assert torch.allclose(got, loop_step(X).detach())
 
 
+@pytest.mark.parametrize("n", [8, 9])
+def test_a_list_of_any_length_that_is_made_anew_by_every_call_is_refused(n):
+    table = {"rates": [0.0] * n}
+
+    def step(state, x):
+        rates = torch.tensor(table["rates"])
+        table["rates"] = [1.0] * n
+        return state, x * rates
+
+    with pytest.raises(ValueError, match="table"):
+        zt.Step.of(step)(S.clone(), torch.ones(n))
+
+
 def forever():
     while True:
         yield 2.0

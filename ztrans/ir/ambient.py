@@ -1,7 +1,7 @@
 """PyTorch's global state around a call: the settings that a trace depends on, and the modes that no program runs in.
 
-A step is traced under the caller's autocast, gradient mode, default dtype and default device, and its program is valid
-for these only. The program contains every cast that autocast inserted, and runs without autocast.
+A step is traced under the caller's autocast, default dtype and default device, and its program is valid for these
+only. The program contains every cast that autocast inserted, and runs without autocast.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """

@@ -29,8 +29,6 @@ from .cuda.streams import Streams
 from .cuda.symmetric_start import side_streams
 from .emission import EMITTERS, Emission, Emitter, operation, over_lists, unpacked, updates
 
-_WRITTEN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)  # constants in code
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -93,7 +91,7 @@ def to_fx(
         nodes.update((v, node) for v, node in _emit(unit, emission, forms) if v is not None)
         ends.append(len(out.nodes))
     emitted = list(out.nodes)
-    out.output([_result(emission, i, substitute(o, nodes.__getitem__)) for i, o in enumerate(graph.outputs)])
+    out.output(list(map(emission.returned, graph.outputs)))
     _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])])
     return fx.GraphModule(emission.module, out, graph.name)
 
@@ -103,14 +101,6 @@ def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
     sizes = dict(graph.mesh)
     at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in sizes}
     return with_joint_indices(at, sizes, graph.joint)
-
-
-def _result(emission: Emission, i: int, x: Any) -> Any:
-    """The result `i` of the code. A constant that code cannot express, such as an array, is an attribute."""
-    if isinstance(x, fx.Node) or type(x) in _WRITTEN:
-        return x
-    setattr(emission.module, f"result_{i}", x)
-    return emission.out.get_attr(f"result_{i}")
 
 
 def _placeholder(out: fx.Graph, v: Var) -> fx.Node:

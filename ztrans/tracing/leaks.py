@@ -31,8 +31,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
+from ..ir.printer import program
 from ..ir.source import Source, is_own, user_source, where
 from .captured import constants, same_objects
+from .containers import opened
 from .errors import advances, changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
 from .reached import ABSENT, CONTAINERS, Reach, is_internal

@@ -78,7 +78,9 @@ def run_traced(
     # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it. When
     # the program runs, PyTorch may still choose oneDNN.
     without_onednn = having(torch.backends.mkldnn, enabled=False)
-    ways = unseeded(step), _quiet(), without_onednn, mark_checkpoints(), disable_autocast_cache()
+    # Distributions check their arguments by default, which reads the values of tensors.
+    unchecked = having(torch.distributions.Distribution, _validate_args=False)
+    ways = unseeded(step), _quiet(), without_onednn, unchecked, mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients

@@ -27,7 +27,7 @@ from .captured import Captured, Key, read_in
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
-from .leaks import Imported, is_iterator, settled
+from .leaks import Imported, is_iterator, named_outputs, settled
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
