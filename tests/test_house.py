@@ -50,7 +50,7 @@ FILES = 16  # the most files in a package
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.record", "tracing.watch", "tracing.leaks", "tracing.parallel.c10d", "tracing.gradient_marks"),
+    *("tracing.record", "tracing.watch", "tracing.python_values.snapshot", "tracing.parallel.c10d", "tracing.gradient_marks"),
     *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
     *("tracing.lifting.repeated_updates", "tracing.nested.recorded_calls", "tracing.fakes.mode", "tracing.fakes.templates"),
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
@@ -66,7 +66,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "t
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 16_594  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 16_725  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -38,9 +38,9 @@ from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.arguments import Arguments, StepKey
-from .tracing.captured import Captured
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
+from .tracing.python_values.captured import Captured
 from .tracing.trace import check_state, trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
 

@@ -8,7 +8,6 @@ a cell, or passed to `exec` has no file. Python gives it a name in angle bracket
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import linecache
@@ -18,8 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, ModuleType, SimpleNamespace
-from typing import Any
+from types import FrameType
 
 import torch
 
@@ -29,7 +27,6 @@ _TORCH, _STANDARD = (
     os.path.realpath(path) + os.sep for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 )
 
-NAMESPACES = (SimpleNamespace, argparse.Namespace)  # classes of the standard library that hold values of the user
 TRACED = "run_traced"  # the function of ztrans.tracing.record that calls a step to trace it
 
 # File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
@@ -104,20 +101,6 @@ def is_users(frame: FrameType) -> bool:
     if not file.startswith("<"):
         return not is_library(file)
     return _is_executed(frame) if file == "<string>" else _TYPED.match(file) is not None
-
-
-def _is_own(kind: Any) -> bool:
-    """Whether a class or a Python module is the user's."""
-    if isinstance(kind, ModuleType):
-        is_plain = type(kind) is ModuleType  # namespaces of operators, such as torch.ops.aten, are not
-        return is_plain and not is_library(getattr(kind, "__file__", None) or sys.executable)
-    if kind in NAMESPACES:
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not is_library(file))
-
-
-is_own: Callable[[Any], bool] = functools.cache(_is_own)
 
 
 def user_source(depth: int = 1) -> Source | None:

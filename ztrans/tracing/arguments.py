@@ -18,8 +18,8 @@ from ..ir.micro_batches import first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
-from .captured import Key, read_in
 from .containers import opened
+from .python_values.captured import Key, read_in
 from .trace import EXTRA, Abstract, Program, is_of_batch, shape_of
 
 

@@ -22,7 +22,6 @@ from ..ir.ambient import having
 from ..ir.source import Source
 from .errors import seeds
 from .fakes.mode import Fakes
-from .generators import unseeded
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
 from .nested.closures import any_operands
@@ -30,6 +29,7 @@ from .nested.recorded_calls import attention_on_every_device, forget_fakes
 from .nested.triton_kernels import record_launches
 from .operation import Operation
 from .parallel.dtensors import unrecorded_layouts
+from .python_values.generators import unseeded
 from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml

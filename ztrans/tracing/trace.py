@@ -2,7 +2,7 @@
 
 The step runs once on fake tensors (see `record`). Each operation keeps the user's line and its region (see
 `watch`). The recorded operations are imported as functional equations (see `import_record`). If the step changes Python
-values while it runs, the changes are undone, or are an error (see `leaks`).
+values while it runs, the changes are undone, or are an error (see `python_values`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
-from .captured import Captured, Key, read_in
 from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
-from .leaks import Imported, is_iterator, named_outputs, settled
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
+from .python_values.captured import Captured, Key, read_in
+from .python_values.iterators import is_iterator
+from .python_values.leaks import Imported, named_outputs, settled
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
 

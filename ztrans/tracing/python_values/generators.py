@@ -17,9 +17,9 @@ from typing import Any
 import numpy
 import torch
 
-from ..ir.ambient import having
-from ..ir.source import Source, is_users, user_source
-from .errors import seeds
+from ...ir.ambient import having
+from ...ir.source import Source, is_users, user_source
+from ..errors import seeds
 
 # The kinds of generators. One of NumPy's `Generator`s has its state in a BitGenerator.
 _KINDS = (random.Random, numpy.random.RandomState, numpy.random.BitGenerator)

@@ -12,8 +12,6 @@ import builtins
 import dis
 import functools
 import inspect
-import itertools
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..ir.source import NAMESPACES, Source, is_library, is_own
+from ...ir.source import Source, is_library
+from .hooks import Hooks
+from .own import NAMESPACES, is_own
 
 ABSENT = object()
 CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -61,7 +61,7 @@ def reach(fn: Callable) -> Reach:
     walk.visit(fn, getattr(fn, "__name__", "the step"))
     while walk.scan_attributes():
         pass
-    walk.place(("hooks",), "the list of hooks", lambda: _hooks_in(walk.hooks, walk.parameters), None)
+    walk.place(("hooks",), "the list of hooks", walk.hooks.present, None)
     return Reach(tuple(walk.places.values()), tuple(walk.holders.values()), walk.attributes)
 
 
@@ -108,8 +108,7 @@ class _Walk:
         self.scanned: set[tuple[int, str]] = set()
         self.seen: dict[int, Any] = {}
         self.reads_all = False  # whether the code reads all attributes of some object
-        self.hooks: list[dict] = []
-        self.parameters: list[nn.Parameter] = []
+        self.hooks = Hooks()
 
     def place(self, key: tuple, name: str, read: Callable, at: Source | None, write: Callable | None = None) -> None:
         value = read()
@@ -205,9 +204,7 @@ class _Walk:
 
     def hooked(self, hooks: Iterable[dict], parameters: list[nn.Parameter], name: str) -> None:
         """Follow hooks, and remember where others may be added."""
-        self.hooks += hooks
-        self.parameters += parameters
-        for hook in _hooks_in(hooks, parameters):
+        for hook in self.hooks.add(hooks, parameters):
             self.visit(hook, f"a hook of {name}")
 
     def namespace(self, owner: Any, name: str) -> None:
@@ -263,13 +260,6 @@ _FOLLOWED: tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...] = (
     ((type, types.ModuleType), _Walk.namespace),
     (torch.optim.Optimizer, _Walk.optimizer),
 )
-
-
-def _hooks_in(hooks: Iterable[dict], parameters: list[nn.Parameter]) -> list[Callable]:
-    """All hooks in `hooks` and of `parameters`. Every call asks for them, so this takes little time."""
-    of_gradients = map(operator.attrgetter("_backward_hooks"), parameters)
-    after = map(operator.attrgetter("_post_accumulate_grad_hooks"), parameters)
-    return [hook for held in filter(None, itertools.chain(hooks, of_gradients, after)) for hook in held.values()]
 
 
 def is_internal(holder: Any, attribute: str) -> bool:

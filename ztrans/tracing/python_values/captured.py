@@ -23,8 +23,8 @@ import numpy
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..ir.ambient import ambient
-from ..ir.source import is_own
+from ...ir.ambient import ambient
+from .own import is_own
 from .reached import CONTAINERS, LONGEST, Reach, reach
 
 _CONSTANTS = frozenset(
