@@ -24,7 +24,7 @@ from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.consensus import Proposal, check_adopted, messages, messages_hash, proposals, slowest
+from .runtime.consensus import Promise, Proposal, check_adopted, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, executable
@@ -65,7 +65,7 @@ class Bound(NamedTuple):
 
     lowered: Lowered
     run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
-    messages: int = 0  # a hash of the messages that it sends
+    promise: Promise | None  # what the ranks of a mesh must do alike
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,12 +174,12 @@ class Compiled(Printed):
         replanned = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
         after = replanned.profile(*args, steps=steps, **kwargs)
         first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
-        lowered, run, sent = (replanned if second < first else self)._bound[0]
+        lowered, run, promise = (replanned if second < first else self)._bound[0]
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
         plan = dataclasses.replace(lowered.plan, notes=notes)
         lowered = dataclasses.replace(lowered, plan=plan, cluster=replanned.lowered.cluster)
-        return dataclasses.replace(self, lowered=lowered, _bound=[Bound(lowered, run, sent)]), before
+        return dataclasses.replace(self, lowered=lowered, _bound=[Bound(lowered, run, promise)]), before
 
     @property
     def _mesh(self) -> DeviceMesh | None:
@@ -196,9 +196,8 @@ class Compiled(Printed):
             if not self._bound:
                 self._bound.append(self._bind(local))
             bound = self._bound[0]
-            if mesh is not None:
-                call = Call(f"a step of {name}", bound.messages, steps_of(state))
-                meet(mesh, call, lambda: messages(bound.lowered.graph))
+            if mesh is not None and (promise := bound.promise) is not None:
+                meet(mesh, Call(f"a step of {name}", promise.hash(local), steps_of(state)), lambda: promise.of(local))
             with running(name, state, mesh, self._writes):
                 if self.cuda_graph:
                     self._writes.begin()
@@ -250,7 +249,8 @@ class Compiled(Printed):
                 lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
-        return Bound(lowered, run, messages_hash(lowered.graph))
+        promise = Promise(lowered.graph, update_fingerprint(lowered.hinted)) if self._mesh is not None else None
+        return Bound(lowered, run, promise)
 
     def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
@@ -285,7 +285,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
         return lowered
     plan, hinted = lowered.plan, lowered.hinted
-    mine = Proposal(plan.program, update_fingerprint(hinted), messages(hinted), (plan, landmarks(hinted, plan)))
+    mine = Proposal(plan.program, Promise(hinted, update_fingerprint(hinted)).lines, (plan, landmarks(hinted, plan)))
     with stage(name, "wait for the plans of the other ranks"):
         everyone = proposals(name, mesh, mine)
     (first, marks), problem = everyone[0].plan, ""

@@ -6,6 +6,7 @@ Each rank runs `python tests/faults/scenarios.py SCENARIO`, in the environment t
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import json
 import os
@@ -73,6 +74,13 @@ def updated(state: dict, grads: dict) -> dict:
 def train_step(state: dict, x: torch.Tensor, y: torch.Tensor) -> tuple[dict, torch.Tensor]:
     grads, value = grad_and_value(loss_of)(state["params"], x, y)
     return updated(state, grads), value
+
+
+def sized_step(state: dict, x: torch.Tensor, y: torch.Tensor, rate: float) -> tuple[dict, torch.Tensor]:
+    """A step whose update depends on the size of the batch and on a number; the output depends on the size too."""
+    grads, value = grad_and_value(loss_of)(state["params"], x, y)
+    weights = {k: p - rate * grads[k] for k, p in state["params"].items()}
+    return {**state, "params": weights, "seen": state["seen"] + len(x)}, (value, torch.tensor(len(x)))
 
 
 def first_state() -> dict:
@@ -200,6 +208,14 @@ def disagreements() -> None:
     branch = transformed(mesh, 3, step=fewer)
     state, _ = branch(state, *batch(1, RANK), True)
     report("known", **failed(lambda: branch(state, *batch(2, RANK), RANK != 1)))
+
+    for stage in (0, 3):
+        sized = transformed(mesh, stage, step=sized_step)
+        seen = sized.shard({"params": params(), "m": params(), "seen": torch.zeros(())})
+        seen, _ = sized(seen, *batch(0, RANK, 4), 0.1)
+        for what, samples, rate in (("size", 4 - RANK, 0.1), ("number", 4, 0.1 + RANK)):
+            report(f"{what} {stage}", **failed(functools.partial(sized, seen, *batch(1, RANK, samples), rate)))
+        seen, _ = sized(seen, *batch(3, RANK, 4), 0.2)
 
     renamed = transformed(mesh, 3, step=lambda state, x, y: train_step(state, x, y))
     report("names", **failed(lambda: (renamed if RANK else step)(state, *batch(2, RANK))))

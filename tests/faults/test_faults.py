@@ -62,6 +62,15 @@ def test_ranks_with_different_updates_raise_an_error(disagreements):
         assert "They send the same messages, and update the state otherwise." in text
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_whose_updates_differ_by_the_size_of_the_batch_or_by_a_number_raise_an_error(disagreements, stage):
+    for rank in disagreements:
+        size, number = (rank.reports[f"{what} {stage}"]["text"] for what in ("size", "number"))
+        assert "They send the same messages, and update the state otherwise.\n    on rank 0: an update with" in size
+        assert "and its update must not depend on the size of its batch" in size
+        assert "    on rank 0: rate = 0.1\n    on rank 1: rate = 1.1\n" in number
+
+
 def test_ranks_with_different_first_states_raise_an_error():
     for rank in ended_well(launch("starts_apart", 2)):
         for stage in (0, 3):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Graph, Var, is_random, variables
+from ..ir.graph import Eqn, Graph, Var, is_random, producers, variables
 from ..ir.nested.functions import Function
 from ..ir.printer import equation, header, one_line, op_name
-from ..ir.relations import instances
+from ..ir.relations import instances, needed
 
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 
@@ -39,13 +39,15 @@ def fingerprint(graph: Graph) -> str:
 
 
 def update_fingerprint(graph: Graph) -> str:
-    """A hash of the update and its constants, which must be equal on all ranks, or their states would diverge.
+    """A hash of the update of the state, with its constants. It must be equal on all ranks, or states would diverge.
 
     Values are numbered in order, because a batch of another size may give them other names.
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
-    for e in graph.eqns:
+    makers, new = producers(graph.eqns), variables(graph.outputs[: graph.num_state])
+    of_state = needed((makers[v] for v in new if v in makers), makers)
+    for e in (e for e in graph.eqns if e in of_state):
         if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
             leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
             digest.update(repr((str(e.op), tree, [_literal(x, numbers) for x in leaves])).encode())

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import buffer_bytes, is_start, wire_dtype
+from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.collectives.user_collectives import is_users, is_wait
-from ..ir.graph import DTYPES, Graph, variables
+from ..ir.graph import DTYPES, Graph, producers, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
-from .meeting import SAME_PROGRAM, Call, everywhere, first_difference, meet
+from ..ir.relations import needed
+from .meeting import NO_MORE, SAME_PROGRAM, Call, everywhere, first_difference, meet
 
 
 def messages(graph: Graph) -> list[str]:
@@ -34,17 +37,44 @@ def messages(graph: Graph) -> list[str]:
     return lines
 
 
-def messages_hash(graph: Graph) -> int:
-    """A hash of `messages`, the same in every process."""
-    return int.from_bytes(hashlib.sha256("\n".join(messages(graph)).encode()).digest()[:8], "big", signed=True)
+class Promise:
+    """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
+
+    `update` is a hash of the update of the state.
+    """
+
+    def __init__(self, graph: Graph, update: str) -> None:
+        self.lines = [*messages(graph), NO_MORE, f"an update with the hash {update}"]
+        self._hash = int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8], "big", signed=True)
+        self._numbers = _shared_numbers(graph)
+
+    def hash(self, inputs: Sequence[torch.Tensor]) -> int:
+        """A hash of the promise for these inputs, the same in every process."""
+        return self._hash ^ zlib.crc32(repr(self._values(inputs)).encode())
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> list[str]:
+        """The lines of the promise for these inputs."""
+        return [*self.lines, *(f"{name} = {value}" for name, value in self._values(inputs).items())]
+
+    def _values(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The numbers by name, except for those on a GPU, for which the host would have to wait."""
+        return {name: inputs[i].tolist() for i, name in self._numbers.items() if inputs[i].is_cpu}
+
+
+def _shared_numbers(graph: Graph) -> dict[int, str]:
+    """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
+    makers = {v: e for v, e in producers(graph.eqns).items() if role(e) not in ("grad", "pmean", "state")}
+    new = list(variables(graph.outputs[: graph.num_state]))
+    read = {*new, *(v for e in needed((makers[v] for v in new if v in makers), makers) for v in e.ins)}
+    arguments = list(enumerate(graph.inputs))[graph.num_state :]
+    return {i: v.name for i, v in arguments if v in read and v not in graph.batch}
 
 
 class Proposal(NamedTuple):
     """A rank's proposal of what to run."""
 
     program: str  # a hash of its program
-    update: str  # a hash of its update
-    messages: list[str]
+    promise: list[str]
     plan: Any
 
 
@@ -56,14 +86,10 @@ def proposals(name: str, mesh: DeviceMesh, mine: Proposal) -> list[Proposal]:
     meet(mesh, Call(f"a step of {name}, with a program that is new here"))
     everyone = everywhere(mine, mesh)
     first, ranks = everyone[0], mesh.mesh.flatten().tolist()
-    differ = [r for r, p in zip(ranks, everyone) if (p.update, p.messages) != (first.update, first.messages)]
+    differ = [r for r, p in zip(ranks, everyone) if p.promise != first.promise]
     if not differ:
         return everyone
-    lists = [p.messages for p in everyone]
-    if all(sent == lists[0] for sent in lists):
-        difference = "  They send the same messages, and update the state otherwise.\n"
-    else:
-        difference = first_difference(ranks, lists)
+    difference = first_difference(ranks, [p.promise for p in everyone])
     raise RuntimeError(
         f"{name}: ranks {differ} lowered another program than rank {ranks[0]} did.\n{difference}{SAME_PROGRAM}"
     )

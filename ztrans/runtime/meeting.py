@@ -31,9 +31,11 @@ T = TypeVar("T")
 _RECORD = struct.Struct("<qq112s")
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 _STOP_TOGETHER = "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+NO_MORE = "no more messages"
 SAME_PROGRAM = (
     "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
-    "transforms and hyperparameters. Compare print(step.lower(state, batch)) of two ranks."
+    "transforms, hyperparameters and numbers, and its update must not depend on the size of its batch. Compare "
+    "print(step.lower(state, batch)) of two ranks."
 )
 
 
@@ -41,12 +43,12 @@ class Call(NamedTuple):
     """The record of a call."""
 
     name: str
-    messages: int = 0  # a hash of the messages that it will send
+    promise: int = 0  # a hash of the messages that it will send, and of its update of the state
     steps: int = 0  # the number of steps that its state has taken
 
 
-def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = tuple) -> None:
-    """Wait for all ranks of a mesh, and compare their calls. `messages` returns a line for each message of `call`.
+def meet(mesh: DeviceMesh, call: Call, promise: Callable[[], Sequence[str]] = tuple) -> None:
+    """Wait for all ranks of a mesh, and compare their calls. `promise` returns what `call.promise` is a hash of.
 
     Raises: RuntimeError on every rank if the calls differ; LostRank if a rank has ended or does not answer.
     """
@@ -56,7 +58,7 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
     try:
         groups.open()
         channel = _ranks_channel(groups)
-        record = _RECORD.pack(call.messages, call.steps, call.name.encode()[:112])
+        record = _RECORD.pack(call.promise, call.steps, call.name.encode()[:112])
         records = map(_RECORD.unpack, _gather(channel, record))
         calls = [Call(name.rstrip(b"\0").decode(errors="replace"), *numbers) for *numbers, name in records]
     except LostRank as error:
@@ -64,8 +66,8 @@ def meet(mesh: DeviceMesh, call: Call, messages: Callable[[], Sequence[str]] = t
     groups.calls += 1
     if len(set(calls)) > 1:
         same_name = len({each.name for each in calls}) == 1
-        messages_differ = same_name and len({each.messages for each in calls}) > 1
-        raise RuntimeError(_differ(groups, calls, everywhere(list(messages()), mesh) if messages_differ else []))
+        promises_differ = same_name and len({each.promise for each in calls}) > 1
+        raise RuntimeError(_differ(groups, calls, everywhere(list(promise()), mesh) if promises_differ else []))
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
@@ -163,8 +165,8 @@ def _gather(channel: Channel, record: bytes) -> list[bytes]:
     return [bytes(row.tolist()) for row in records]
 
 
-def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Sequence[str]]) -> str:
-    """The text of the error when calls differ. `messages` are those of every rank, if only they differ."""
+def _differ(groups: ProcessGroups, calls: Sequence[Call], promises: Sequence[Sequence[str]]) -> str:
+    """The text of the error when calls differ. `promises` are those of every rank, if only they differ."""
     names = list(dict.fromkeys(call.name for call in calls))
     head = f"{' and '.join(names)}: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
     if len(names) > 1:
@@ -174,8 +176,8 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
             f"{head}{''.join(lines)}Every rank must make the same calls in the same order. If the data of some ranks "
             f"has ended, {_STOP_TOGETHER}"
         )
-    if messages:
-        return f"{head}{first_difference(groups.ranks, messages)}{SAME_PROGRAM}"
+    if promises:
+        return f"{head}{first_difference(groups.ranks, promises)}{SAME_PROGRAM}"
     by_steps = grouped((call.steps, rank) for call, rank in zip(calls, groups.ranks))
     lines = [f"  {_named(ranks)}: {steps} steps\n" for steps, ranks in by_steps.items()]
     return (
@@ -184,13 +186,17 @@ def _differ(groups: ProcessGroups, calls: Sequence[Call], messages: Sequence[Seq
     )
 
 
-def first_difference(ranks: Sequence[int], messages: Sequence[Sequence[str]]) -> str:
-    """The lines of an error that show the first message in which a rank differs from the first rank."""
-    first = [*messages[0], "no more messages"]
-    k, second = next((k, sent) for k, sent in enumerate(messages) if list(sent) != list(messages[0]))
-    pairs = zip(first, [*second, "no more messages"])
-    position, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"  Message {position} of the step is\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n"
+def first_difference(ranks: Sequence[int], promises: Sequence[Sequence[str]]) -> str:
+    """The lines of an error that show the first message in which a rank differs from the first rank.
+
+    If their messages are equal, it is the first of the lines behind `NO_MORE`, which say how they update the state.
+    """
+    first, (k, other) = promises[0], next((k, x) for k, x in enumerate(promises) if list(x) != list(promises[0]))
+    position, (here, there) = next((i, pair) for i, pair in enumerate(zip(first, other)) if pair[0] != pair[1])
+    what = f"Message {position} of the step is"
+    if NO_MORE in first[:position]:
+        what = "They send the same messages, and update the state otherwise."
+    return f"  {what}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n"
 
 
 def _named(ranks: Sequence[int]) -> str:
