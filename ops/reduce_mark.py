@@ -85,7 +85,7 @@ def global_mean(
 
     Args:
         sum: this rank's sum over its own samples, such as a loss with `reduction="sum"`.
-        count: the number of these samples: a tensor of any dtype, or a number, which is the same on all ranks.
+        count: the number of these samples: a tensor of any dtype, or a number.
         axis: a mesh axis; by default all axes that the step is sharded over.
 
     >>> mask = torch.tensor([True, True, False])

@@ -86,6 +86,22 @@ def test_a_mean_over_the_samples_of_all_ranks(mean, stage):
     assert distance(got, wanted) <= 1e-6 and all(distance(out, loss) <= 1e-6 for out in outputs)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_mean_over_numbers_of_samples_that_are_no_tensors(stage):
+    """A number of the caller, and a constant of the program such as the size of the batch, differ from rank to rank."""
+    parts = [(x, y, float(n)) for (x, y), n in zip(batches((4, 4, 4)), (4, 2, 1))]
+
+    def step(state, x, y, n):
+        return state, (zt.global_mean(F.cross_entropy(x @ state["w"], y, reduction="sum"), n), zt.psum(torch.ones(len(x)).sum()))
+
+    state = {"w": torch.randn(6, 4)}
+    lowered = zt.shard_params(MESH, stage=stage)(step).lower(state, *parts[0])
+    loss = sum(F.cross_entropy(x @ state["w"], y, reduction="sum") for x, y, _ in parts) / 7
+    for mean, count in lowered.lockstep(state, parts)[1]:
+        assert distance(mean, loss) <= 1e-6 and count == 12
+    assert str(lowered).count("all_reduce") == 3, "a rank may have a batch of another size"
+
+
 def test_a_global_mean_over_both_axes_of_a_mesh():
     mesh = zt.AbstractMesh(host=2, dp=2)
     parts = batches((4, 4, 4, 4))

@@ -20,6 +20,7 @@ from ...ir.collectives.varying import INVARIANT, differing, varying
 from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, users
 from ...ir.layout import is_worth_cutting
 from ...ir.printer import op_name
+from ...ir.relations import depending
 from ...ir.reshard import on_axis
 from ...ir.source import where
 from ...ops import EVERY_AXIS
@@ -44,6 +45,7 @@ class Sharding:
         self.over = varying(graph, self.axes.all)
         self.differ = differing(graph, self.axes.others, self.axes.all)
         self.readers = users(graph)
+        self.of_tensors = depending(graph.eqns, (*graph.inputs[: graph.num_state], *graph.batch))
         self.means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
@@ -155,7 +157,7 @@ class Sharding:
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
         """
         x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
-        over = self.varies_over(x) & set(axes)
+        over = self.may_vary_over(x) & set(axes)
         times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
         if times > 1:
             product = dataclasses.replace(x, name=self.values.names.fresh(x.name)) if over else out
@@ -190,6 +192,10 @@ class Sharding:
     def varies_over(self, v: Var) -> frozenset[str]:
         """The axes over which a value differs from rank to rank, because of the batch or because the state does."""
         return self.over.get(v, INVARIANT) | self.differ.get(v, INVARIANT)
+
+    def may_vary_over(self, v: Var) -> frozenset[str]:
+        """As `varies_over`. What is computed from numbers and constants alone, as the size of a batch, may vary."""
+        return self.varies_over(v) if v in self.of_tensors else frozenset(self.axes.all)
 
     # ---- outputs
 
