@@ -266,6 +266,7 @@ class Step(Generic[P, R]):
                 Meta tensors become uninitialised parts, to be filled in place, as `torch.nn.init` does. So no rank ever
                 holds the whole state.
             source: the rank whose tensors are used, and sent to the others leaf by leaf. These may hold meta tensors.
+                On a mesh of several axes it is 0: the first rank along the axes that transforms use for the leaf.
             device: the device of the parts; by default that of the mesh for a meta leaf, otherwise that of the leaf.
 
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or

@@ -494,6 +494,15 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
     assert all(not p.any() for p in model.parameters())
 
 
+def test_an_optimizer_without_a_state_gets_a_copy_of_the_restored_one():
+    lifted, model = make_model(), make_model()
+    lifted_optimizer, optimizer = of("AdamW", lr=0.1)(lifted), of("AdamW", lr=0.1)(model)
+    _, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
+    zt.restore(model, optimizer, state)
+    loop(model, optimizer)(*data()[0])
+    assert not any(x.any() for entries in state["optimizer"].values() for x in entries.values())
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_parameters_may_move_between_groups(kind):
     """Between two calls, to the group of another rate, and out of the optimizer, as in training layer by layer."""

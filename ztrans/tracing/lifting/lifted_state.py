@@ -21,7 +21,7 @@ from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
 from .kept_gradients import kept
-from .optimizer_state import make
+from .optimizer_state import copied, make
 
 State = dict[str, Any]
 
@@ -92,7 +92,7 @@ def restore(
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
-                    o.state[p][key] = value if held is None else pytree.tree_map(_written, held, value)
+                    o.state[p][key] = copied(value) if held is None else pytree.tree_map(_written, held, value)
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
