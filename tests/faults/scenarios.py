@@ -76,11 +76,12 @@ def train_step(state: dict, x: torch.Tensor, y: torch.Tensor) -> tuple[dict, tor
     return updated(state, grads), value
 
 
-def sized_step(state: dict, x: torch.Tensor, y: torch.Tensor, rate: float) -> tuple[dict, torch.Tensor]:
-    """A step whose update depends on the size of the batch and on a number; the output depends on the size too."""
+def sized_step(state: dict, x: torch.Tensor, y: torch.Tensor, rate: float, own: bool = True) -> tuple[dict, torch.Tensor]:
+    """A step whose update depends on a number, and on the sizes of its batch, and of that of all ranks."""
     grads, value = grad_and_value(loss_of)(state["params"], x, y)
     weights = {k: p - rate * grads[k] for k, p in state["params"].items()}
-    return {**state, "params": weights, "seen": state["seen"] + len(x)}, (value, torch.tensor(len(x)))
+    all_rows, rows = zt.psum(torch.tensor(float(len(x)))), len(x) if own else 0
+    return {"params": weights, "seen": state["seen"] + all_rows, "own": state["own"] + rows}, (value, torch.tensor(len(x)))
 
 
 def first_state() -> dict:
@@ -211,11 +212,14 @@ def disagreements() -> None:
 
     for stage in (0, 3):
         sized = transformed(mesh, stage, step=sized_step)
-        seen = sized.shard({"params": params(), "m": params(), "seen": torch.zeros(())})
+        seen = sized.shard({"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())})
         seen, _ = sized(seen, *batch(0, RANK, 4), 0.1)
         for what, samples, rate in (("size", 4 - RANK, 0.1), ("number", 4, 0.1 + RANK)):
             report(f"{what} {stage}", **failed(functools.partial(sized, seen, *batch(1, RANK, samples), rate)))
         seen, _ = sized(seen, *batch(3, RANK, 4), 0.2)
+        for samples in (4, 4 - RANK):
+            seen, _ = sized(seen, *batch(3, RANK, samples), 0.2, own=False)
+        report(f"seen {stage}", rows=sized.unshard(seen)["seen"].item())
 
     renamed = transformed(mesh, 3, step=lambda state, x, y: train_step(state, x, y))
     report("names", **failed(lambda: (renamed if RANK else step)(state, *batch(2, RANK))))

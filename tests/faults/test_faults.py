@@ -69,6 +69,7 @@ def test_ranks_whose_updates_differ_by_the_size_of_the_batch_or_by_a_number_rais
         assert "They send the same messages, and update the state otherwise.\n    on rank 0: an update with" in size
         assert "and its update must not depend on the size of its batch" in size
         assert "    on rank 0: rate = 0.1\n    on rank 1: rate = 1.1\n" in number
+        assert rank.reports[f"seen {stage}"]["rows"] == 3 * 8 + 7
 
 
 def test_ranks_with_different_first_states_raise_an_error():

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Graph, Var, is_random, producers, variables
+from ..ir.collectives.varying import alike
+from ..ir.graph import Eqn, Graph, Var, is_random, variables
 from ..ir.nested.functions import Function
 from ..ir.printer import equation, header, one_line, op_name
-from ..ir.relations import instances, needed
+from ..ir.relations import instances
 
 _BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
 
@@ -45,8 +46,7 @@ def update_fingerprint(graph: Graph) -> str:
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
-    makers, new = producers(graph.eqns), variables(graph.outputs[: graph.num_state])
-    of_state = needed((makers[v] for v in new if v in makers), makers)
+    of_state = alike(graph)
     for e in (e for e in graph.eqns if e in of_state):
         if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
             leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
+from ..ir.collectives import buffer_bytes, is_start, wire_dtype
 from ..ir.collectives.user_collectives import is_users, is_wait
-from ..ir.graph import DTYPES, Graph, producers, variables
+from ..ir.collectives.varying import alike
+from ..ir.graph import DTYPES, Graph, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
-from ..ir.relations import needed
 from .meeting import NO_MORE, SAME_PROGRAM, Call, everywhere, first_difference, meet
 
 
@@ -63,9 +63,7 @@ class Promise:
 
 def _shared_numbers(graph: Graph) -> dict[int, str]:
     """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
-    makers = {v: e for v, e in producers(graph.eqns).items() if role(e) not in ("grad", "pmean", "state")}
-    new = list(variables(graph.outputs[: graph.num_state]))
-    read = {*new, *(v for e in needed((makers[v] for v in new if v in makers), makers) for v in e.ins)}
+    read = {*variables(graph.outputs[: graph.num_state]), *(v for e in alike(graph) for v in e.ins)}
     arguments = list(enumerate(graph.inputs))[graph.num_state :]
     return {i: v.name for i, v in arguments if v in read and v not in graph.batch}
 

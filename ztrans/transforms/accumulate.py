@@ -32,7 +32,8 @@ def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") 
     micro-batch overlap with its backward, as without micro-batches. The transform may stand anywhere in a chain.
 
     A leaf of the state that depends on the batch itself, such as a running mean of batch norm, changes with every
-    micro-batch. A count that does not depend on the batch changes once a step.
+    micro-batch. A count that does not depend on the batch changes once a step. In the step `len(x)` is the size of one
+    micro-batch.
 
     Rewrites:
         g = wait(reduce_scatter(g0, mean))         s = accumulate(g0)

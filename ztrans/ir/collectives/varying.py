@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..axes import members
-from ..graph import Eqn, Graph, Var, is_random
-from .table import rules
+from ..graph import Eqn, Graph, Var, is_random, producers, variables
+from ..relations import needed
+from .table import role, rules
 from .user_collectives import functional_name
 
 Varying = dict[Var, frozenset[str]]
@@ -46,6 +47,16 @@ def differing(graph: Graph, leaves: Mapping[Var, frozenset[str]], axes: Sequence
         if axes_of:
             over.update((out, axes_of) for out in eqn.results)
     return over
+
+
+def alike(graph: Graph) -> set[Eqn]:
+    """The equations that the new state depends on, other than through a reduction over the ranks.
+
+    All ranks must compute the same by them, or their states would diverge.
+    """
+    makers = {v: e for v, e in producers(graph.eqns).items() if role(e) not in ("grad", "pmean", "state")}
+    new = variables(graph.outputs[: graph.num_state])
+    return needed((makers[v] for v in new if v in makers), makers)
 
 
 def _on_shards(eqn: Eqn, over: Varying) -> bool:
