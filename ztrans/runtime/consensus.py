@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import buffer_bytes, is_start, wire_dtype
+from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.collectives.varying import alike
-from ..ir.graph import DTYPES, Graph, variables
+from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.layout import AbstractMesh
 from ..ir.printer import op_name
 from .meeting import NO_MORE, SAME_PROGRAM, Call, everywhere, first_difference, meet
@@ -26,7 +27,7 @@ def messages(graph: Graph) -> list[str]:
     for e in graph.eqns:
         if is_start(e):
             sizes = [buffer_bytes(e, k, graph.axes) for k in range(len(e.outs))]
-            names = [f"{out.name.removesuffix(chr(39))} ({size} bytes)" for out, size in zip(e.results, sizes)]
+            names = [f"{_shown(e, out)} ({size} bytes)" for out, size in zip(e.results, sizes)]
             kind = " ".join(filter(None, (op_name(e.op), e.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(e, e.ins[0]), "")
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")
@@ -35,6 +36,12 @@ def messages(graph: Graph) -> list[str]:
             shown = ", ".join(f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(e.args))
             lines.append(f"{op_name(e.op)} over {e.args[-1] if e.args else ''} of {shown}")
     return lines
+
+
+def _shown(start: Eqn, out: Var) -> str:
+    """The name of a member. If it belongs to no leaf, its number may be another one for a batch of another size."""
+    name = out.name.removesuffix("'")
+    return name if role(start) in ("param", "grad", "state") else re.sub(r"_\d+\b", "", name)
 
 
 class Promise:
