@@ -107,6 +107,11 @@ def strided_scatter(base: torch.Tensor, new: torch.Tensor, size: Any, stride: An
     return aten.as_strided_scatter.default(base, new, size, stride, base.storage_offset() + (offset or 0))
 
 
+def drawn(x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
+    """`torch.bernoulli(x, p)` drawn in the memory order of `x`, as `x.bernoulli_(p)` is, for instance in dropout."""
+    return torch.empty_like(x).bernoulli_(p, **kwargs)
+
+
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 _CALLED: dict[Any, Callable] = {
@@ -116,6 +121,7 @@ _CALLED: dict[Any, Callable] = {
     aten.view_as_complex.default: as_complex,
     aten.as_strided.default: strided,
     aten.as_strided_scatter.default: strided_scatter,
+    aten.bernoulli.p: drawn,
 }
 
 

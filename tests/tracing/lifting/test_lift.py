@@ -494,6 +494,21 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
     assert all(not p.any() for p in model.parameters())
 
 
+def test_dropout_behind_attention_has_the_masks_of_the_loop():
+    """Its argument is not contiguous, so PyTorch does not draw for its elements in their order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), nn.Linear(6, 4))
+    lifted, (x, y) = copy.deepcopy(model), (torch.randn(5, 3, 6), torch.randn(5, 3, 4))
+    optimizer, lifted_optimizer = of("SGD", lr=0.1)(model), of("SGD", lr=0.1)(lifted)
+    step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        want = loop(model, optimizer)(x, y)
+        torch.manual_seed(seed)
+        state, loss = zt.Step(step)(state, x, y)
+        assert torch.equal(loss, want)
+
+
 def test_an_optimizer_without_a_state_gets_a_copy_of_the_restored_one():
     lifted, model = make_model(), make_model()
     lifted_optimizer, optimizer = of("AdamW", lr=0.1)(lifted), of("AdamW", lr=0.1)(model)
