@@ -92,3 +92,19 @@ def test_such_a_value_can_be_viewed_as_another_dtype_and_as_complex():
     want = step(torch.zeros(1), X)[1]
     for got in (zt.Step.of(step)(torch.zeros(1), X)[1], zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0]):
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("draw", [
+    lambda x: x.bernoulli_(0.3), lambda x: x.random_(2, 9), lambda x: x.random_(9), lambda x: x.uniform_(), lambda x: x.normal_(),
+])  # fmt: skip
+def test_numbers_are_drawn_in_the_memory_order_of_the_argument(draw):
+    """As in-place draws are, and the program has their functional forms."""
+
+    def step(state, x):
+        return state, draw(torch.empty_like(x))
+
+    for x in (X, X.transpose(0, 2)):
+        torch.manual_seed(0)
+        want = draw(torch.empty_like(x))
+        torch.manual_seed(0)
+        assert torch.equal(zt.Step(step)({"w": torch.zeros(1)}, x)[1], want)

@@ -112,6 +112,14 @@ def drawn(x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
     return torch.empty_like(x).bernoulli_(p, **kwargs)
 
 
+_FROM = getattr(aten.random, "from")  # generated code cannot name it, because `from` is a word of Python
+
+
+def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> torch.Tensor:
+    """Whole numbers from `low` to below `high`, as `x.random_(low, high)` draws them."""
+    return _FROM(x, low, high, **kwargs)
+
+
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 _CALLED: dict[Any, Callable] = {
@@ -122,6 +130,7 @@ _CALLED: dict[Any, Callable] = {
     aten.as_strided.default: strided,
     aten.as_strided_scatter.default: strided_scatter,
     aten.bernoulli.p: drawn,
+    _FROM: drawn_from,
 }
 
 
