@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.in_place import CALLS, own
 from tests.support.worlds import distance
+from ztrans.planning.fingerprint import update_fingerprint
 
 HERE = Path(__file__).name
 # torch 2.13 deprecates some of them in favour of new names.
@@ -58,6 +59,23 @@ def test_in_place_collectives_become_functional(mesh, name):
     _, outputs = lowered.lockstep(torch.zeros(1), [(A,), (B,)])
     assert pytree.tree_structure(outputs[0]) == pytree.tree_structure(WANTED[name][0])
     assert all(map(torch.equal, pytree.tree_leaves(outputs), pytree.tree_leaves(WANTED[name])))
+
+
+def test_a_collective_of_a_constant_does_not_run_in_a_trace(mesh):
+    """Its value is unknown. PyTorch would send it, and wait for ranks that may not trace a program now."""
+
+    def step(state, x, reads):
+        total = torch.tensor(float(len(x)))
+        dist.all_reduce(total)
+        return {"n": state["n"] + (float(total) if reads else total)}, x.sum()
+
+    shard, state = zt.shard_params(mesh), {"n": torch.zeros(())}
+    lowered = shard(step).lower(state, torch.zeros(2), False)
+    assert lowered.lockstep(state, [(torch.zeros(2), False)] * 2)[0] == {"n": 4.0}
+    with pytest.raises(ValueError, match=r"reads a tensor's value while it is traced(?s:.)*test_c10d.py:\d+"):
+        shard(step).lower(state, torch.zeros(2), True)
+    programs = [update_fingerprint(shard(step).lower(state, torch.zeros(n), False).hinted) for n in (1, 2)]
+    assert programs[0] == programs[1], "the sizes of two batches may differ"
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -13,7 +13,7 @@ from ..axes import members
 from ..graph import Eqn, Graph, Var, is_random, producers, variables
 from ..relations import needed
 from .table import role, rules
-from .user_collectives import functional_name
+from .user_collectives import functional_name, is_users, is_wait
 
 Varying = dict[Var, frozenset[str]]
 INVARIANT: frozenset[str] = frozenset()
@@ -50,11 +50,12 @@ def differing(graph: Graph, leaves: Mapping[Var, frozenset[str]], axes: Sequence
 
 
 def alike(graph: Graph) -> set[Eqn]:
-    """The equations that the new state depends on, other than through a reduction over the ranks.
+    """The equations that the new state depends on, other than through a reduction or the step's own collectives.
 
     All ranks must compute the same by them, or their states would diverge.
     """
-    makers = {v: e for v, e in producers(graph.eqns).items() if role(e) not in ("grad", "pmean", "state")}
+    exchanges = lambda e: role(e) in ("grad", "pmean", "state") or (is_users(e) and not is_wait(e))
+    makers = {v: e for v, e in producers(graph.eqns).items() if not exchanges(e)}
     new = variables(graph.outputs[: graph.num_state])
     return needed((makers[v] for v in new if v in makers), makers)
 

@@ -5,7 +5,8 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ...ir.collectives.user_collectives import functional_name
+from ...ir.relations import instances
 from .templates import Template, key_of, template_of
 
 DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`, which is called most often of all
@@ -55,13 +58,30 @@ class Fakes(FakeTensorMode):
             return None
         key = key_of(self, func, args, kwargs)
         if key is None:
-            return self.dispatch(func, types, args, kwargs)
+            with _unknown(instances(args, FakeTensor) if functional_name(func) else ()):
+                return self.dispatch(func, types, args, kwargs)
         if key not in self.templates:
             result = self.dispatch(func, types, args, kwargs)
             self.templates[key] = template_of(self, args, kwargs, result)
             return result
         template = self.templates[key]
         return template(self, args) if template else self.dispatch(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def _unknown(tensors: Iterable[FakeTensor]) -> Iterator[None]:
+    """Hide the values of tensors that are constants, such as `torch.tensor(1.0)`.
+
+    PyTorch runs an operation of constants on their values. A collective would wait for ranks that may not trace now.
+    """
+    values = [(x, x.constant) for x in tensors]
+    try:
+        for x, _ in values:
+            x.constant = None
+        yield
+    finally:
+        for x, value in values:
+            x.constant = value
 
 
 def device_of(x: Any) -> torch.device:
