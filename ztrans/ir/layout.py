@@ -202,6 +202,15 @@ class Own:
         axes, sizes, placements = zip(*own) if own else ((), (), ())
         return Own(axes, sizes, placements, tuple(leaf.shape)) if own else None
 
+    @staticmethod
+    def cut_over(leaf: Any, axes: Collection[str]) -> list[str]:
+        """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
+        if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
+            return []
+        placed, wanted = zip(mesh_axes(leaf.device_mesh), leaf.placements), set(members_of(axes))
+        cut = [axis for (axis, size), p in placed if size > 1 and not isinstance(p, Replicate)]
+        return [axis for axis in cut if wanted.intersection(members(axis))]
+
     @property
     def problem(self) -> str | None:
         """Why no program can hold the parts of the leaf, or None."""

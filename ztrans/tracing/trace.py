@@ -24,7 +24,7 @@ from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
 from .containers import opened
-from .errors import no_argument, no_parts, no_state
+from .errors import cut_batch, no_argument, no_parts, no_state
 from .import_record import import_record
 from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
 from .python_values.captured import Captured, Key, read_in
@@ -179,7 +179,7 @@ def trace(
     refuse_wrappers(zip(paths, leaves))
     check_state(paths, leaves[:num_state])
     axes = axes or [()] * len(leaves)
-    owns = _owns(leaves, paths, axes)
+    owns = _owns(leaves, paths, axes, num_state)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
     static = _static(abstract)
@@ -221,9 +221,11 @@ def trace(
     return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, names, *of_inputs)
 
 
-def _owns(leaves: Sequence[Any], paths: Sequence[str], axes: Sequence[Sequence[str]]) -> list[Own | None]:
+def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:
     """How the step itself divides each leaf, over mesh axes other than those of the leaf."""
     owns = list(map(Own.of, leaves, axes))
+    if cut := [path for x, path, over in [*zip(leaves, paths, axes)][num_state:] if Own.cut_over(x, over)]:
+        raise cut_batch(cut[0])
     for path, own in zip(paths, owns):
         if own is not None and own.problem is not None:
             raise no_parts(path, own.problem)

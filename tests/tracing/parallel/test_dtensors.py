@@ -166,6 +166,15 @@ def test_a_dtensor_in_the_batch_is_its_local_part(mesh):
     assert "x: f32[3,2]" in str(lowered) and "all_reduce(sum, sum, tp)" in str(lowered)
 
 
+def test_a_batch_that_is_cut_over_the_axis_of_the_transforms_is_refused(mesh):
+    """Its program would take the rows of a rank for those of all ranks."""
+    step = zt.shard_params(mesh)(lambda state, x: (state, x.sum() / len(x)))
+    x = DTensor.from_local(torch.ones(3, 2), mesh["dp"], [Shard(0)], run_check=False)
+    with pytest.raises(TypeError, match=r"trace: x is a DTensor that is cut over an axis(?s:.)*x.to_local\(\)"):
+        step.lower(torch.ones(2), x)
+    assert step.lower(torch.ones(2), x.to_local())
+
+
 REFUSED = {
     "which tp=2 does not divide": lambda mesh: DTensor.from_local(
         torch.ones(2, 2), mesh["tp"], [Shard(0)], run_check=False, shape=torch.Size([3, 2]), stride=(2, 1)
