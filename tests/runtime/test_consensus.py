@@ -24,3 +24,20 @@ def test_programs_for_two_sizes_of_a_batch_promise_the_same(stage):
     other = step.trace(state, torch.ones(1, 4)).follow(first)
     lines, others = (Promise(x.graph, update_fingerprint(x.hinted)).lines for x in (first, other))
     assert lines == others and len(lines) > 3
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_no_rank_reduces_must_be_the_same_on_all(stage):
+    """It does not depend on the batch, so a constant of the rank reaches the state. Behind a reduction it may differ."""
+
+    def update(factor, alone):
+        def step(state, x):
+            penalty = lambda w: factor * w.square().sum()
+            grad, _ = grad_and_value(lambda w: (x @ w).sum() + (0 if alone else penalty(w)))(state)
+            return state - grad - (grad_and_value(penalty)(state)[0] if alone else 0), x.sum()
+
+        shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
+        return update_fingerprint(shard(step).lower(torch.ones(4, 2), torch.ones(3, 4)).hinted)
+
+    assert update(1.0, alone=False) == update(2.0, alone=False)
+    assert update(1.0, alone=True) != update(2.0, alone=True)

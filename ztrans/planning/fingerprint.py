@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..ir.collectives import role
 from ..ir.collectives.varying import alike
 from ..ir.graph import Eqn, Graph, Var, is_random, variables
 from ..ir.nested.functions import Function
@@ -46,9 +47,10 @@ def update_fingerprint(graph: Graph) -> str:
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
-    of_state = alike(graph)
-    for e in (e for e in graph.eqns if e in of_state):
-        if e.region == "update" and e.provenance is None and not any(out in sized for out in e.outs):
+    of_state, reduces = alike(graph), any(role(e) == "grad" for e in graph.eqns)
+    for e in (e for e in graph.eqns if e in of_state and e.provenance is None):
+        # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
+        if (reduces or e.region == "update") and not any(out in sized for out in e.outs):
             leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
             digest.update(repr((str(e.op), tree, [_literal(x, numbers) for x in leaves])).encode())
             digest.update(_constants(e))
