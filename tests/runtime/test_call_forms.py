@@ -40,5 +40,5 @@ def test_forms():
     assert call_form(aten.add.Scalar, (x, 1), {}) is aten.add.Scalar
     # Nor is anything computed, or drawn, to find out.
     before = torch.random.get_rng_state()
-    assert call_form(aten.bernoulli.default, (x,), {}) is torch.bernoulli
+    assert call_form(aten.bernoulli.p, (x, 0.5), {}) is torch.bernoulli
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -107,11 +107,6 @@ def strided_scatter(base: torch.Tensor, new: torch.Tensor, size: Any, stride: An
     return aten.as_strided_scatter.default(base, new, size, stride, base.storage_offset() + (offset or 0))
 
 
-def drawn(x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
-    """`torch.bernoulli(x, p)` drawn in the memory order of `x`, as `x.bernoulli_(p)` is, for instance in dropout."""
-    return torch.empty_like(x).bernoulli_(p, **kwargs)
-
-
 _FROM = getattr(aten.random, "from")  # generated code cannot name it, because `from` is a word of Python
 
 
@@ -129,7 +124,6 @@ _CALLED: dict[Any, Callable] = {
     aten.view_as_complex.default: as_complex,
     aten.as_strided.default: strided,
     aten.as_strided_scatter.default: strided_scatter,
-    aten.bernoulli.p: drawn,
     _FROM: drawn_from,
 }
 

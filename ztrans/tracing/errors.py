@@ -46,14 +46,6 @@ def no_parts(path: str, why: str) -> ValueError:
     )
 
 
-def cut_batch(path: str) -> TypeError:
-    """A DTensor in the batch that is cut over an axis over which the step is distributed."""
-    return TypeError(
-        f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
-        f"its rank.\nPass them as a tensor: {path}.to_local()."
-    )
-
-
 def no_argument(leaf: Any, is_state: bool = False) -> TypeError:
     """An argument that can be neither an input nor a constant of a program."""
     return TypeError(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var, is_random, variables
+from ..ir.graph import Eqn, Names, Var
 from ..ir.operations import is_written, shows_argument
 from ..ir.source import where
 from .errors import warn_of_trace, writes_batch
@@ -199,20 +199,23 @@ def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict,
         )
     options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
     given = with_defaults(op, form, values, kwargs)
-    if is_random(form) and not list(variables(given[1:])):
-        return (_drawn(builder, form, given, options),)
+    if form is aten.bernoulli.p:
+        return (_drawn(builder, given, options),)
     like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
     results = builder.emit(form, given, options, like)
     return results if isinstance(results, tuple) else (results,)
 
 
-def _drawn(builder: Builder, op: Any, values: Sequence, options: dict) -> Var:
-    """Random numbers, drawn in the order in which the elements lie in memory, as the in-place operation draws them."""
-    target, *others = values
+def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
+    """Random bits, drawn in the order in which the elements of the target lie in memory, as `bernoulli_` draws them.
+
+    The functional form, `bernoulli`, draws them in the order of the elements. Those of other draws keep the layout.
+    """
+    target, p = values
     order = sorted(range(len(target.shape)), key=lambda dim: -builder.strides[target][dim])
     if order == sorted(order):
-        return builder.emit(op, (target, *others), options)
-    drawn = builder.emit(op, (builder.emit(aten.permute.default, (target, order)), *others), options)
+        return builder.emit(aten.bernoulli.p, values, options)
+    drawn = builder.emit(aten.bernoulli.p, (builder.emit(aten.permute.default, (target, order)), p), options)
     return builder.emit(aten.permute.default, (drawn, [order.index(dim) for dim in range(len(order))]))
 
 

@@ -24,9 +24,9 @@ from ..ir.recompute import checkpointed
 from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.trees.leaf_names import leaf_names
 from .containers import opened
-from .errors import cut_batch, no_argument, no_parts, no_state
+from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
-from .parallel.dtensors import around, local_results, refuse_wrappers, spec_of
+from .parallel.dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
 from .python_values.captured import Captured, Key, read_in
 from .python_values.iterators import is_iterator
 from .python_values.leaks import Imported, named_outputs, settled

@@ -38,8 +38,8 @@ def _follow(o: Operation, values: dict[int, torch.Tensor]) -> None:
     """Add the values of the results of an operation, if it is small and reads known values only."""
     if not isinstance(o.op, torch._ops.OpOverload):
         return
-    results, is_known = tensors_in([o.result]), _are_known([*o.args, *o.kwargs.values()], values)
-    if is_known and not is_random(o.op) and all(x.numel() <= _LARGEST for x in results):
+    results = tensors_in([o.result])
+    if _is_pure(o.op) and _are_known([o.args, o.kwargs], values) and all(x.numel() <= _LARGEST for x in results):
         returned = o.op(*_real(o.args, values), **_real(o.kwargs, values))
         values.update(zip(map(id, results), tensors_in([returned])))
     else:
@@ -48,6 +48,11 @@ def _follow(o: Operation, values: dict[int, torch.Tensor]) -> None:
         memory = {values[id(x)].untyped_storage().data_ptr() for x in lost if id(x) in values}
         for k in [k for k, x in values.items() if x.untyped_storage().data_ptr() in memory]:
             del values[k]
+
+
+def _is_pure(op: Any) -> bool:
+    """Whether an operation may run once more. A collective would wait for ranks that do not run it."""
+    return op.namespace == "aten" and not is_random(op)
 
 
 def _are_known(tree: Any, values: dict[int, torch.Tensor]) -> bool:

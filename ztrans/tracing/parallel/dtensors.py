@@ -91,6 +91,14 @@ def refuse_wrappers(named: Iterable[tuple[str, Any]], caller: str = "trace") -> 
             )
 
 
+def cut_batch(path: str) -> TypeError:
+    """A DTensor in the batch that is cut over an axis over which the step is distributed."""
+    return TypeError(
+        f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
+        f"its rank.\nPass them as a tensor: {path}.to_local()."
+    )
+
+
 def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
     if isinstance(new, DTensor) and spec is not None:
         return new.redistribute(spec.mesh, spec.placements).to_local()
