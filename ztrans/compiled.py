@@ -65,7 +65,7 @@ class Bound(NamedTuple):
 
     lowered: Lowered
     run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
-    promise: Promise | None  # what the ranks of a mesh must do alike
+    promise: Promise | None = None  # what the ranks of a mesh must do alike
 
 
 @dataclass(frozen=True, repr=False)
