@@ -560,3 +560,24 @@ def test_an_argument_of_a_loop_may_be_called_state():
     x = torch.ones(4, 3)
     want = (model(x).square().mean() * 2).item()
     assert zt.Step.of(step)(lifted_state, state=x, scale=2.0)[1].item() == pytest.approx(want)
+
+
+def test_a_table_outside_of_the_module_is_refused_and_a_buffer_is_read():
+    table, model = torch.rand(5), make_model()
+    optimizer = of("SGD", lr=0.1)(model)
+    read = lambda: model.table if hasattr(model, "table") else table
+
+    def loop_step(x, y):
+        optimizer.zero_grad()
+        loss = (F.mse_loss(model(x), y) * read()[: len(x)]).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    (x, y), *_ = data()
+    with pytest.raises(ValueError, match=r"make a table or a mask a buffer of it before lift: model.register_buffer"):
+        zt.Step(zt.lift(loop_step, model, optimizer)[0]).trace(zt.lift(loop_step, model, optimizer)[1], x, y)
+    model.register_buffer("table", table)
+    step, state = zt.lift(loop_step, model, optimizer)
+    run = zt.Step(step)
+    assert torch.allclose(run(run.shard(state), x, y)[1], loop_step(x, y))
