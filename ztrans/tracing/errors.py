@@ -24,9 +24,9 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
-        f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(); and make "
-        f"a table or a mask a buffer of it before lift: model.register_buffer(name, tensor). In another step, call a "
-        f"module by torch.func.functional_call(module, state['params'], args)."
+        f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(); and "
+        f"make a table or a mask a buffer of it before lift: model.register_buffer(name, tensor). In another step, "
+        f"call a module by torch.func.functional_call(module, state['params'], args)."
     )
 
 
