@@ -164,7 +164,7 @@ def test_a_wrong_feature_dim_names_the_line_and_the_leaves(caplog):
     assert text.startswith("trace: loop_step: linear failed: a and b must have same reduction dim, but got [4, 7] X")
     assert line("a line of the loop") in text
     assert "Its arguments are x: f32[4,7], params.0.weight: f32[32,8], params.0.bias: f32[32]." in text
-    assert text.endswith("call its function: loop_step.fn(state, ...).")
+    assert text.endswith("call its function: step.fn(state, ...).")
     assert (
         not [r for r in caplog.records if r.levelno >= logging.WARNING]
         and not logging.getLogger("torch._subclasses.fake_tensor").disabled

@@ -42,7 +42,7 @@ from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
 from .tracing.python_values.captured import Captured
 from .tracing.trace import check_state, trace
-from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of
+from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of, no_step
 
 _METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
 
@@ -86,9 +86,7 @@ class Step(Generic[P, R]):
         if isinstance(fn, Step):
             return fn
         if not callable(fn):
-            raise TypeError(
-                f"a transform applies to a train step, a function (state, batch) -> (state, output); got {fn!r}."
-            )
+            raise no_step(fn)
         return Step(fn)
 
     def then(self, transform: Transform) -> Step[P, R]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -161,3 +163,17 @@ def test_an_output_is_no_memory_of_the_batch():
     _, outputs = run({"w": torch.zeros(1)}, x)
     x.zero_()
     assert [y.tolist() for y in outputs] == [[1, 1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_an_operation_that_fails_names_the_users_line(backend):
+    def step(state, ids):
+        rows = torch.nn.functional.embedding(ids, state["w"])  # this line
+        return state, rows.sum() * 2
+
+    run = zt.Step.of(step).lower({"w": torch.ones(3, 2)}, torch.tensor([1])).compile(backend=backend)
+    with pytest.raises((IndexError, RuntimeError)) as e:
+        run({"w": torch.ones(3, 2)}, torch.tensor([3]))
+    line = next(k for k, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# this line" in text)
+    assert any(f"{Path(__file__).name}:{line} in " in note for note in e.value.__notes__)

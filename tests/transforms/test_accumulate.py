@@ -285,7 +285,7 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
         new, loss = train(state, x, y)
         return new, (loss, (x > 0).sum())
 
-    with pytest.raises(ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Make it a float"):
+    with pytest.raises(ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Return a mean, such as an accuracy, as a float"):
         zt.accumulate(2)(count).lower(new_state(), *batch())
 
 
@@ -393,3 +393,10 @@ def test_a_failure_before_the_update_leaves_the_state_whole():
     begin = first_write(last)
     assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])
     assert begin > max(k for k, e in enumerate(last.eqns) if is_start(e))
+
+
+def test_a_table_among_the_leaves_of_the_batch_is_refused():
+    """It would be cut into micro-batches, and a step would read other rows."""
+    step = zt.accumulate(2)(lambda state, x, table: (state, (x * table[:4].sum()).mean()))
+    with pytest.raises(ValueError, match=r"accumulate: table has 100 rows and x has 8,.*\n.*make it a leaf of the state"):
+        step.lower({"w": torch.ones(1)}, torch.ones(8), torch.ones(100))

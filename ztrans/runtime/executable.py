@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.ambient import without_autocast
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
+from ..ir.source import Source, where
 from ..ir.update_groups import Group
 from .codegen import to_fx
 
@@ -43,7 +44,12 @@ class Executable:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         # Generated code calls functions such as torch.mm, which modes of the caller would see and slow down.
         with torch.no_grad(), without_autocast(), torch._C.DisableTorchFunction():
-            outputs = self.program.forward(*inputs)
+            try:
+                outputs = self.program.forward(*inputs)
+            except Exception as error:
+                if (line := _line_of(error, self.program)) is not None:
+                    error.add_note(f"  at {where(line)}")
+                raise
             if self.on_write is not None:
                 self.on_write()
             for i in self.shown:
@@ -78,6 +84,19 @@ def shown(graph: Graph) -> tuple[int, ...]:
     held = {owner[v] for v in (*graph.inputs, *graph.outputs[:n]) if isinstance(v, Var) and v not in given}
     held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
     return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held)
+
+
+def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
+    """The user's line of the operation that has failed in generated code, if it is known."""
+    code, traceback = type(program).forward.__code__, error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not code:
+        traceback = traceback.tb_next
+    lines = program.code.splitlines()
+    if traceback is None or traceback.tb_lineno > len(lines):
+        return None
+    name = lines[traceback.tb_lineno - 1].partition("=")[0].strip()
+    nodes = {node.name: node for node in program.graph.nodes}
+    return nodes[name].meta["eqn"].source if name in nodes and "eqn" in nodes[name].meta else None
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:

@@ -195,7 +195,7 @@ def first_difference(ranks: Sequence[int], promises: Sequence[Sequence[str]]) ->
     position, (here, there) = next((i, pair) for i, pair in enumerate(zip(first, other)) if pair[0] != pair[1])
     what = f"Message {position} of the step is"
     if NO_MORE in first[:position]:
-        what = "They send the same messages, and update the state otherwise."
+        what = "They send the same messages, but would update the state in another way or with other numbers."
     return f"  {what}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n"
 
 

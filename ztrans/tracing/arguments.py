@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Var
 from ..ir.layout import Own, as_tensor
-from ..ir.micro_batches import first_part, full_shape
+from ..ir.micro_batches import check_rows, first_part, full_shape
 from ..ir.trees.empty_subtrees import none_as_empty
 from ..ir.trees.known_tree import KnownTree
 from ..ir.trees.leaf_names import leaf_names
@@ -67,12 +67,13 @@ class Arguments(NamedTuple):
     def micro_batch(self, fn: Callable, micro: int) -> Arguments:
         """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
 
-        Raises: ValueError that names the leaf of the batch that cannot be cut.
+        Raises: ValueError that names a leaf of the batch that cannot be cut.
         """
         paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
         leaves, tree = pytree.tree_flatten(self.batch)
-        named = zip(paths[len(paths) - len(leaves) :], leaves)
+        named = list(zip(paths[len(paths) - len(leaves) :], leaves))
         cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
+        check_rows([(path, x) for path, x in named if is_of_batch(x, path)])
         return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(cut, tree))))
 
     def leaves(self) -> tuple[list, pytree.TreeSpec]:

@@ -102,13 +102,14 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
         f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
-        f"the step.{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
+        f"the step, also to check it. A number that you pass is an input too: decide before the step, and pass a bool."
+        f"{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
     )
 
 
 def failed(error: Exception, call: str, given: str, source: Source | None, step: str) -> Exception:
     """A function of PyTorch fails, because of the shapes that it is given or because it needs values."""
-    plain = f"To see whether the step fails without its transforms too, call its function: {step}.fn(state, ...)."
+    plain = "To see whether the step fails without its transforms too, call its function: step.fn(state, ...)."
     advice = _BY_AUTOGRAD if "setup_context" in str(error) else _ADVICE.get(call, plain)
     return type(error)(
         f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
@@ -134,7 +135,11 @@ _WITH_NUMBERS = (
     "Give ctc_loss its lengths as lists of numbers, and reduction='sum' or 'none': F.ctc_loss(log_probs, labels, "
     "[time] * rows, [length] * rows, reduction='none').mean()."
 )
-_ADVICE = {"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY, "ctc_loss": _WITH_NUMBERS}
+_NOTHING_TO_FORMAT = "A traced tensor has no value to print. Return it as output, and print it after the step."
+_ADVICE = {
+    **{"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY, "ctc_loss": _WITH_NUMBERS},
+    "__format__": _NOTHING_TO_FORMAT,
+}
 
 
 def no_gradient(source: Source | None, step: str) -> ValueError:

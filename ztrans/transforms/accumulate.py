@@ -20,6 +20,7 @@ from .edits import Edits, widened
 from .micro_roles import Gradient, Roles
 
 aten = torch.ops.aten
+_COUNT = "Return a mean, such as an accuracy, as a float; or the values of the samples, to be summed after the step."
 
 
 @constructor
@@ -165,7 +166,7 @@ class _Marking:
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
         kind = "no gradient" if v.shape else "a scalar that is no float"
-        correct = "Compute what the update needs of it before the last backward." if v.shape else "Make it a float."
+        correct = "Compute what the update needs of it before the last backward." if v.shape else _COUNT
         return ValueError(
             f"accumulate: {reads} {v}, which differs from micro-batch to micro-batch and is {kind}: it has no mean.\n"
             f"  at {where(reader.source if reader else self.source(v), 'the step arguments')}\n"

@@ -272,3 +272,12 @@ def check_number(option: str, value: object, kind: str, least: int, *instead: ob
     if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         others = "".join(f", or {alternative!r}" for alternative in instead)
         raise ValueError(f"{option}={value!r}; it is {kind}{others}.")
+
+
+def no_step(fn: object) -> TypeError:
+    """A transform is applied to what is no function."""
+    advice = "\nUnpack what lift returns: step, state = zt.lift(...)." if isinstance(fn, tuple) else ""
+    return TypeError(
+        f"a transform applies to a train step, a function (state, batch) -> (state, output), and this is a "
+        f"{type(fn).__name__}.{advice}"
+    )

@@ -140,7 +140,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."):
         zt.load(tmp_path / "a", lambda state: state, {})
     (tmp_path / "a.partial").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"The first save to it was ended before it was complete."):
+    with pytest.raises(FileNotFoundError, match=r"The first save to it is not complete: call .result\(\)"):
         zt.load(tmp_path / "a", lambda state: state, {})
 
 

@@ -581,3 +581,40 @@ def test_a_table_outside_of_the_module_is_refused_and_a_buffer_is_read():
     step, state = zt.lift(loop_step, model, optimizer)
     run = zt.Step(step)
     assert torch.allclose(run(run.shard(state), x, y)[1], loop_step(x, y))
+
+
+def closure_of(model, optimizer):
+    def loop_step(x, y):
+        def closure():
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return loop_step
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_an_optimizer_is_given_a_closure(kind):
+    model, lifted = make_model(), make_model()
+    optimizer, lifted_optimizer = of(kind, lr=0.1)(model), of(kind, lr=0.1)(lifted)
+    step, state = zt.lift(closure_of(lifted, lifted_optimizer), lifted, lifted_optimizer)
+    run, plain = zt.Step(step), closure_of(model, optimizer)
+    for batch in data():
+        state, loss = run(state, *batch)
+        assert torch.equal(loss, plain(*batch))
+    assert not distance(state["params"], dict(model.named_parameters()))
+
+
+def test_a_step_without_its_state_is_refused():
+    model = make_model()
+    optimizer = of("SGD", lr=0.1)(model)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    x, y = data()[0]
+    for given, what in (((x, y), "a Tensor"), (((state, 0.0), x, y), "a tuple, as the step returns it")):
+        with pytest.raises(TypeError, match=rf"lift: the first argument of .* is {what}.*\nCall it as state, output = "):
+            zt.Step(step)(*given)
+    with pytest.raises(TypeError, match=r"this is a tuple\.\nUnpack what lift returns: step, state = zt.lift\(...\)"):
+        zt.overlap_grads()(zt.lift(loop(model, optimizer), model, optimizer))

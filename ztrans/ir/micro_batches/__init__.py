@@ -13,6 +13,6 @@ changes with every micro-batch, as in a loop.
 middle, and that of the last. None of them has a mark, and their lengths do not depend on the number of micro-batches.
 """
 
-from .carry import Carry, first_part, full_shape, is_cut
+from .carry import Carry, check_rows, first_part, full_shape, is_cut
 from .changes import changing
 from .programs import Parts, in_order, parts

@@ -38,6 +38,23 @@ def first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
     return x[: x.shape[0] // micro]
 
 
+def check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that the leaves of a batch, given with their paths, look as if all had the rows of its samples.
+
+    Raises: ValueError that names a leaf, such as a table, whose rows are no multiple of those of the smallest leaf.
+    """
+    rows = {path: x.shape[0] for path, x in leaves if x.ndim and x.shape[0]}
+    smallest = min(rows, key=rows.__getitem__, default="")
+    for path, count in rows.items():
+        if count % rows[smallest]:
+            raise ValueError(
+                f"accumulate: {path} has {count} rows and {smallest} has {rows[smallest]}, and every leaf of the batch "
+                f"is cut along dim 0.\n"
+                f"If one of them belongs to all samples, as a table does, make it a leaf of the state. In a lifted "
+                f"loop that is a buffer of the module: model.register_buffer(name, tensor)."
+            )
+
+
 class Carry:
     """The inputs of the micro-batches of one rank, in order: `inputs` of each, then `take` its outputs.
 

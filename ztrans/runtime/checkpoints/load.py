@@ -68,7 +68,8 @@ def _opened(path: Path) -> Folder | ModelFile:
         return Folder(folder)
     if path.exists() and is_model(path):
         return ModelFile(path)
-    hint = " The first save to it was ended before it was complete." if partial(path).exists() else ""
+    begun = partial(path).exists()
+    hint = " The first save to it is not complete: call .result() of a save that runs." if begun else ""
     raise FileNotFoundError(
         f"load: {path} is no checkpoint.{hint}\n"
         f"zt.save writes one. The files of an ordinary model end in .pt, .pth, .bin or .safetensors."
@@ -91,8 +92,8 @@ def _names(checkpoint: Folder | ModelFile, path: Path, named: Mapping[str, Any])
         raise ValueError(
             f"load: {path} does not fit the state.\n"
             f"{_listed('The checkpoint does not have', missing)}{_listed('The state does not have', others)}"
-            f"`like` says what is read: give it the leaves of the checkpoint. Load an ordinary model's file that has "
-            f"other names into the model itself, before zt.lift: model.load_state_dict(...)."
+            f"`like` lists the leaves to read: give it those that the checkpoint has. Load an ordinary model's file "
+            f"that has other names into the model itself, before zt.lift: model.load_state_dict(...)."
         )
     return names
 

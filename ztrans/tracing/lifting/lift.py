@@ -24,12 +24,13 @@ from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
 from ..parallel.dtensors import refuse_wrappers
+from ..python_values.own import is_own
 from ..trace import EXTRA, is_number
 from .averaged_models import averaging
 from .grad_scaler import constants_of, scale_of, scaling
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
 from .kept_gradients import KeptGradients, with_gradients
-from .lifted_state import State, check_apart, check_known, several, state_of
+from .lifted_state import State, check_apart, check_known, check_lifted, several, state_of
 from .repeated_updates import RepeatedUpdates
 from .scalars import Numbers
 from .schedulers import Schedulers
@@ -131,6 +132,7 @@ def lift(
 
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
+        check_lifted(state, step.__name__)
         _check_held(model, optimizers)
         present = state_of(model, optimizers, names, carry_grads)
         counted.update(pytree.tree_map(is_number, present["optimizer"]))
@@ -223,6 +225,18 @@ def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
     return {k: pytree.tree_map(narrowed, after[k], v) for k, v in before.items() if k in after}
 
 
+def _evaluated(optimizer: Optimizer, closure: Callable | None = None, **_: Any) -> tuple[tuple, dict] | None:
+    """Run the closure of a step, and return the arguments of the step with the loss in its place.
+
+    PyTorch's optimizers run it first. The user's may run it later, as one that looks for sharpness does.
+    """
+    if closure is None or is_own(type(optimizer)):
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (optimizer, lambda: loss), {}
+
+
 @contextlib.contextmanager
 def _stepped(
     optimizers: Sequence[Optimizer], gradients: KeptGradients, numbers: Numbers, begin_update: Callable
@@ -236,13 +250,14 @@ def _stepped(
     present: list[Optimizer] = []  # the one that steps, while it does so
     inside = contextlib.ExitStack()
 
-    def begin(o: Optimizer, args: tuple, kwargs: dict) -> None:
+    def begin(o: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if o not in optimizers:
             raise ValueError(
                 f"lift: the loop step calls step() of another optimizer, {type(o).__name__}, which would train "
                 f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
         stepped.append(o)
+        given = _evaluated(o, *args[1:], **kwargs)
         present.append(o)
         inside.callback(present.clear)
         gradients.before_step(p for group in o.param_groups for p in group["params"])
@@ -251,6 +266,7 @@ def _stepped(
         numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
         compiling = torch.compiler._is_compiling_flag and not numbers.reading
         inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
+        return given
 
     end = register_optimizer_step_post_hook(lambda *_: inside.close())
     with register_optimizer_step_pre_hook(begin), end, inside:

@@ -26,9 +26,19 @@ from .optimizer_state import copied, make
 State = dict[str, Any]
 
 
-def several(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    """One optimizer or several as a tuple."""
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    """One optimizer, several or none as a tuple."""
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+
+
+def check_lifted(state: Any, step: str) -> None:
+    """Raises: TypeError if the first argument of a lifted step is no state that `lift` has returned."""
+    if not isinstance(state, Mapping) or "params" not in state:
+        what = "a tuple, as the step returns it" if isinstance(state, tuple) else f"a {type(state).__name__}"
+        raise TypeError(
+            f"lift: the first argument of {step} is {what}, and a lifted step takes its state first.\n"
+            f"Call it as state, output = {step}(state, ...), with the state that lift returns."
+        )
 
 
 def is_state(key: str, value: Any) -> bool:
@@ -105,6 +115,11 @@ def restore(
 def _written(held: Any, value: Any) -> Any:
     if value is None:
         return None
+    if isinstance(value, DTensor) and not isinstance(held, DTensor):
+        raise TypeError(
+            "restore: the state has the parts of this rank, and the module has whole tensors.\n"
+            "Gather it first: zt.restore(model, optimizer, step.unshard(state))."
+        )
     return held.copy_(_laid(value, held)) if isinstance(held, torch.Tensor) else type(held)(value.item())
 
 

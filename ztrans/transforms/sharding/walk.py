@@ -229,7 +229,8 @@ class Sharding:
             raise ValueError(
                 f"shard_params: the {name} {out} is an integer that depends on the batch, so it differs from rank to "
                 f"rank and has no mean.\n  at {where(end.source, 'the step arguments')}\n"
-                f"Reduce it with zt.psum(x, {self.axes.main!r}), make it a float, or pass outputs='local'."
+                f"Count with zt.psum(x, {self.axes.main!r}), return a mean such as an accuracy as a float, which is "
+                f"averaged over the ranks, or pass outputs='local'."
             )
         if key not in self.means:
             self.means[key] = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
