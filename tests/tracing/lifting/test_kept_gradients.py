@@ -461,3 +461,36 @@ def test_one_loop_accumulates_and_another_one_steps(kind):
     for name, p in plain.named_parameters():
         torch.testing.assert_close(state["params"][name], p.detach())
     assert len(lifted_accumulate._cache) == 1 and len(lifted_update._cache) <= 2
+
+
+def in_some_calls(model, optimizer):
+    def loop_step(x, y, steps):
+        loss = F.mse_loss(model(x), y) / 2
+        loss.backward()
+        if steps:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return loop_step
+
+
+def test_a_loop_steps_in_some_calls_as_it_is_told():
+    """Each of the two programs carries the gradients, on one rank and on several."""
+    batches = [(*batch, k % 2 == 1) for k, batch in enumerate(data(steps=4))]
+    with default_dtype(torch.float64):
+        batches = [(x.double(), y.double(), steps) for x, y, steps in batches]
+        model, lifted = make_model(), make_model()
+        optimizer, lifted_optimizer = ADAMW(model), ADAMW(lifted)
+        step, state = zt.lift(in_some_calls(lifted, lifted_optimizer), lifted, lifted_optimizer, carry_grads=True)
+        alone, parts = zt.Step(step), copy.deepcopy(state)
+        sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(step)
+        rows = [[(x[k::2], y[k::2], steps) for k in range(2)] for x, y, steps in batches]
+        programs = {steps: sharded.lower(parts, *rows[0][0][:2], steps) for steps in (False, True)}
+        for batch, ranks in zip(batches, rows):
+            state, loss = alone(state, *batch)
+            assert torch.equal(loss, in_some_calls(model, optimizer)(*batch))
+            parts, _ = programs[batch[2]].lockstep(parts, ranks)
+    truth = dict(model.named_parameters())
+    assert distance(state["params"], truth) == 0 and distance(parts["params"], truth) < 1e-12

@@ -62,8 +62,8 @@ def lift(
             of the program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one
             has changed, the next call of a `Step` is traced anew. A loop that evaluates needs none; its step takes the
             state of the step that trains the module, and returns it with its parameters unchanged.
-        carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them
-            without a zero_grad.
+        carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them.
+            It may step the optimizer in some calls only, as a bool says that it is given.
         scaler: the GradScaler of the loop, for training in fp16.
 
     Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `grads` by name with
@@ -277,12 +277,13 @@ def _stepped(
                 raise
             raise _chooses(present[0], error) from error
     for k, o in enumerate(optimizers):
-        if o not in stepped:
+        if o not in stepped and gradients.carried is None:
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
             raise ValueError(
                 f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
                 f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
-                f"take all micro-batches in one call, and step after them."
+                f"take all micro-batches in one call, and step after them. To step in some calls only, as a bool says "
+                f"that you pass, carry the gradients: lift(loop_step, model, optimizer, carry_grads=True)."
             )
 
 
