@@ -96,6 +96,22 @@ def test_a_dataclass_is_not_the_users_line():
     assert source.function == "test_a_dataclass_is_not_the_users_line" and source.file == __file__
 
 
+def test_the_constructor_of_a_namedtuple_is_not_the_users_line():
+    lines = []
+
+    def trace(frame, *_):
+        if frame.f_code.co_filename == "<string>":
+            lines.append((frame.f_code.co_name, user_source(2)))
+
+    pair = namedtuple("pair", "a b")
+    sys.setprofile(trace)
+    try:
+        pair(1, 2)
+    finally:
+        sys.setprofile(None)
+    assert lines[0][0] == "<lambda>" and lines[0][1].file == __file__
+
+
 def test_generated_modules_are_not_the_users_line():
     """torch.fx generates a function under a file name of its own, and enters its text into `linecache`."""
     traced = fx.symbolic_trace(lambda x: torch.tanh(x))

@@ -148,10 +148,11 @@ def _user_frames(depth: int) -> Iterator[FrameType]:
 def _is_executed(frame: FrameType) -> bool:
     """Whether code named `<string>` was passed to `exec` by the user.
 
-    It was not if `dataclasses` generated it, or if a library runs it with the library's own global variables.
+    It was not if `dataclasses` or `namedtuple` generated it, or if a library runs it with its own global variables.
     """
-    generated = frame.f_code.co_qualname.startswith("__create_fn__")
-    return not generated and not is_library(frame.f_globals.get("__file__") or "<string>")
+    of_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
+    of_namedtuple = frame.f_globals.get("__name__", "").startswith("namedtuple_")
+    return not (of_dataclass or of_namedtuple or is_library(frame.f_globals.get("__file__") or "<string>"))
 
 
 def _cell(file: str) -> str:
