@@ -332,7 +332,7 @@ def test_a_users_transform_may_distribute_the_step():
 
 
 def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
-    with pytest.raises(ValueError, match=r"data_parallel: applied after prefetch, which work on the program"):
+    with pytest.raises(ValueError, match=r"data_parallel: applied after prefetch, but it makes the program that these transforms change"):
         zt.chain(zt.prefetch(), DataParallel(MESH))(step_of_mean)
     with pytest.raises(ValueError, match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
         zt.chain(zt.shard_params(MESH), DataParallel(zt.AbstractMesh(dp=4)))(step_of_mean)

@@ -39,9 +39,10 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     shape = tuple(world // known if size == -1 else size for size in sizes.values())
     if math.prod(shape) != world:
         want = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        instead = "" if -1 in sizes.values() else ", or use -1 for one axis"
         raise RuntimeError(
             f"make_mesh: {want} does not fit {world} rank{'s' * (world > 1)}.\n"
-            f"Start the script with torchrun --nproc-per-node {max(known, 1)}, or use -1 for one axis."
+            f"Start the script with torchrun --nproc-per-node {max(known, 1)}{instead}."
         )
     mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
     if world > 1:

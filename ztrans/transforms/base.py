@@ -201,8 +201,8 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
     before = [t.name for t in transforms if t.turn == Transform.turn and t.mesh is None]
     if transform.mesh is not None and before:
         raise ValueError(
-            f"{transform.name}: applied after {', '.join(before)}, which work on the program "
-            f"that it makes.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
+            f"{transform.name}: applied after {', '.join(before)}, but it makes the program that these transforms "
+            f"change.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
         )
     mesh = mesh_of(transforms)
     if None not in (mesh, transform.mesh) and mesh != transform.mesh:

@@ -419,7 +419,7 @@ def test_a_loop_may_have_several_optimizers(stage, doubles):
 
 def test_wrong_uses_of_several_optimizers_are_refused():
     nets, optimizers, loop_step = adversaries()
-    with pytest.raises(TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one: nn.ModuleList"):
+    with pytest.raises(TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one, nn.ModuleList"):
         zt.lift(loop_step, [*nets.values()], optimizers)
     with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
         zt.lift(loop_step, nets, [*optimizers, optimizers[0]])

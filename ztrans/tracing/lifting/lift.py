@@ -193,9 +193,10 @@ def _check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, 
     Raises: TypeError for a model that is no module; ValueError for optimizers that `lift` cannot work with.
     """
     if not isinstance(model, nn.Module):
+        of_optimizer, of_others = "Pass the module first", "Combine several modules in one, nn.ModuleList([...])"
         raise TypeError(
             f"lift: the model is a {type(model).__name__}, and no nn.Module.\n"
-            f"Combine several modules in one: nn.ModuleList([...])."
+            f"{of_optimizer if isinstance(model, Optimizer) else of_others}: lift(loop_step, model, optimizer)."
         )
     names = {id(p): name for name, p in model.named_parameters()}
     seen = set[int]()
