@@ -132,7 +132,7 @@ def lift(
 
     def missing(state: State) -> State:
         """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
-        check_lifted(state, step.__name__)
+        check_lifted(state, getattr(loop_step, "__name__", "step"))
         _check_held(model, optimizers)
         present = state_of(model, optimizers, names, carry_grads)
         counted.update(pytree.tree_map(is_number, present["optimizer"]))
