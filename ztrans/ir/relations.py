@@ -99,6 +99,15 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
                 yield from instances(item, kind)
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts.
+
+    >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
+    2
+    """
+    return [*instances(tree, torch.Tensor)]
+
+
 def kept(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
     """Keep the results of an analysis with the object that it analyses, such as a program.
 

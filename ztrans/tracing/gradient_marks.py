@@ -20,10 +20,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
-from ..ir.relations import reachable
+from ..ir.relations import reachable, tensors_in
 from ..ir.source import user_source
 from .errors import failed, no_gradient, no_transform, refuse_closure
-from .lifting.scalars import tensors_in, with_tensor_scalar
+from .lifting.scalars import with_tensor_scalar
 from .nested.closures import call_closed
 from .parallel.dtensors import marked
 

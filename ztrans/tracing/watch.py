@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import (
 )
 
 from ..ir.operations import is_written
+from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import errors
 from .fakes.constants import READS, read_constant
 from .fakes.mode import DEVICE, device_of
-from .lifting.scalars import tensors_in
 from .nested.checkpoints import mark_of_operation, take_policy
 from .nested.errors import differentiates_loop, mask_from_before
 from .nested.recorded_calls import record_call

@@ -15,7 +15,7 @@ import torch
 
 from ...ir.graph import is_random
 from ...ir.operations import is_written
-from ..lifting.scalars import tensors_in
+from ...ir.relations import tensors_in
 from ..operation import Operation, mapped
 from ..overloads import named
 

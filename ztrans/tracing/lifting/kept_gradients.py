@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...ir.relations import tensors_in
 from ...ir.source import Source, user_source, where
-from .scalars import tensors_in
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _ZEROS = ("zero_", "_foreach_zero_")

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 
+from ...ir.relations import tensors_in
 from ...ir.source import user_source
 from ..operation import Operation, Place, mapped
 from .optimizer_state import is_torchs
-from .scalars import tensors_in
 
 
 @dataclass(frozen=True)

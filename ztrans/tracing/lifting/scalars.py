@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...ir.collectives import HALF
-from ...ir.relations import instances
+from ...ir.relations import tensors_in
 from .by_value import by_value
 
 # Operations with a scalar: how many operands precede it.
@@ -28,15 +28,6 @@ _OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}
 _SCALARS = ("alpha", "value", "scalars", "weight")  # the names of the scalar
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
 _EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts.
-
-    >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
-    2
-    """
-    return [*instances(tree, torch.Tensor)]
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:

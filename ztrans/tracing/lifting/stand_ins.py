@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...ir.relations import tensors_in
 from ...ir.source import Source, user_source, where
-from .scalars import tensors_in
 
 # Properties of the module's own parameters that a loop step may read, because the stand-ins have the same.
 _METADATA = (
