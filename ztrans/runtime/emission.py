@@ -78,7 +78,7 @@ class Emission:
             return self.nodes[x]
         if x is None or type(x) in (bool, int, float, complex, str, bytes):
             return x
-        name = f"object_{len(vars(self.module))}"
+        name = f"object_{len(self.out.nodes)}"
         setattr(self.module, name, x)
         held = self.out.get_attr(name)
         return self.out.call_method("copy", (held,)) if isinstance(x, numpy.ndarray) else held

@@ -102,7 +102,7 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
         f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
-        f"the step, also to check it. A number that you pass is an input too: decide before the step, and pass a bool."
+        f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool."
         f"{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
     )
 

@@ -137,8 +137,8 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
     if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
         if val.dtype != base.storage.value.dtype or any(view.op in _COMPUTED.values() for view in base.views):
             raise ValueError(
-                f"trace: as_strided of a view with other values than the tensor in memory, such as a part of a complex "
-                f"number.\n  at {where(builder.source)}\nCopy the view first: .clone()."
+                f"trace: the step calls as_strided on a view whose values are not those in memory, such as the real "
+                f"part of a complex tensor.\n  at {where(builder.source)}\nCopy the view first: .clone()."
             )
         base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
     shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)

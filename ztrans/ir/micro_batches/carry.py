@@ -39,7 +39,7 @@ def first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
 
 
 def check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that the leaves of a batch, given with their paths, look as if all had the rows of its samples.
+    """Check that all leaves of a batch, given with their paths, can have the rows of the same samples.
 
     Raises: ValueError that names a leaf, such as a table, whose rows are no multiple of those of the smallest leaf.
     """

@@ -109,7 +109,7 @@ def value(x: Any) -> str:
 
 
 def checksum(x: torch.Tensor) -> int:
-    """A number of 32 bits that is another one for other elements."""
+    """The CRC-32 of the elements of a tensor."""
     return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
