@@ -66,7 +66,7 @@ OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "t
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 LINES = 300
-CODE = 16_857  # lines of code in ztrans and ops together, as `code_lines` counts them
+CODE = 16_864  # lines of code in ztrans and ops together, as `code_lines` counts them
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,13 +82,19 @@ class Snapshot:
         return self._lines.get(name) or self._lines.get(attribute) or self._lines.get(name.partition("[")[0])
 
 
-def holds_tensor_of_trace(value: Any, deepest: int = 8) -> bool:
+def holds_tensor_of_trace(value: Any) -> bool:
     """Whether a tensor of the trace is a value, or is among its attributes and entries, or theirs."""
-    if isinstance(value, torch.Tensor):
-        return isinstance(value, FakeTensor)
-    held: Iterable[Any] = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
-    held = value.values() if isinstance(value, Mapping) else held
-    return deepest > 0 and not isinstance(value, type) and any(holds_tensor_of_trace(x, deepest - 1) for x in held)
+    seen, values = set[int](), [value]
+    while values:
+        x = values.pop()
+        if isinstance(x, FakeTensor):
+            return True
+        if id(x) in seen or isinstance(x, torch.Tensor | type | ModuleType):
+            continue
+        seen.add(id(x))
+        held: Iterable[Any] = x if isinstance(x, list | tuple | set) else getattr(x, "__dict__", {}).values()
+        values += x.values() if isinstance(x, Mapping) else held
+    return False
 
 
 def _same(old: Any, new: Any) -> bool:
