@@ -21,6 +21,7 @@ from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation
 from ztrans.ir.write_order import first_write
 from ztrans.runtime.failure import check_whole
+from ztrans.runtime.meeting import Left, Note, _causes
 
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])
 
@@ -159,3 +160,13 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
     with pytest.raises(RuntimeError, match="unshard: this state is half updated"):
         step.unshard(state)
     check_whole([torch.zeros(3)], "another state")
+
+
+def test_the_error_of_a_lost_rank_says_the_causes_and_not_by_their_words():
+    """A rank that failed in a step called `blended_step` has not ended its program."""
+    failed = Note(Left.FAILED, "failed in step 1 of blended_step with ValueError")
+    ended = Note(Left.ENDED, "ended its program, or destroyed its process group,")
+    lost = Note(Left.LOST, "lost other ranks in blended_step")
+    assert _causes({2: lost, 1: failed}, []) == "  Rank 1 failed in step 1 of blended_step with ValueError.\n"
+    assert "Every rank must take the same number of steps." in _causes({1: ended}, [])
+    assert _causes({2: lost}, [1]).startswith("  Rank 1 said nothing")

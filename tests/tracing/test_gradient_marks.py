@@ -5,6 +5,7 @@ import torch
 from torch.func import grad, hessian, vmap
 
 import ztrans as zt
+from ztrans.tracing.errors import ReadsValueError, TraceError
 
 
 def loss(w, x):
@@ -57,3 +58,40 @@ def test_a_write_into_a_view_with_a_transposed_factor():
     x = torch.randn(4, 2, dtype=torch.float64)
     wanted = step(state, x)[1]
     torch.testing.assert_close(zt.Step.of(step)(state, x)[1], wanted)
+
+
+def failing_hook(message):
+    """A step with a hook in its backward that fails with this text."""
+
+    def hook(gradient):
+        raise RuntimeError(message)
+
+    def step(state, x):
+        w = state.detach().requires_grad_()
+        y = x @ w
+        y.register_hook(hook)
+        y.sum().backward()
+        return state - w.grad, y.sum()
+
+    return step
+
+
+@pytest.mark.parametrize("message", ["trace: no luck", "lift: no luck", "no setup_context"])
+def test_the_text_of_an_error_changes_nothing(message):
+    """Any error in a function of PyTorch gets the user's line, and the advice does not depend on its words."""
+    with pytest.raises(RuntimeError) as e:
+        zt.Step.of(failing_hook(message)).trace(torch.ones(3, 3), torch.ones(2, 3))
+    text = str(e.value)
+    assert text.startswith(f"trace: step: backward failed: {message}\n  at {__file__}:")
+    assert "call its function: step.fn(state, ...)" in text
+
+
+def test_an_error_of_ours_is_told_by_its_class():
+    def reads(state, x):
+        return state, float(x.sum())
+
+    with pytest.raises(ReadsValueError, match="reads a tensor's value"):
+        zt.Step.of(reads).trace(torch.ones(3), torch.ones(3))
+    with pytest.raises(TraceError) as e:
+        zt.Step.of(reads).trace(torch.ones(3), torch.ones(3))
+    assert isinstance(e.value, ValueError)

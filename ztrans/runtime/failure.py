@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .meeting import leave, lost
+from .meeting import Left, Note, leave, lost
 from .process_groups import LostRank
 
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
@@ -115,7 +115,8 @@ def _report(name: str, mesh: DeviceMesh | None, error: BaseException) -> LostRan
     if isinstance(error, LostRank):
         return lost(mesh, name, error)
     lines = str(error).splitlines()
-    leave(mesh, f"failed in {name} with {type(error).__name__}{f': {lines[0]}' if lines else ''}")
+    text = f"failed in {name} with {type(error).__name__}{f': {lines[0]}' if lines else ''}"
+    leave(mesh, Note(Left.FAILED, text))
     return None
 
 

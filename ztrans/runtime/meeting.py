@@ -10,6 +10,7 @@ their connection to that rank, and can say why.
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import struct
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -37,6 +38,21 @@ SAME_PROGRAM = (
     "transforms, hyperparameters and numbers, and its update must not depend on the size of its batch. Compare "
     "print(step.lower(state, batch)) of two ranks."
 )
+
+
+class Left(enum.StrEnum):
+    """Why a rank has left the others."""
+
+    FAILED = "failed"  # a step failed
+    ENDED = "ended"  # its program ended, or its process group
+    LOST = "lost"  # it lost other ranks, which say the cause
+
+
+class Note(NamedTuple):
+    """What a rank says to the others when it leaves them."""
+
+    why: Left
+    text: str
 
 
 class Call(NamedTuple):
@@ -95,26 +111,31 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
     This also closes the channels of this rank, so that no other rank waits for it.
     """
     groups = process_groups(mesh)
-    leave(mesh, f"lost other ranks in {name}", is_cause=False)
+    leave(mesh, Note(Left.LOST, f"lost other ranks in {name}"))
     notes = _notes(groups)
-    causes = {rank: text for rank, (is_cause, text) in notes.items() if is_cause}
-    lines = [f"  Rank {rank} {text}.\n" for rank, text in sorted(causes.items())]
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
+    head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
+    message = (str(error).splitlines() or [type(error).__name__])[0]
+    return LostRank(f"{head}{_causes(notes, silent)}The backend says: {message}")
+
+
+def _causes(notes: Mapping[int, Note], silent: Sequence[int]) -> str:
+    """The lines of an error that say why ranks are lost, from their notes; `silent` ranks left none."""
+    causes = {rank: note for rank, note in sorted(notes.items()) if note.why is not Left.LOST}
+    lines = [f"  Rank {rank} {note.text}.\n" for rank, note in causes.items()]
     if silent and not causes:
         lines.append(
             f"  {_named(silent).capitalize()} said nothing: killed, out of memory, stopped, or busy with something "
             f"else. See the log there.\n"
         )
-    if not causes or any("ended" in text for text in causes.values()):
+    if not causes or any(note.why is Left.ENDED for note in causes.values()):
         lines.append(
             f"Every rank must take the same number of steps. If data ends earlier on some ranks, {_STOP_TOGETHER}\n"
         )
-    head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
-    message = (str(error).splitlines() or [type(error).__name__])[0]
-    return LostRank(f"{head}{''.join(lines)}The backend says: {message}")
+    return "".join(lines)
 
 
-def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
+def leave(mesh: DeviceMesh, note: Note) -> None:
     """Leave a note for the other ranks of a mesh, and close the connections to them."""
     groups = process_groups(mesh)
     if groups.is_alone:
@@ -122,7 +143,7 @@ def leave(mesh: DeviceMesh, why: str, is_cause: bool = True) -> None:
     if groups.farewell is not None:
         groups.farewell.detach()
     store = groups.store()
-    in_time(lambda: _write(store, dist.get_rank(), is_cause, why))
+    in_time(lambda: _write(store, dist.get_rank(), note))
     groups.close()
 
 
@@ -144,11 +165,11 @@ def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], proces
     failed = getattr(sys, "last_type", None)
     why = f"ended with {failed.__name__}" if failed else "ended its program, or destroyed its process group,"
     after = f" after {groups.calls} calls in which all ranks took part" if groups is not None else ""
-    in_time(lambda: _write(store, rank, True, f"{why}{after}"))
+    in_time(lambda: _write(store, rank, Note(Left.ENDED, f"{why}{after}")))
 
 
-def _write(store: dist.Store, rank: int, is_cause: bool, why: str) -> None:
-    store.set(f"note/{rank}", json.dumps([is_cause, why]))
+def _write(store: dist.Store, rank: int, note: Note) -> None:
+    store.set(f"note/{rank}", json.dumps(note))
 
 
 def _gather(channel: Channel, record: bytes) -> list[bytes]:
@@ -203,9 +224,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
-    """The notes of the other ranks: whether each says a cause, and its text."""
-    notes: dict[int, tuple[bool, str]] = {}
+def _notes(groups: ProcessGroups) -> dict[int, Note]:
+    """The notes of the other ranks."""
+    notes: dict[int, Note] = {}
     peers = [rank for rank in groups.ranks if rank != dist.get_rank()]
 
     def read() -> None:
@@ -213,8 +234,8 @@ def _notes(groups: ProcessGroups) -> dict[int, tuple[bool, str]]:
         while len(notes) < len(peers) and time.monotonic() < end:
             for rank in (rank for rank in peers if rank not in notes):
                 if store.check([f"note/{rank}"]):
-                    is_cause, text = json.loads(store.get(f"note/{rank}"))
-                    notes[rank] = is_cause, text
+                    why, text = json.loads(store.get(f"note/{rank}"))
+                    notes[rank] = Note(Left(why), text)
             time.sleep(0.02)
 
     in_time(read)

@@ -10,17 +10,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
 
 from ..ir.graph import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
 from .overloads import named
 
 
+class TraceError(ValueError):
+    """A step that cannot be traced. The text names the user's line, and says what to write instead."""
+
+
+class ReadsValueError(TraceError):
+    """A step that reads a value of a tensor."""
+
+
+class TraceTypeError(TypeError):
+    """A step that cannot be traced because of the type of a value."""
+
+
+class TraceRuntimeError(RuntimeError):
+    """A function of PyTorch that failed in a step, with a RuntimeError."""
+
+
+class TraceIndexError(IndexError):
+    """A function of PyTorch that failed in a step, with an IndexError."""
+
+
+# The errors of PyTorch's functions that get the user's line and the arguments of the function, and what they become.
+FAILURES: dict[type[Exception], type[Exception]] = {
+    RuntimeError: TraceRuntimeError,
+    TypeError: TraceTypeError,
+    ValueError: TraceError,
+    IndexError: TraceIndexError,
+}
+
+
 def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
     """Raises: ValueError for a tensor that existed before the step and is not one of its arguments."""
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
         return  # torch.tensor(...) written inside the step: a literal
-    raise ValueError(
+    raise TraceError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
@@ -30,26 +60,26 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
     )
 
 
-def no_state(path: str, leaf: Any) -> TypeError:
+def no_state(path: str, leaf: Any) -> TraceTypeError:
     """A leaf of the state that cannot be updated."""
     shown = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
-    return TypeError(
+    return TraceTypeError(
         f"trace: state leaf {path} is {shown}, which is neither a tensor nor a number.\n"
         f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
     )
 
 
-def no_parts(path: str, why: str) -> ValueError:
+def no_parts(path: str, why: str) -> TraceError:
     """A DTensor whose parts differ in shape from rank to rank, or are terms of a sum."""
-    return ValueError(
+    return TraceError(
         f"trace: the ranks hold other parts of {path} than one program can have: {why}.\n"
         f"Choose a size that the axis divides, or replicate this leaf over it."
     )
 
 
-def no_argument(leaf: Any, is_state: bool = False) -> TypeError:
+def no_argument(leaf: Any, is_state: bool = False) -> TraceTypeError:
     """An argument that can be neither an input nor a constant of a program."""
-    return TypeError(
+    return TraceTypeError(
         f"trace: {'the state' if is_state else 'an argument'} holds {_kind(leaf)}, which is neither a tensor, "
         f"a number, nor a constant to be compared.\n"
         f"{_advice(leaf, 'Make it a tensor: torch.as_tensor(...).')}"
@@ -90,14 +120,14 @@ def _in_library(why: str) -> str:
     )
 
 
-def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ValueError:
+def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ReadsValueError:
     """The step reads a value of a tensor, or uses a shape that depends on values.
 
     A function that also calls an all_to_all may do so to send tokens to experts without dropping any.
     """
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     of_function = f"{_WITH_NUMBERS}\n" if op is torch.ops.aten._ctc_loss.Tensor else ""
-    return ValueError(
+    return ReadsValueError(
         f"trace: {step} {read} while it is traced ({op}).\n"
         f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
@@ -107,13 +137,18 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Value
     )
 
 
-def failed(error: Exception, call: str, given: str, source: Source | None, step: str) -> Exception:
-    """A function of PyTorch fails, because of the shapes that it is given or because it needs values."""
+def failed(error: Exception, func: Any, tensors: str, source: Source | None, step: str, by_func: bool) -> Exception:
+    """A function of PyTorch fails, because of the shapes that it gets or because it needs values.
+
+    `tensors` describes its arguments. `by_func` says whether a transform of torch.func differentiates it.
+    """
+    call = getattr(func, "__name__", str(func))
     plain = "To see whether the step fails without its transforms too, call its function: step.fn(state, ...)."
-    advice = _BY_AUTOGRAD if "setup_context" in str(error) else _ADVICE.get(call, plain)
-    return type(error)(
+    is_users_operator = isinstance(func, OpOverload) and func.namespace != "aten"
+    advice = _BY_AUTOGRAD if by_func and is_users_operator else _ADVICE.get(call, plain)
+    return FAILURES[type(error)](
         f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
-        f"Its arguments are {given or 'no tensors'}.\n{advice}"
+        f"Its arguments are {tensors or 'no tensors'}.\n{advice}"
     )
 
 
@@ -142,10 +177,10 @@ _ADVICE = {
 }
 
 
-def no_gradient(source: Source | None, step: str) -> ValueError:
+def no_gradient(source: Source | None, step: str) -> TraceError:
     """The step takes the gradient of a loss that depends on nothing that requires one."""
     off = "gradients are off" if not torch.is_grad_enabled() else "the loss depends on nothing that requires a gradient"
-    return ValueError(
+    return TraceError(
         f"trace: {step} takes gradients, and {off}.\n"
         f"  at {where(source)}\n"
         f"Call the step outside of torch.no_grad() and torch.inference_mode(), and leave requires_grad of at least one "
@@ -153,18 +188,18 @@ def no_gradient(source: Source | None, step: str) -> ValueError:
     )
 
 
-def seeds(used: str, source: Source | None, step: str) -> ValueError:
+def seeds(used: str, source: Source | None, step: str) -> TraceError:
     """The step uses a random generator of its own, or seeds PyTorch's."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} uses {used}, which is no input of the program and would be used once, while it is traced.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
 
 
-def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueError:
+def no_collective(op: Any, why: str, source: Source | None, step: str) -> TraceError:
     """The step calls a function of torch.distributed that a program cannot hold."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
         f"same on all ranks, cannot hold: {why}.\n"
         f"  at {where(source)}\n"
@@ -172,26 +207,26 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> ValueE
     )
 
 
-def no_transform(op: Any, transform: str, source: Source | None, step: str) -> TypeError:
+def no_transform(op: Any, transform: str, source: Source | None, step: str) -> TraceTypeError:
     """A higher-order operator under a transform of torch.func for which PyTorch has no rule."""
-    return TypeError(
+    return TraceTypeError(
         f"trace: {step} calls {op.name()} under torch.func.{transform}, for which PyTorch has no rule.\n"
         f"  at {where(source)}\n{_BY_AUTOGRAD}"
     )
 
 
-def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> ValueError:
+def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str) -> TraceError:
     """An operation that has no fake implementation."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} uses {op}, which does not run on tensors without values: {str(error).splitlines()[0]}\n"
         f"  at {where(source)}\n"
         f"Do it outside of the step, or give the operation a fake implementation: torch.library.register_fake."
     )
 
 
-def changes_python(name: str, source: Source | None, step: str) -> ValueError:
+def changes_python(name: str, source: Source | None, step: str) -> TraceError:
     """The step changes a Python value that it also reads, or a container that grows with every step."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} changes {name} while it is traced, and its program will not do so again.\n"
         f"  at {where(source)}\n"
         f"Keep what lives from step to step in the state, as a tensor or a number; return what you want to see as "
@@ -199,9 +234,9 @@ def changes_python(name: str, source: Source | None, step: str) -> ValueError:
     )
 
 
-def advances(name: str, source: Source | None, step: str) -> ValueError:
+def advances(name: str, source: Source | None, step: str) -> TraceError:
     """The step takes the next value of an iterator that existed before."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} takes the next value of an iterator, {name}, while it is traced. Its program will not do so "
         f"again: every call would have the same value.\n"
         f"  at {where(source)}\n"
@@ -219,9 +254,9 @@ def leaks_tensor(holder: str, source: Source | None, step: str) -> str:
     )
 
 
-def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> ValueError:
+def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> TraceError:
     """The step reads a tensor that an earlier trace left in an attribute or a cache."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} reads a tensor {list(arg.shape)} that an earlier trace left, and that has no values.\n"
         f"  at {where(source)}\n"
         f"Compute it in every step, without a cache or an attribute that keeps it; or make it before the first step "
@@ -237,9 +272,9 @@ def writes_batch(name: str, source: Source | None) -> str:
     )
 
 
-def draws_in_python(source: Source | None, step: str) -> ValueError:
+def draws_in_python(source: Source | None, step: str) -> TraceError:
     """The step draws a number from Python's or NumPy's generators."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} draws a random number of Python's or NumPy's, which would be drawn once, while it is traced.\n"
         f"  at {where(source)}\n"
         f"Draw with torch inside the step, torch.rand(()), or outside of it, and pass the number in."
@@ -262,9 +297,9 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return given.get("dropout_p", given.get("dropout")) != 0.0
 
 
-def draws_again(func: Any, source: Source | None, step: str) -> ValueError:
+def draws_again(func: Any, source: Source | None, step: str) -> TraceError:
     """Backward draws random numbers."""
-    return ValueError(
+    return TraceError(
         f"trace: {step} draws random numbers in its backward pass ({func}).\n"
         f"  at {where(source)}\n"
         f"Draw them in the forward pass, and save them for backward."

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.graph import Var
 from ..ir.relations import reachable, tensors_in
 from ..ir.source import user_source
-from .errors import failed, no_gradient, no_transform, refuse_closure
+from .errors import FAILURES, failed, no_gradient, no_transform, refuse_closure
 from .lifting.scalars import with_tensor_scalar
 from .nested.closures import call_closed
 from .parallel.dtensors import marked
@@ -30,8 +30,6 @@ from .parallel.dtensors import marked
 _READERS = (torch.Tensor.tolist, torch.tensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-# The errors of PyTorch's functions, which get the user's line and the arguments of the function.
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class Marks(TorchFunctionMode):
@@ -51,12 +49,13 @@ class Marks(TorchFunctionMode):
             if func in _DERIVATIVES:
                 self._check_differentiable(*args[:1], **(kwargs or {}))
             return self._run(func, args, kwargs or {})
-        except _FAILURES as error:
-            if type(error) not in _FAILURES or str(error).startswith(("trace:", "lift:")):
+        except tuple(FAILURES) as error:
+            if type(error) not in FAILURES:  # a subclass, such as an error of ours
                 raise
-            given = ", ".join(map(self._described, tensors_in((args, kwargs))))
-            name = getattr(func, "__name__", str(func))
-            failure = failed(error, name, given, user_source(2), self.step)
+            tensors = list(tensors_in((args, kwargs)))
+            described = ", ".join(map(self._described, tensors))
+            by_func = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+            failure = failed(error, func, described, user_source(2), self.step, by_func)
             raise failure.with_traceback(error.__traceback__) from None
 
     def _described(self, x: torch.Tensor) -> str:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ...ir.ambient import having
 from ...ir.collectives import HALF
 from ...ir.source import user_source, where
+from ..errors import TraceError
 from .optimizer_state import copied
 
 State = dict[str, torch.Tensor]
@@ -108,7 +109,7 @@ class _NoScaler(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:
             return func(*args, **(kwargs or {}))
-        raise ValueError(
+        raise TraceError(
             f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
             f"  at {where(user_source(2))}\n"
             f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to restore. Training in bfloat16 "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..errors import TraceError
 from ..trace import is_number
 
 _CYCLES = "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes
@@ -146,13 +147,13 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
     yield
     changed = [k for old, new in zip(before, _snapshot(optimizers, inputs)) for k in new if new[k] != old.get(k)]
     if changed and any(changed[0] in given for given in inputs):
-        raise ValueError(
+        raise TraceError(
             f"lift: the loop step changes {changed[0]!r} of a parameter group, as a scheduler does. This would happen "
             f"once, while it is traced.\n"
             f"Set it before the lifted step, or step the scheduler after the lifted step: each call reads the groups."
         )
     if changed:
-        raise ValueError(
+        raise TraceError(
             f"lift: the loop step, or its optimizer, changes {changed[0]!r} of a parameter group, or of itself, "
             f"which would happen once, while it is traced.\n"
             f"Change it between steps, which are then traced anew. What changes in every step must be a tensor in the "

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir.relations import tensors_in
 from ...ir.source import Source, user_source, where
+from ..errors import TraceError
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _ZEROS = ("zero_", "_foreach_zero_")
@@ -175,8 +176,8 @@ class KeptGradients(TorchFunctionMode):
         return {name: none[name] if g is None else g.detach() for name, g in now.items()}
 
 
-def _kept(name: str, use: str, source: Source | None) -> ValueError:
-    return ValueError(
+def _kept(name: str, use: str, source: Source | None) -> TraceError:
+    return TraceError(
         f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it "
         f"before, and a lifted step starts from its state alone.\n"
         f"  at {where(source)}\n"
@@ -186,16 +187,16 @@ def _kept(name: str, use: str, source: Source | None) -> ValueError:
     )
 
 
-def _from_none(name: str, source: Source | None) -> ValueError:
-    return ValueError(
+def _from_none(name: str, source: Source | None) -> TraceError:
+    return TraceError(
         f"lift: the loop step computes a gradient for {name} from the one that it has, and backward has made none.\n"
         f"  at {where(source)}\n"
         f"Freeze the parameter, requires_grad_(False), or leave it out of what changes gradients."
     )
 
 
-def _early(name: str, source: Source | None) -> ValueError:
-    return ValueError(
+def _early(name: str, source: Source | None) -> TraceError:
+    return TraceError(
         f"lift: the loop step calls step() before backward has made a gradient for {name}; the first call has none, "
         f"later calls have one, and a program is the same for all.\n"
         f"  at {where(source)}\n"

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from ...ir.ambient import having
+from ..errors import TraceError
 from ..parallel.dtensors import refuse_wrappers
 from ..python_values.own import is_own
 from ..trace import EXTRA, is_number
@@ -253,7 +254,7 @@ def _stepped(
 
     def begin(o: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if o not in optimizers:
-            raise ValueError(
+            raise TraceError(
                 f"lift: the loop step calls step() of another optimizer, {type(o).__name__}, which would train "
                 f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
@@ -280,7 +281,7 @@ def _stepped(
     for k, o in enumerate(optimizers):
         if o not in stepped and gradients.carried is None:
             which = "optimizer.step()" if len(optimizers) == 1 else f"step() of optimizer {k}, {type(o).__name__}"
-            raise ValueError(
+            raise TraceError(
                 f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
                 f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
                 f"take all micro-batches in one call, and step after them. To step in some calls only, as a bool says "

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...ir.ambient import having
 from ...ir.source import user_source, where
+from ..errors import TraceError
 from ..trace import is_number
 from .hyperparameters import Group
 
@@ -49,7 +50,7 @@ class Schedulers:
             return value
 
         def refuse(scheduler: LRScheduler, name: str, value: Any) -> None:
-            raise ValueError(
+            raise TraceError(
                 f"lift: the loop step steps a scheduler, {type(scheduler).__name__}, or changes its {name!r}, which "
                 f"would happen once, while it is traced.\n"
                 f"  at {where(user_source(2))}\n"

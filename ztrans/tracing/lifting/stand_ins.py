@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir.relations import tensors_in
 from ...ir.source import Source, user_source, where
+from ..errors import TraceError
 
 # Properties of the module's own parameters that a loop step may read, because the stand-ins have the same.
 _METADATA = (
@@ -58,15 +59,15 @@ class StandIns(TorchFunctionMode):
         """Raises: ValueError if requires_grad of a parameter differs from that at the start of the call."""
         for name, p in self.stand_ins.items():
             if p.requires_grad != self._trained[name] and name not in self._set_first:
-                raise ValueError(
+                raise TraceError(
                     f"lift: the loop step leaves requires_grad={p.requires_grad} on {name}, where it was "
                     f"{self._trained[name]}; the next call would start from {self._trained[name]} again.\n"
                     f"Set it at the beginning of the loop step, or outside of it: the step is then traced anew."
                 )
 
 
-def _from_outside(name: str, use: str, source: Source | None) -> ValueError:
-    return ValueError(
+def _from_outside(name: str, use: str, source: Source | None) -> TraceError:
+    return TraceError(
         f"lift: the loop step uses {name} as it was taken from the module before ({use}). While the loop runs another "
         f"tensor stands in for it, and this one has no effect.\n"
         f"  at {where(source)}\n"

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ... import ops
 from ...ir.ambient import having
 from ...ir.layout import Own
+from ..errors import TraceError, TraceTypeError
 
 
 def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:
@@ -83,7 +84,7 @@ def refuse_wrappers(named: Iterable[tuple[str, Any]], caller: str = "trace") -> 
     for name, x in named:
         kind = type(x)
         if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
-            raise TypeError(
+            raise TraceTypeError(
                 f"{caller}: {name} is a {kind.__module__}.{kind.__qualname__}, which holds other tensors, and a "
                 f"program has plain ones.\n"
                 f"Make such a tensor inside of the step, from plain ones, and return what it holds. For the fp8 of "
@@ -91,9 +92,9 @@ def refuse_wrappers(named: Iterable[tuple[str, Any]], caller: str = "trace") -> 
             )
 
 
-def cut_batch(path: str) -> TypeError:
+def cut_batch(path: str) -> TraceTypeError:
     """A DTensor in the batch that is cut over an axis over which the step is distributed."""
-    return TypeError(
+    return TraceTypeError(
         f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
         f"its rank.\nPass them as a tensor: {path}.to_local()."
     )
@@ -104,7 +105,7 @@ def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
         return new.redistribute(spec.mesh, spec.placements).to_local()
     if isinstance(new, DTensor) or spec is not None:
         was, now = ("a full tensor", "a DTensor") if spec is None else ("a DTensor", "a full tensor")
-        raise ValueError(
+        raise TraceError(
             f"trace: {path} was {was}, and the step returned {now} in its place.\n"
             f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
         )

@@ -89,12 +89,7 @@ def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tu
     if (known := _known(eqn, have)) is not None:
         return known
     have = [layout if reads_terms(eqn, layout) else () for layout in have]
-    try:
-        wanted, given = _ask(eqn, have, axis, size)
-    except NoRule:
-        if not _needs_no_rule(eqn.op):
-            raise
-        return _whole(eqn)
+    wanted, given = _ask(eqn, have, axis, size)
     if _makes_terms(have, wanted):
         # DTensor would spread a value into terms, which is wasteful. Instead, reduce the inputs that are terms.
         have = [() if any(isinstance(p, Partial) for p in h) else h for h in have]
@@ -157,7 +152,7 @@ def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
 def _ask(eqn: Eqn, have: list[Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
     """DTensor's rule for inputs in these layouts. If it has no rule for such parts, the equation runs on whole values.
 
-    Raises: NoRule if DTensor has no rule for the operation.
+    Raises: NoRule if DTensor has no rule for the operation, and `_needs_no_rule` says that it needs one.
     """
     if not any(have):
         return have, [()] * len(eqn.outs)
@@ -165,7 +160,12 @@ def _ask(eqn: Eqn, have: list[Layout], axis: str, size: int) -> tuple[list[Layou
     types = tuple((v.shape, v.dtype, layout) for v, layout in zip(eqn.ins, have))
     arguments = _from_the_front(eqn)
     literals = repr(substitute(arguments, lambda v: "v"))
-    answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, axis, size, arguments))
+    try:
+        answer = _asked(_Question(_KNOWN_AS.get(op, op), types, literals, axis, size, arguments))
+    except NoRule:
+        if not _needs_no_rule(op):
+            raise
+        return _whole(eqn)
     return answer or _whole(eqn)
 
 
@@ -220,8 +220,6 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
     except (KeyError, IndexError, TypeError):  # its rule fails, for instance for a dim of one row that is cut
         return None
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-        if "redistribut" in str(error):  # it has a rule, but for whole inputs only
-            return None
         raise NoRule(str(error).split("\n")[0]) from None
     sharding: Any = info.output_sharding
     specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
