@@ -24,13 +24,14 @@ from pathlib import Path
 
 import torch
 
+from ztrans.calling.call import BoundCall
 from ztrans.planning.solver import moves as changes
 from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.moves import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
-from ztrans.tracing.arguments import Arguments, local_inputs
+from ztrans.tracing.arguments import local_inputs
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
@@ -64,7 +65,7 @@ ONEDNN = "matrix products by oneDNN"
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    arguments = Arguments.of(lowered.program.captured.fn, (state, *batch), {})
+    arguments = BoundCall.of(lowered.program.captured.fn, (state, *batch), {})
     _, local = local_inputs(lowered.program, lowered.graph, arguments)
     _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 

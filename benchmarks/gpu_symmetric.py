@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import ztrans as zt
+from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
 from ztrans.runtime.executable import bind
-from ztrans.tracing.arguments import Arguments, local_inputs
+from ztrans.tracing.arguments import local_inputs
 
 STEPS = 3
 
@@ -52,7 +53,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     lowered = step.lower(mine, *(part[rank] for part in batches[0]))
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
-        arguments = Arguments(mine, tuple(part[rank] for part in batch))
+        arguments = BoundCall(mine, tuple(part[rank] for part in batch))
         run(local_inputs(lowered.program, lowered.graph, arguments)[1])
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.symmetric.check()

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from .calling.call import BoundCall
+from .calling.trees import opened
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Graph
@@ -35,8 +37,16 @@ from .runtime.leaves import check_laid_out
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
-from .tracing.arguments import Arguments, BatchKey, StateKey, check_captured, check_donation, local_batch, local_inputs
-from .tracing.containers import opened
+from .tracing.arguments import (
+    BatchKey,
+    StateKey,
+    batch_like,
+    check_captured,
+    check_donation,
+    local_batch,
+    local_inputs,
+    state_key,
+)
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -45,19 +55,19 @@ if TYPE_CHECKING:
 class Given(NamedTuple):
     """The arguments of a call, their keys, the leaves of the batch, and those of the state if it was returned last."""
 
-    arguments: Arguments
+    call: BoundCall
     state: StateLeaves | None
     batch: list
     state_key: StateKey
     batch_key: BatchKey
 
     @staticmethod
-    def of(arguments: Arguments, last: LastState) -> Given:
+    def of(call: BoundCall, last: LastState) -> Given:
         """The arguments with what is known of their state."""
-        state = last.recognise(arguments.state)
-        batch, last.batch = arguments.batch_like(last.batch)
-        state_key = last.known.key if state and last.known else arguments.state_key()
-        return Given(arguments, state, batch, state_key, last.batch.key)
+        state = last.recognise(call.state)
+        batch, last.batch = batch_like(call, last.batch)
+        key = last.known.key if state and last.known else state_key(call)
+        return Given(call, state, batch, key, last.batch.key)
 
 
 class Bound(NamedTuple):
@@ -102,7 +112,7 @@ class Compiled(Printed):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         refuse_inside(self.lowered.graph.name, (args, kwargs))
         check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(Given.of(Arguments.of(self.lowered.program.captured.fn, args, kwargs), self._last), self._last)
+        return self.run(Given.of(BoundCall.of(self.lowered.program.captured.fn, args, kwargs), self._last), self._last)
 
     def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
         """Run the program without checking the captured values.
@@ -112,11 +122,11 @@ class Compiled(Printed):
         """
         key, n = (given.state_key, given.batch_key), self.lowered.graph.num_state
         out_tree = self._accepted.get(key)
-        leaves, local = self._flat(given.arguments) if out_tree is None else self._known_inputs(given, last)
+        leaves, local = self._flat(given.call) if out_tree is None else self._known_inputs(given, last)
         with self._step(leaves, local) as run:
             outputs = run(local)
         if given.state is not None and out_tree is not None:
-            return given.arguments.state, pytree.tree_unflatten(outputs[n:], out_tree)
+            return given.call.state, pytree.tree_unflatten(outputs[n:], out_tree)
         for i, old in enumerate(leaves[:n]):
             # Return the tensors that the caller passed: their storages now hold the new state.
             outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
@@ -135,7 +145,7 @@ class Compiled(Printed):
         `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
         check_captured(self.lowered.program, self.lowered.graph.name)
-        leaves, local = self._flat(Arguments.of(self.lowered.program.captured.fn, args, kwargs))
+        leaves, local = self._flat(BoundCall.of(self.lowered.program.captured.fn, args, kwargs))
         with self._step(leaves, local) as run:
             self._writes.begin()
             local = placed(self.lowered.graph, local) if self.cuda_graph else local
@@ -216,9 +226,9 @@ class Compiled(Printed):
             lowered, agreed = traced.lower(cluster=known.cluster), False
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, _bound=[], _accepted={})
 
-    def _flat(self, arguments: Arguments) -> tuple[list, list[torch.Tensor]]:
+    def _flat(self, call: BoundCall) -> tuple[list, list[torch.Tensor]]:
         program, graph = self.lowered.program, self.lowered.graph
-        leaves, local = local_inputs(program, graph, arguments)
+        leaves, local = local_inputs(program, graph, call)
         if self._mesh is not None and self._mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
             check_laid_out(graph.name, self._mesh, program.axes, program.paths, leaves, layouts, lowered=True)
@@ -229,7 +239,7 @@ class Compiled(Printed):
         """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
         batch = local_batch(self.lowered.program, self.lowered.graph.num_state, given.batch)
         if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
-            return self._flat(given.arguments)
+            return self._flat(given.call)
         return given.state.leaves, [*given.state.local, *batch]
 
     @without_autocast()

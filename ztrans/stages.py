@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from .calling.call import BoundCall
 from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
@@ -44,7 +45,7 @@ from .report.tracebacks import ends_at_user
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
-from .tracing.arguments import Arguments, check_captured, local_inputs
+from .tracing.arguments import check_captured, local_inputs
 from .tracing.trace import Program
 from .transforms.base import Transform, all_axes, axes_of, mesh_of, meta_leaves, rewritten
 
@@ -214,9 +215,9 @@ class Lowered(Printed):
                     f"Pass its arguments as a tuple, (x,), or as a dict by name."
                 )
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-            arguments = Arguments.of(program.captured.fn, (state, *args), kwargs)
+            call = BoundCall.of(program.captured.fn, (state, *args), kwargs)
             name = f"{graph.name}.lockstep, rank {rank}"
-            inputs.append(local_inputs(program, graph, arguments, name)[1])
+            inputs.append(local_inputs(program, graph, call, name)[1])
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]

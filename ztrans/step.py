@@ -19,13 +19,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from .calling.call import BoundCall
+from .calling.trees import state_leaves, state_names
 from .compiled import Compiled, Given
 from .ir.ambient import no_collection, refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
-from .ir.trees.empty_subtrees import state_leaves
-from .ir.trees.leaf_names import leaf_names
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
@@ -37,7 +37,7 @@ from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import Arguments, StepKey
+from .tracing.arguments import StepKey
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.lifting.lifted_state import completed
 from .tracing.python_values.captured import Captured
@@ -138,17 +138,19 @@ class Step(Generic[P, R]):
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
-        return self._traced(Arguments.of(self.fn, args, kwargs))
+        return self._traced(BoundCall.of(self.fn, args, kwargs))
 
     @no_collection()
-    def _traced(self, arguments: Arguments) -> Traced:
+    def _traced(self, call: BoundCall) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
-        state, batch, names = arguments.micro_batch(self.fn, micro) if micro > 1 else arguments
+        if micro > 1:
+            call = call.micro_batch(self.fn, micro)
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        of_state = self._chosen(axes_of, state)
-        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(pytree.tree_leaves(batch))]
+        of_state = self._chosen(axes_of, call.state)
+        others = pytree.tree_leaves((call.batch, call.extra))
+        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(others)]
         with stage(self.__name__, "trace"):
-            program = trace(self.fn, state, *batch, names=names, device=device, captured=self._captured, axes=axes)
+            program = trace(self.fn, call, device=device, captured=self._captured, axes=axes)
         return Traced(program, self.transforms)
 
     @ends_at_user
@@ -157,10 +159,10 @@ class Step(Generic[P, R]):
 
         Pass an argument of the step that is called `cluster` or `plan` by position.
         """
-        return self._lowered(Arguments.of(self.fn, args, kwargs), cluster, plan)
+        return self._lowered(BoundCall.of(self.fn, args, kwargs), cluster, plan)
 
-    def _lowered(self, arguments: Arguments, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        traced = self._traced(arguments)
+    def _lowered(self, call: BoundCall, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+        traced = self._traced(call)
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
@@ -183,7 +185,7 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        given = Given.of(Arguments.of(self.fn, args, kwargs), self._last)
+        given = Given.of(BoundCall.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
         tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
@@ -194,12 +196,12 @@ class Step(Generic[P, R]):
 
     @ends_at_user
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        arguments = Arguments.of(self.fn, args, kwargs)
-        refuse_inside(self.__name__, arguments)
-        given = Given.of(arguments, self._last)
+        call = BoundCall.of(self.fn, args, kwargs)
+        refuse_inside(self.__name__, call)
+        given = Given.of(call, self._last)
         if (key := self._key(given)) not in self._cache:
-            state = completed(self.fn, arguments.state, self.shard)
-            key = self._key(given := Given.of(arguments._replace(state=state), self._last))
+            state = completed(self.fn, call.state, self.shard)
+            key = self._key(given := Given.of(call._replace(state=state), self._last))
         return cast("R", self._compiled(given, key).run(given, self._last))
 
     @ends_at_user
@@ -209,20 +211,20 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(given := Given.of(Arguments.of(self.fn, args, kwargs), self._last), self._key(given))
+        return self._compiled(given := Given.of(BoundCall.of(self.fn, args, kwargs), self._last), self._key(given))
 
     def _compiled(self, given: Given, key: StepKey) -> Compiled:
         compiled = self._cache.get(key)
         if compiled is None:
-            arguments = given.arguments
-            self._check_laid_out(arguments.state)
+            call = given.call
+            self._check_laid_out(call.state)
             others = (c for k, c in list(self._cache.items()) if k.any_size() == key.any_size())
             if (first := next(others, None)) is not None:  # its plan is the one that the ranks agreed on
-                compiled = first.for_other_sizes(self._traced(arguments))
+                compiled = first.for_other_sizes(self._traced(call))
             else:
-                compiled = self._lowered(arguments).compile()
+                compiled = self._lowered(call).compile()
             self._cache[key] = compiled
-            warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(arguments.batch))
+            warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(call.batch))
         return compiled
 
     def _key(self, given: Given) -> StepKey:
@@ -243,7 +245,7 @@ class Step(Generic[P, R]):
 
     def _check_laid_out(self, state: Any) -> None:
         if (mesh := self._devices()) is not None:
-            paths, axes = leaf_names(self.fn, (state,))[1], self._chosen(axes_of, state)
+            paths, axes = state_names(self.fn, state)[1], self._chosen(axes_of, state)
             check_laid_out(self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state))
 
     def layouts(self, state: Any) -> list[Layout]:
@@ -252,7 +254,7 @@ class Step(Generic[P, R]):
 
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
-        names = leaf_names(self.fn, (state,))[0]
+        names = state_names(self.fn, state)[0]
         return [choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))]
 
     @ends_at_user
@@ -270,7 +272,7 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves, paths = state_leaves(state), leaf_names(self.fn, (state,))[1]
+        leaves, paths = state_leaves(state), state_names(self.fn, state)[1]
         check_state(paths, leaves)
         check_whole(leaves, "shard")
         if (mesh := self._devices()) is None:

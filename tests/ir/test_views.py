@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import ztrans as zt
 from tests.support.programs import CASES
+from tests.support.traced import trace
 from tests.support.worlds import on_ranks
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.views import simpler_calls
-from ztrans.tracing.trace import trace
 
 aten = torch.ops.aten
 

@@ -23,13 +23,14 @@ from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.shared_files import over_files
 from tests.support.worlds import ALL, batches, slices
+from ztrans.calling.call import BoundCall
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.ops.symmetric import Symmetric
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda import symmetric_memory
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.tracing.arguments import Arguments, local_inputs
+from ztrans.tracing.arguments import local_inputs
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
@@ -62,7 +63,7 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        _, local = local_inputs(low.program, low.graph, Arguments(state, slices(batch, mesh.size())[RANK]))
+        _, local = local_inputs(low.program, low.graph, BoundCall(state, slices(batch, mesh.size())[RANK]))
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
 

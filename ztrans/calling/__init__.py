@@ -1,1 +1,1 @@
-"""Calling: how the Python arguments of a step become flat tensors, and which program may run on them."""
+"""Calling: how the arguments of a step become the flat tensors of a program."""

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..calling.trees import none_as_empty
 from ..ir.graph import Layout
 from ..ir.layout import AbstractMesh, Own, mesh_axes
-from ..ir.trees.empty_subtrees import none_as_empty
 from .leaves import full_tensor, leaf_mesh, relaid, shard_leaf
 from .meeting import Call, meet
 from .mesh import check_runs

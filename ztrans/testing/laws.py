@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calling.trees import none_as_empty, state_leaves
 from ..ir.layout import AbstractMesh
-from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
 from ..ir.verifier import check
 from ..stages import Lowered, Traced
 from ..step import Step

@@ -4,94 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ..calling.call import BoundCall
+from ..calling.trees import none_as_empty
 from ..ir.graph import Graph, Var
 from ..ir.layout import Own, as_tensor
-from ..ir.micro_batches import check_rows, first_part, full_shape
-from ..ir.trees.empty_subtrees import none_as_empty
+from ..ir.micro_batches import full_shape
 from ..ir.trees.known_tree import KnownTree
-from ..ir.trees.leaf_names import leaf_names
-from .containers import opened
 from .python_values.captured import Key, read_in
-from .trace import EXTRA, Abstract, Program, is_of_batch, shape_of
+from .trace import Abstract, Program, shape_of
 
 
-class Arguments(NamedTuple):
-    """The arguments of one call of a step, in the order of its parameters, however the caller passed them.
+def state_key(call: BoundCall) -> StateKey:
+    """The properties of the state that a program is specialised on."""
+    leaves, tree = pytree.tree_flatten(none_as_empty(call.state))
+    return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
 
-    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
-    parameters behind one that the caller left out. A parameter that the caller left out is not an argument: the step
-    reads its default as it reads a global.
 
-    A lifted step has an extra argument, which comes last: what `fn.extra()` returns at every call.
-    """
-
-    state: Any
-    batch: tuple
-    names: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of `fn(*args, **kwargs)`. Equal calls give equal arguments.
-
-        Raises: TypeError, as Python does, if `fn` does not take such arguments.
-
-        >>> def step(state, x, scale=1.0): ...
-        >>> Arguments.of(step, ("s",), {"x": 2})
-        Arguments(state='s', batch=(2,), names=())
-        >>> Arguments.of(step, ("s", 2), {"rate": 3})
-        Traceback (most recent call last):
-            ...
-        TypeError: step() got an unexpected keyword argument 'rate'
-        """
-        if kwargs or not args:
-            name = getattr(fn, "__name__", type(fn).__name__)
-            try:
-                bound = inspect.signature(fn).bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name}() {error}") from None
-            args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
-            if not args:
-                raise TypeError(f"{name}() takes a state as its first argument.")
-        extra = {EXTRA: fn.extra()} if hasattr(fn, "extra") else {}
-        batch = map(opened, (*args[1:], *kwargs.values()))
-        return Arguments(args[0], (*batch, *extra.values()), (*kwargs, *extra))
-
-    def micro_batch(self, fn: Callable, micro: int) -> Arguments:
-        """The arguments of the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
-
-        Raises: ValueError that names a leaf of the batch that cannot be cut.
-        """
-        paths = leaf_names(fn, (self.state, *self.batch), self.names)[1]
-        leaves, tree = pytree.tree_flatten(self.batch)
-        named = list(zip(paths[len(paths) - len(leaves) :], leaves))
-        cut = [first_part(x, micro, path) if is_of_batch(x, path) else x for path, x in named]
-        check_rows([(path, x) for path, x in named if is_of_batch(x, path)])
-        return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(cut, tree))))
-
-    def leaves(self) -> tuple[list, pytree.TreeSpec]:
-        """All leaves, those of the state first, and the tree that they flatten from."""
-        return pytree.tree_flatten((none_as_empty(self.state), *self.batch))
-
-    def state_key(self) -> StateKey:
-        """The properties of the state that a program is specialised on."""
-        leaves, tree = pytree.tree_flatten(none_as_empty(self.state))
-        return StateKey((tree, tuple(_described(x, is_state=True) for x in leaves)))
-
-    def batch_like(self, last: KnownBatch | None) -> tuple[list, KnownBatch]:
-        """The leaves of the batch, and what is known of it, which is `last` for a batch of the same kind."""
-        if last is not None and last.key.names == self.names and (known := last.leaves(self.batch)) is not None:
-            return known, last
-        leaves, tree = pytree.tree_flatten(self.batch)
-        key = BatchKey(tree, self.names, tuple(_described(x, is_state=False) for x in leaves))
-        return leaves, KnownBatch(KnownTree(self.batch), key)
+def batch_like(call: BoundCall, last: KnownBatch | None) -> tuple[list, KnownBatch]:
+    """The leaves of the batch, and what is known of it, which is `last` for a batch of the same kind."""
+    batch = (*call.batch, *call.extra)
+    if last is not None and last.key.names == call.names and (known := last.leaves(batch)) is not None:
+        return known, last
+    leaves, tree = pytree.tree_flatten(batch)
+    key = BatchKey(tree, call.names, tuple(_described(x, is_state=False) for x in leaves))
+    return leaves, KnownBatch(KnownTree(batch), key)
 
 
 def _described(x: Any, is_state: bool) -> tuple:
@@ -156,15 +99,15 @@ class StepKey(NamedTuple):
         return self._replace(batch=self.batch.any_size())
 
 
-def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
+def traced_leaves(program: Program, name: str, call: BoundCall) -> list:
     """The leaves of a call that are inputs of the program.
 
     Raises: TypeError if the other leaves, or the tree, differ from those that the program was traced for.
     """
-    leaves, tree = arguments.leaves()
-    if (tree, arguments.names) != (program.in_tree, program.names):
+    leaves, tree = pytree.tree_flatten(call.tree())
+    if (tree, call.names) != (program.in_tree, program.names):
         raise TypeError(
-            f"{name}: {_difference(program, tree, arguments)}.\n"
+            f"{name}: {_difference(program, tree, call)}.\n"
             f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
         )
     for i, constant in program.static.items():
@@ -179,9 +122,9 @@ def traced_leaves(program: Program, name: str, arguments: Arguments) -> list:
     return [x for i, x in enumerate(leaves) if i not in program.static]
 
 
-def _difference(program: Program, tree: pytree.TreeSpec, arguments: Arguments) -> str:
+def _difference(program: Program, tree: pytree.TreeSpec, call: BoundCall) -> str:
     """How the structure of a call differs from that of its program, by leaves if these differ."""
-    paths = leaf_names(program.captured.fn, (arguments.state, *arguments.batch), arguments.names)[1]
+    paths = call.leaf_names(program.captured.fn)[1]
     new, lost = ([x for x in a if x not in b] for a, b in ((paths, program.paths), (program.paths, paths)))
     changes = [f"called with {', '.join(new[:4])}, which it was compiled without"] * bool(new)
     changes += [f"called without {', '.join(lost[:4])}, which it was compiled with"] * bool(lost)
@@ -204,7 +147,7 @@ def check_captured(program: Program, name: str) -> None:
 
 
 def local_inputs(
-    program: Program, graph: Graph, arguments: Arguments, caller: str | None = None
+    program: Program, graph: Graph, call: BoundCall, caller: str | None = None
 ) -> tuple[list, list[torch.Tensor]]:
     """The leaves of a call that are inputs of the program, and this rank's part of each as a tensor.
 
@@ -213,7 +156,7 @@ def local_inputs(
     Raises: TypeError if their shapes or dtypes differ from those that the program was compiled for, or if the step
         divides them in another way.
     """
-    leaves = traced_leaves(program, caller or graph.name, arguments)
+    leaves = traced_leaves(program, caller or graph.name, call)
     local = [local_part(x) if i < graph.num_state else _read(x) for i, x in enumerate(leaves)]
     for v, own, axes, x, y in zip(graph.inputs, program.owns, program.axes, leaves, local, strict=True):
         now, shape = Own.of(x, axes), shape_of(x)

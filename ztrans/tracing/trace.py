@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calling.call import BoundCall
+from ..calling.trees import none_as_empty, opened, state_leaves
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
-from ..ir.trees.empty_subtrees import none_as_empty, state_leaves
-from ..ir.trees.leaf_names import leaf_names
-from .containers import opened
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .parallel.dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
@@ -32,8 +31,6 @@ from .python_values.iterators import is_iterator
 from .python_values.leaks import Imported, named_outputs, settled
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
-
-EXTRA = "param_groups"  # the name of the extra argument of a lifted step: the inputs among its hyperparameters
 
 
 class Constant(NamedTuple):
@@ -142,21 +139,18 @@ _has_accelerator = functools.cache(torch.accelerator.is_available)
 
 def trace(
     fn: Callable,
-    state: Any,
-    *batch: Any,
-    names: tuple[str, ...] = (),
+    call: BoundCall,
+    *,
     device: str | None = None,
     captured: Captured | None = None,
     axes: Sequence[tuple[str, ...]] = (),
 ) -> Program:
-    """Record `fn(state, *batch) -> (state, output)` as a `Program`.
+    """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Program`.
 
     Args:
         fn: the train step.
-        state, batch: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become
-            inputs, never constants.
-        names: the names of the last arguments of `batch`, which are passed by name. What
-            the one called `EXTRA` holds is the same on all ranks.
+        call: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become inputs, never
+            constants.
         device: the device on which meta leaves are traced; by default that of the other leaves.
         captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
         axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
@@ -170,12 +164,14 @@ def trace(
     """
     check_torch()
     name = _name(fn)
-    refuse_inside(f"trace: {name}", (state, batch))
+    state = call.state
+    refuse_inside(f"trace: {name}", call)
     captured = captured or Captured(fn)
     made_for = captured.key()
-    leaves, in_tree = pytree.tree_flatten((none_as_empty(state), *batch))
+    leaves, in_tree = pytree.tree_flatten(call.tree())
     num_state = len(state_leaves(state))
-    short_names, paths = leaf_names(fn, (state, *batch), names)
+    of_batch = range(num_state, len(leaves) - len(pytree.tree_leaves(call.extra)))
+    short_names, paths = call.leaf_names(fn)
     refuse_wrappers(zip(paths, leaves))
     check_state(paths, leaves[:num_state])
     axes = axes or [()] * len(leaves)
@@ -187,15 +183,14 @@ def trace(
     described = [abstract[i] for i in dynamic]
     default_device = device or _device_of(described)
     inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i >= num_state and is_of_batch(leaves[i], paths[i]))
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i in of_batch and is_tensor[i])
 
-    def call(tensors: Sequence[torch.Tensor]) -> Any:
+    def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
         full = list(abstract)
         for i, tensor in zip(dynamic, tensors):
             full[i] = around(tensor, specs[i])
-        arguments = pytree.tree_unflatten(full, in_tree)
-        positional = len(arguments) - len(names)
-        result = fn(*arguments[:positional], **dict(zip(names, arguments[positional:])))
+        result = call.of_tree(pytree.tree_unflatten(full, in_tree)).run(fn)
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
@@ -206,7 +201,7 @@ def trace(
         return [abstract[i].empty(default_device, getattr(leaves[i], "requires_grad", False)) for i in dynamic]
 
     def record_program() -> Imported:
-        recorded = run_traced(call, make_inputs, [v.name for v in inputs], name)
+        recorded = run_traced(call_fn, make_inputs, [v.name for v in inputs], name)
         with without_autocast():
             eqns, outputs, facts = import_record(recorded, inputs, batch_vars)
         shapes = tuple(map(shape_of, leaves[:num_state]))
@@ -218,7 +213,7 @@ def trace(
     traced = settled(record_program, captured.reach(), name)
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
     trees = in_tree, traced.out_tree
-    return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, names, *of_inputs)
+    return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, call.names, *of_inputs)
 
 
 def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:
@@ -247,11 +242,6 @@ def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     for path, x in zip(paths, leaves):
         if not isinstance(x, torch.Tensor) and not is_number(x):
             raise no_state(path, x)
-
-
-def is_of_batch(leaf: Any, path: str) -> bool:
-    """Whether an argument other than the state is a tensor of the batch, which differs from rank to rank."""
-    return isinstance(leaf, torch.Tensor) and not path.startswith(f"{EXTRA}.")
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

@@ -9,10 +9,10 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 import ztrans as zt
+from tests.support.traced import trace
 from tests.support.versions import OLD
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.interpreter import evaluate
-from ztrans.tracing.trace import trace
 
 torch.manual_seed(0)
 STATE, X = {"w": torch.randn(8, 4), "b": torch.ones(4)}, torch.randn(6, 8)

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ...calling.trees import named_leaves, none_as_empty, state_leaves
 from ...ir.layout import as_tensor
-from ...ir.trees.empty_subtrees import none_as_empty, state_leaves
-from ...ir.trees.leaf_names import named_leaves
 from ..leaves import copied
 from .folder import Folder, committed, partial
 from .model_file import ModelFile, is_model

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...ir.trees.leaf_names import named_leaves
+from ...calling.trees import named_leaves
 from ..leaves import cut_as
 from .folder import partial, sync
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...calling.trees import named_leaves
 from ...ir.layout import as_tensor
-from ...ir.trees.leaf_names import named_leaves
 from ..failure import check_whole, steps_of
 from ..meeting import Call, everywhere, meet
 from ..process_groups import process_groups

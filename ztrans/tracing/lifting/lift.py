@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from ...calling.call import ExtraInputs
 from ...ir.ambient import having
 from ..errors import TraceError
 from ..parallel.dtensors import refuse_wrappers
 from ..python_values.own import is_own
-from ..trace import EXTRA, is_number
+from ..trace import is_number
 from .averaged_models import averaging
 from .grad_scaler import constants_of, scale_of, scaling
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
@@ -103,8 +104,7 @@ def lift(
     loops.append(had)
     of_others = lambda: set[str]().union(*(names for names in loops if names is not had))
 
-    def step(state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
-        groups = cast("list[Group]", named.pop(EXTRA, extra()))
+    def run(groups: list[Group], state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         numbers = [*((x, None) for x in _counts(state["optimizer"], counted)), *hyperparameters.numbers(groups)]
         begin = functools.partial(updates.begin, itertools.count(), hyperparameters.constants())
         with swapped(model, optimizers, names, state, groups) as params, unchanged(optimizers, groups):
@@ -143,10 +143,33 @@ def lift(
     name = "state" if "state" not in arguments else "lifted_state"
     own_state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.Signature([own_state, *arguments.values()])
-    vars(step).update(settings=settings, missing=missing, extra=extra, __signature__=signature)
-    step.__name__ = step.__qualname__ = getattr(loop_step, "__name__", "step")
-    step.__doc__ = loop_step.__doc__
+    step = LiftedStep(run, extra, settings, missing)
+    name = getattr(loop_step, "__name__", "step")
+    vars(step).update(__signature__=signature, __name__=name, __qualname__=name, __doc__=loop_step.__doc__)
     return step, today
+
+
+class LiftedStep(ExtraInputs):
+    """The step of a lifted loop."""
+
+    def __init__(self, run: Callable, extra: Callable, settings: Callable, missing: Callable) -> None:
+        self._run, self._extra, self._settings, self._missing = run, extra, settings, missing
+        self.__wrapped__ = run
+
+    def __call__(self, state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
+        return self._run(self._extra(), state, *batch, **named)
+
+    def call_with(self, extra: Any, state: Any, /, *batch: Any, **named: Any) -> tuple[Any, Any]:
+        return self._run(extra, state, *batch, **named)
+
+    def extra_inputs(self) -> list[Group]:
+        return self._extra()
+
+    def constants(self) -> tuple:
+        return self._settings()
+
+    def missing_state(self, state: Any) -> State:
+        return self._missing(state)
 
 
 def _counts(optimized: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[torch.Tensor]:

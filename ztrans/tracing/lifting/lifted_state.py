@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir.trees.empty_subtrees import state_leaves
-from ...ir.trees.leaf_names import named_leaves
+from ...calling.call import ExtraInputs
+from ...calling.trees import named_leaves, state_leaves
 from ..arguments import local_part, overlapping
 from ..trace import is_number
 from .grad_scaler import scale_of
@@ -132,7 +132,7 @@ def _laid(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
     """A state with the leaves that it lacks if `fn` is lifted and parameters have been unfrozen, in their layouts."""
-    missing = fn.missing(state) if hasattr(fn, "missing") else {}
+    missing: State = fn.missing_state(state) if isinstance(fn, ExtraInputs) else {}
     more = shard(missing) if missing else {}
     return {**state, **{key: {**state[key], **more[key]} for key in more}} if more else state
 

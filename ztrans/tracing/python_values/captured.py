@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...calling.call import ExtraInputs
 from ...ir.ambient import ambient
 from .own import is_own
 from .reached import CONTAINERS, LONGEST, Reach, reach
@@ -69,8 +70,8 @@ class Captured:
 
     def key(self) -> Key:
         """The present values. While they stay the same, so does the key."""
-        settings = getattr(self.fn, "settings", None)
-        key = Key(*self.read(), tuple(ambient().items()), settings() if settings is not None else None)
+        settings = self.fn.constants() if isinstance(self.fn, ExtraInputs) else None
+        key = Key(*self.read(), tuple(ambient().items()), settings)
         if self._last is None or key != self._last:
             self._last = key
         return self._last

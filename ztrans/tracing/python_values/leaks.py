@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch.utils import _pytree as pytree
 
+from ...calling.trees import opened
 from ...ir.graph import Graph
 from ...ir.printer import program
 from ...ir.source import Source, user_source, where
-from ..containers import opened
 from ..errors import changes_python, draws_in_python, leaks_tensor, reads_system_random, warn_of_trace
 from .generators import Generators
 from .reached import ABSENT, Reach

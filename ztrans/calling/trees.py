@@ -1,0 +1,168 @@
+"""Trees: the leaves of the arguments of a step, the containers that hold them, and the names of the leaves.
+
+These are PyTorch's pytrees, with two differences. None in a state is an empty subtree, as in JAX: it has no leaf.
+In a batch or an output, a dataclass, and a mapping that is not a dict (such as the BatchEncoding of transformers), is
+a container. Both are nodes of a type of ours that unflatten to what they stand for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A node without children, which stands for None."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A node whose children are the fields of a container."""
+
+    container: Any
+
+
+def none_as_empty(tree: Any) -> Any:
+    """A tree in which every None is an empty subtree.
+
+    >>> leaves, structure = pytree.tree_flatten(none_as_empty({"weight": 1, "bias": None}))
+    >>> leaves, pytree.tree_unflatten(leaves, structure)
+    ([1], {'weight': 1, 'bias': None})
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    if all(x is not None for x in leaves):
+        return tree
+    return pytree.tree_unflatten([Empty() if x is None else x for x in leaves], structure)
+
+
+def state_leaves(state: Any) -> list:
+    """The leaves of a state, in the order of its tree.
+
+    >>> state_leaves({"weight": 1, "bias": None})
+    [1]
+    """
+    return pytree.tree_leaves(none_as_empty(state))
+
+
+def opened(tree: Any) -> Any:
+    """A tree in which every dataclass and mapping is a node. Other leaves stay as they are.
+
+    >>> from collections import UserDict
+    >>> pytree.tree_leaves(opened([UserDict(a=1, b=[2, 3]), 4]))
+    [1, 2, 3, 4]
+    """
+    if isinstance(tree, torch.Tensor) or not any(map(_is_container, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(lambda x: Opened(x) if _is_container(x) else x, tree)
+
+
+def _is_container(x: Any) -> bool:
+    if isinstance(x, torch.Tensor | float | int | str):
+        return False
+    return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Opened))
+
+
+def _fields(node: Opened) -> dict[str, Any]:
+    container = node.container
+    if isinstance(container, Mapping):
+        return {key: opened(value) for key, value in container.items()}
+    return {f.name: opened(getattr(container, f.name)) for f in dataclasses.fields(container)}
+
+
+def _flatten(node: Opened) -> tuple[list[Any], tuple]:
+    fields = _fields(node)
+    return [*fields.values()], (type(node.container), tuple(fields))
+
+
+def _flatten_with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], tuple]:
+    fields = _fields(node)
+    return [(pytree.MappingKey(key), value) for key, value in fields.items()], (type(node.container), tuple(fields))
+
+
+def _unflatten(values: Any, context: tuple) -> Any:
+    kind, names = context
+    if issubclass(kind, Mapping):
+        return kind(dict(zip(names, values)))
+    container = object.__new__(kind)  # without `__post_init__`, which has run before
+    for name, value in zip(names, values):
+        object.__setattr__(container, name, value)
+    return container
+
+
+def key_parts(keys: Sequence[Any]) -> list[str]:
+    """The parts of a leaf's name: the keys, attributes and indices on the way to it.
+
+    >>> [key_parts(keys) for keys, _ in pytree.tree_flatten_with_path({"params": [1, 2]})[0]]
+    [['params', '0'], ['params', '1']]
+    """
+    return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their names. None has no leaf, and so no name.
+
+    Raises: ValueError if two leaves have the same name.
+
+    >>> named_leaves({"params": {"up": 1}, "lr": [2]})
+    {'params.up': 1, 'lr.0': 2}
+    """
+    named: dict[str, Any] = {}
+    for keys, leaf in pytree.tree_flatten_with_path(none_as_empty(tree))[0]:
+        name = ".".join(key_parts(keys))
+        if name in named:
+            raise ValueError(f"two leaves of the state are called {name!r}: rename a key that has a dot.")
+        named[name] = leaf
+    return named
+
+
+def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """For each leaf, a short name (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
+
+    `parameters` are the names of the arguments. The first argument is the state.
+    """
+    short_names: list[str] = []
+    paths: list[str] = []
+    taken: set[str] = set()
+    for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
+        for keys, _ in pytree.tree_flatten_with_path(none_as_empty(arg) if i == 0 else arg)[0]:
+            parts = key_parts(keys)
+            path = ".".join([parameter, *parts])
+            paths.append(path)
+            short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
+            short_names.append(short if short not in taken else path)
+            taken.add(short_names[-1])
+    return short_names, paths
+
+
+def state_names(fn: Callable, state: Any) -> tuple[list[str], list[str]]:
+    """For each leaf of a state, the first argument of `fn`, its short name and its path in messages."""
+    return leaf_names(parameters(fn, 1), (state,))
+
+
+def parameters(fn: Callable, count: int) -> list[str]:
+    """The names of the parameters that the first `count` positional arguments belong to."""
+    try:
+        declared = [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        declared = []
+    named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
+    return named + [f"arg{i}" for i in range(len(named), count)]
+
+
+pytree.register_pytree_node(
+    Empty,
+    lambda _: ([], None),
+    lambda *_: None,
+    serialized_type_name="ztrans.Empty",
+    flatten_with_keys_fn=lambda _: ([], None),
+)
+pytree.register_pytree_node(
+    Opened, _flatten, _unflatten, serialized_type_name="ztrans.Opened", flatten_with_keys_fn=_flatten_with_keys
+)
