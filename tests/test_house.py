@@ -48,8 +48,8 @@ DOORS = {
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
     *("tracing.record", "tracing.watch", "tracing.python_values.snapshot", "tracing.parallel.c10d", "tracing.gradient_marks"),
-    *("tracing.lifting.lift", "tracing.lifting.swapped", "tracing.lifting.grad_scaler", "tracing.lifting.by_value"),
-    *("tracing.lifting.repeated_updates", "tracing.nested.recorded_calls", "tracing.fakes.mode", "tracing.fakes.templates"),
+    *("lift.lifted_step", "lift.swapped", "lift.scaler", "lift.by_value"),
+    *("tracing.nested.recorded_calls", "tracing.fakes.mode", "tracing.fakes.templates"),
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
     *("tracing.nested.checkpoints", "tracing.nested.closures", "tracing.nested.triton_kernels"),
     *("tracing.parallel.dtensors", "runtime.leaves"),

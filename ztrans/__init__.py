@@ -7,6 +7,8 @@ from .ir.interpreter import evaluate, lockstep
 from .ir.layout import AbstractMesh
 from .ir.printer import diff
 from .ir.verifier import ProgramError, check
+from .lift.lift import lift
+from .lift.lifted_state import restore
 from .ops import global_mean, pmean, psum
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.cost import Cost, Memory
@@ -20,8 +22,6 @@ from .runtime.codegen import to_fx
 from .runtime.mesh import make_mesh
 from .stages import Lowered, Traced
 from .step import Step
-from .tracing.lifting.lift import lift
-from .tracing.lifting.lifted_state import restore
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
 from .transforms.delay_weight_grads import delay_weight_grads

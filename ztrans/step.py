@@ -26,6 +26,7 @@ from .ir.ambient import no_collection, refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
+from .lift.lifted_state import completed
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
@@ -39,7 +40,6 @@ from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.arguments import StepKey
 from .tracing.errors import warn, warn_of_many_programs
-from .tracing.lifting.lifted_state import completed
 from .tracing.python_values.captured import Captured
 from .tracing.trace import check_state, trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of, no_step

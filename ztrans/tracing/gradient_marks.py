@@ -23,9 +23,9 @@ from ..ir.graph import Var
 from ..ir.relations import reachable, tensors_in
 from ..ir.source import user_source
 from .errors import FAILURES, failed, no_gradient, no_transform, refuse_closure
-from .lifting.scalars import with_tensor_scalar
 from .nested.closures import call_closed
 from .parallel.dtensors import marked
+from .tensor_scalars import with_tensor_scalar
 
 _READERS = (torch.Tensor.tolist, torch.tensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

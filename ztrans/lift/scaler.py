@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...ir.ambient import having
-from ...ir.collectives import HALF
-from ...ir.source import user_source, where
-from ..errors import TraceError
+from ..ir.ambient import having
+from ..ir.collectives import HALF
+from ..ir.source import user_source, where
+from ..tracing.errors import TraceError
 from .optimizer_state import copied
 
 State = dict[str, torch.Tensor]
@@ -53,7 +53,11 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
             yield
         return
     fresh: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
-    held = {"_scale": state["scale"], "_growth_tracker": state["growth"], "_per_optimizer_states": fresh}
+    held = {
+        "_scale": state["scale"],
+        "_growth_tracker": state["growth"],
+        "_per_optimizer_states": fresh,
+    }
     with having(scaler, **held, _maybe_opt_step=_step), _Selecting():
         yield
 
@@ -64,7 +68,9 @@ def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwar
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [copied((p, dict(optimizer.state.get(p, {})))) for p in params]
     result = optimizer.step(*args, **kwargs)
-    select = lambda old, new: torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
+    select = lambda old, new: (
+        torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
+    )
     with torch.no_grad():
         for p, (value, state) in zip(params, before):
             p.copy_(select(value, p))
@@ -93,7 +99,12 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: to
 
 
 def _update(
-    scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
+    scale: torch.Tensor,
+    growth: torch.Tensor,
+    found_inf: torch.Tensor,
+    factor: float,
+    backoff: float,
+    interval: int,
 ) -> torch.Tensor:
     """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
     is_skipped, grown = found_inf > 0, (scale.double() * factor).to(scale.dtype)

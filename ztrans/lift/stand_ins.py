@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...ir.relations import tensors_in
-from ...ir.source import Source, user_source, where
-from ..errors import TraceError
+from ..ir.relations import tensors_in
+from ..ir.source import Source, user_source, where
+from ..tracing.errors import TraceError
 
 # Properties of the module's own parameters that a loop step may read, because the stand-ins have the same.
 _METADATA = (
@@ -33,19 +33,27 @@ class StandIns(TorchFunctionMode):
         self._trained = {name: p.requires_grad for name, p in stand_ins.items()}
         self._names = {id(p): name for name, p in stand_ins.items()}
         self._computed_with: set[str] = set()
-        self._set_first: set[str] = set()  # parameters whose requires_grad was set before any operation used them
+        self._set_first: set[str] = (
+            set()
+        )  # parameters whose requires_grad was set before any operation used them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        attribute = (
+            getattr(getattr(func, "__self__", None), "__name__", "")
+            if name in ("__get__", "__set__")
+            else ""
+        )
         tensors = tensors_in((args, kwargs))
         harmless = name in _METADATA or (name == "__get__" and attribute != "grad")
         taken = next((self.own[id(x)] for x in tensors if id(x) in self.own), None)
         if taken is not None and not harmless:
             raise _from_outside(taken, f".{attribute}" if attribute else name, user_source(2))
         result = func(*args, **kwargs)
-        self._note({self._names[id(x)] for x in tensors if id(x) in self._names}, name, attribute, result)
+        self._note(
+            {self._names[id(x)] for x in tensors if id(x) in self._names}, name, attribute, result
+        )
         return result
 
     def _note(self, used: set[str], name: str, attribute: str, result: Any) -> None:

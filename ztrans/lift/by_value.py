@@ -21,7 +21,9 @@ _AS_TENSORS = ("lr", "grad_scale", "found_inf")
 
 def by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
-    tensors = {k: x for k, x in kwargs.items() if isinstance(x, torch.Tensor) and k not in _AS_TENSORS}
+    tensors = {
+        k: x for k, x in kwargs.items() if isinstance(x, torch.Tensor) and k not in _AS_TENSORS
+    }
     mode: Any = get_proxy_mode()  # a `Watch`
     if mode is None or not tensors:
         return func(*args, **kwargs)

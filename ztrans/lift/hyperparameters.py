@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import TraceError
-from ..trace import is_number
+from ..tracing.errors import TraceError
+from ..tracing.trace import is_number
 
-_CYCLES = "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes
+_CYCLES = (
+    "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes
+)
 
 Group = dict[str, Any]
 
@@ -51,7 +53,11 @@ class Hyperparameters:
     def constants(self) -> tuple:
         """The constants and parameters of every group, and the numbers among the attributes of every optimizer."""
         members = [tuple(map(id, group["params"])) for group in groups_of(self._optimizers)]
-        return *(read.constants for read in self._read()), *members, *(repr(_numbers_of(o)) for o in self._optimizers)
+        return (
+            *(read.constants for read in self._read()),
+            *members,
+            *(repr(_numbers_of(o)) for o in self._optimizers),
+        )
 
     def numbers(self, given: Sequence[Group]) -> list[tuple[Any, int | None]]:
         """What is given in place of each number among the inputs, with its present sign. That of a rate is None."""
@@ -84,8 +90,12 @@ class _Read:
             return self
         if others == ["lr"] and "lr" in self.inputs and _is_input(group, "lr", self.changing):
             rate = _as_inputs(group["lr"])
-            return replace(self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate})
-        return _Read.of(group, self.changing | {k for k in others if _has_changed(self.group.get(k), group[k])})
+            return replace(
+                self, group={**self.group, "lr": group["lr"]}, inputs={**self.inputs, "lr": rate}
+            )
+        return _Read.of(
+            group, self.changing | {k for k in others if _has_changed(self.group.get(k), group[k])}
+        )
 
     @staticmethod
     def of(group: Group, changing: frozenset[str]) -> _Read:
@@ -121,7 +131,11 @@ def _entries(value: Any) -> Sequence[Any]:
 def _has_changed(old: Any, new: Any) -> bool:
     """Whether a hyperparameter had other numbers before. A whole number counts as one of the settings."""
     before, now = _entries(old), _entries(new)
-    return all(map(is_number, before)) and all(isinstance(x, float) for x in now) and [*before] != [*now]
+    return (
+        all(map(is_number, before))
+        and all(isinstance(x, float) for x in now)
+        and [*before] != [*now]
+    )
 
 
 def _as_inputs(value: Any) -> Any:
@@ -145,7 +159,12 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
     """
     before = _snapshot(optimizers, inputs)
     yield
-    changed = [k for old, new in zip(before, _snapshot(optimizers, inputs)) for k in new if new[k] != old.get(k)]
+    changed = [
+        k
+        for old, new in zip(before, _snapshot(optimizers, inputs))
+        for k in new
+        if new[k] != old.get(k)
+    ]
     if changed and any(changed[0] in given for given in inputs):
         raise TraceError(
             f"lift: the loop step changes {changed[0]!r} of a parameter group, as a scheduler does. This would happen "
@@ -163,7 +182,10 @@ def unchanged(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> Itera
 
 def _snapshot(optimizers: Sequence[Optimizer], inputs: Sequence[Group]) -> list[dict[str, Any]]:
     """What a step must leave as it is: the inputs by their identity and version, and all else as text."""
-    version = lambda value: (id(value), [x._version for x in _entries(value) if isinstance(x, torch.Tensor)])
+    version = lambda value: (
+        id(value),
+        [x._version for x in _entries(value) if isinstance(x, torch.Tensor)],
+    )
     held = [
         {k: version(v) if k in given else repr(v) for k, v in group.items() if k != "params"}
         for group, given in zip(groups_of(optimizers), inputs)

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...calling.call import ExtraInputs
-from ...calling.trees import named_leaves, state_leaves
-from ..arguments import local_part, overlapping
-from ..trace import is_number
-from .grad_scaler import scale_of
-from .kept_gradients import kept
+from ..calling.call import ExtraInputs
+from ..calling.trees import named_leaves, state_leaves
+from ..tracing.arguments import local_part, overlapping
+from ..tracing.trace import is_number
+from .gradients import kept
+from .hyperparameters import groups_of
 from .optimizer_state import copied, make
+from .scaler import scale_of
 
 State = dict[str, Any]
 
@@ -34,7 +35,11 @@ def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimize
 def check_lifted(state: Any, step: str) -> None:
     """Raises: TypeError if the first argument of a lifted step is no state that `lift` has returned."""
     if not isinstance(state, Mapping) or "params" not in state:
-        what = "a tuple, as the step returns it" if isinstance(state, tuple) else f"a {type(state).__name__}"
+        what = (
+            "a tuple, as the step returns it"
+            if isinstance(state, tuple)
+            else f"a {type(state).__name__}"
+        )
         raise TypeError(
             f"lift: the first argument of {step} is {what}, and a lifted step takes its state first.\n"
             f"Call it as state, output = {step}(state, ...), with the state that lift returns."
@@ -62,15 +67,22 @@ def constants(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.items() if not is_state(k, v)}
 
 
-def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool) -> State:
+def state_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], carry_grads: bool
+) -> State:
     """The present state of a loop. An optimizer without a state gets the one that it has before its first step.
 
     `names` has the names of the parameters by their ids.
     """
     for o in optimizers:
         make(o, names)
-    own, states = dict(model.named_parameters()), [item for o in optimizers for item in o.state.items()]
-    by_name = {names[id(p)]: {key: v for key, v in s.items() if is_state(key, v)} for p, s in states if s}
+    own, states = (
+        dict(model.named_parameters()),
+        [item for o in optimizers for item in o.state.items()],
+    )
+    by_name = {
+        names[id(p)]: {key: v for key, v in s.items() if is_state(key, v)} for p, s in states if s
+    }
     state = {
         "params": {k: p.detach() for k, p in own.items()},
         "buffers": {k: b.detach() for k, b in model.named_buffers()},
@@ -80,7 +92,11 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int,
 
 
 def restore(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: State, *, scaler: GradScaler | None = None
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: State,
+    *,
+    scaler: GradScaler | None = None,
 ) -> None:
     """Write a lifted state (full tensors) back to the module and the optimizer or optimizers that it came from.
 
@@ -102,7 +118,9 @@ def restore(
             for p in (p for group in o.param_groups for p in group["params"]):
                 for key, value in state["optimizer"].get(names[id(p)], {}).items():
                     held = o.state[p].get(key)
-                    o.state[p][key] = copied(value) if held is None else pytree.tree_map(_written, held, value)
+                    o.state[p][key] = (
+                        copied(value) if held is None else pytree.tree_map(_written, held, value)
+                    )
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may represent a gradient that is None
@@ -120,7 +138,11 @@ def _written(held: Any, value: Any) -> Any:
             "restore: the state has the parts of this rank, and the module has whole tensors.\n"
             "Gather it first: zt.restore(model, optimizer, step.unshard(state))."
         )
-    return held.copy_(_laid(value, held)) if isinstance(held, torch.Tensor) else type(held)(value.item())
+    return (
+        held.copy_(_laid(value, held))
+        if isinstance(held, torch.Tensor)
+        else type(held)(value.item())
+    )
 
 
 def _laid(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -139,7 +161,9 @@ def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
 
 def check_apart(state: State) -> None:
     """Raises: ValueError for tensors that share memory if a step changes them, because leaves of a state do not."""
-    in_memory = lambda x: isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
+    in_memory = lambda x: (
+        isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided
+    )
     held = {name: local_part(x) for name, x in named_leaves(state).items() if in_memory(x)}
     names = list(held)
     for i, j in overlapping(list(held.values())):
@@ -160,3 +184,37 @@ def check_known(after: Mapping[str, dict], known: Mapping[str, dict]) -> None:
                 f"A parameter that is trained from now on: call the step itself, which adds it to the state. Another "
                 f"setting of the optimizer: call lift again."
             )
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """The names of the module's parameters by their ids.
+
+    Raises: TypeError for a model that is no module; ValueError for optimizers that `lift` cannot work with.
+    """
+    if not isinstance(model, nn.Module):
+        of_optimizer, of_others = (
+            "Pass the module first",
+            "Combine several modules in one, nn.ModuleList([...])",
+        )
+        raise TypeError(
+            f"lift: the model is a {type(model).__name__}, and no nn.Module.\n"
+            f"{of_optimizer if isinstance(model, Optimizer) else of_others}: lift(loop_step, model, optimizer)."
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen = set[int]()
+    for p in (p for group in groups_of(optimizers) for p in group["params"]):
+        if id(p) not in names:
+            raise ValueError(
+                f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
+                f"Build the optimizer from model.parameters(), after moving or changing the model."
+            )
+        if id(p) in seen:
+            raise ValueError(
+                f"lift: {names[id(p)]} is held by two optimizers; every parameter may have one."
+            )
+        seen.add(id(p))
+    if any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
+        raise ValueError(
+            "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
+        )
+    return names

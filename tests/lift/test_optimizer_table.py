@@ -14,7 +14,7 @@ import ztrans as zt
 from tests.support import optimizers, published_optimizers
 from tests.support.worlds import ALL, distance, slices
 
-PAGE = Path(__file__).parents[3] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = PAGE.read_text().partition("\n## Optimizers\n")[2]
 ROWS = dict(re.findall(r"^\| `([\w.]+(?:\(.*?\))?)` \| (.*?) \|", TABLE, re.MULTILINE))
 WRITTEN = {k: v for module in (optimizers, published_optimizers) for k, v in vars(module).items() if k in ROWS}

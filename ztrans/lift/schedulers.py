@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...ir.ambient import having
-from ...ir.source import user_source, where
-from ..errors import TraceError
-from ..trace import is_number
+from ..ir.ambient import having
+from ..ir.source import user_source, where
+from ..tracing.errors import TraceError
+from ..tracing.trace import is_number
 from .hyperparameters import Group
 
 
@@ -33,7 +33,10 @@ class Schedulers:
             changing = self._changing.get(scheduler, [])
             if name not in changing and getattr(scheduler, name) != first:
                 self._changing[scheduler] = [*changing, name]
-        return [{name: getattr(scheduler, name) for name in names} for scheduler, names in self._changing.items()]
+        return [
+            {name: getattr(scheduler, name) for name in names}
+            for scheduler, names in self._changing.items()
+        ]
 
     @contextlib.contextmanager
     def reading(self, inputs: Sequence[Group]) -> Iterator[None]:
@@ -46,7 +49,9 @@ class Schedulers:
             value = object.__getattribute__(scheduler, name)
             for key, held in value.items() if name == "__dict__" else [(name, value)]:
                 if _is_of_numbers(held):
-                    self._first.setdefault((scheduler, key), copy.copy(held))  # a list may be changed in place
+                    self._first.setdefault(
+                        (scheduler, key), copy.copy(held)
+                    )  # a list may be changed in place
             return value
 
         def refuse(scheduler: LRScheduler, name: str, value: Any) -> None:

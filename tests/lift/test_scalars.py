@@ -10,7 +10,7 @@ from torch import nn, optim
 import ztrans as zt
 from tests.support import optimizers as written
 from tests.support.worlds import ALL, clone, distance, slices
-from ztrans.tracing.lifting.scalars import with_tensor_scalar
+from ztrans.tracing.tensor_scalars import with_tensor_scalar
 
 # RAdam and ASGD choose between two updates by a value. Their capturable forms, which choose by torch.where, multiply in
 # another order.

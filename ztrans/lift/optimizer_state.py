@@ -45,7 +45,9 @@ def make(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     if not all(map(optimizer.state.get, params)):
         fresh = _by_name(optimizer, params) if _has_known_names(optimizer) else None
         states = _tried(optimizer, params, names) if fresh is None else fresh
-        optimizer.state.update({p: state for p, state in zip(params, states) if not optimizer.state.get(p)})
+        optimizer.state.update(
+            {p: state for p, state in zip(params, states) if not optimizer.state.get(p)}
+        )
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
@@ -55,7 +57,9 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 def _has_known_names(optimizer: Optimizer) -> bool:
     """Whether the first values follow from the names in the optimizer's state. Dampened momentum is an exception."""
-    dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    dampened = any(
+        group.get("momentum") and group.get("dampening") for group in optimizer.param_groups
+    )
     return is_torchs(optimizer) and not dampened
 
 
@@ -133,13 +137,18 @@ def _trial(
         for c in copies:
             c.grad = _drawn(c, seed)
         step: Any = type(trial).step
-        (step.__wrapped__ if hasattr(step, "hooked") else step)(trial)  # without the hooks of all optimizers
+        (step.__wrapped__ if hasattr(step, "hooked") else step)(
+            trial
+        )  # without the hooks of all optimizers
     return [(c.detach(), trial.state[c]) for c in copies]
 
 
 def _copy_of(optimizer: Optimizer, copies: Mapping[int, torch.Tensor]) -> Optimizer:
     """A copy of an optimizer for the copies of its parameters, by the ids of these."""
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which may change what the loop trains
+    hooks = (
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+    )  # which may change what the loop trains
     own = {key: value for key, value in vars(optimizer).items() if key not in hooks}
     attributes = copy.deepcopy(own, dict(copies)) | {key: OrderedDict() for key in hooks}
     attributes.pop("step", None)  # with a scheduler, a wrapper that steps the optimizer itself
@@ -156,10 +165,14 @@ def _drawn(like: torch.Tensor, seed: int | None) -> torch.Tensor:
     return drawn.to(like.device, like.dtype)
 
 
-def _tried(optimizer: Optimizer, params: list[torch.Tensor], names: Mapping[int, str]) -> list[State]:
+def _tried(
+    optimizer: Optimizer, params: list[torch.Tensor], names: Mapping[int, str]
+) -> list[State]:
     """The states before the first step, determined and verified by steps on copies."""
     if any(p.is_meta for p in params):
-        raise _unknown(optimizer, "its parameters are on the meta device, where no step can be tried")
+        raise _unknown(
+            optimizer, "its parameters are on the meta device, where no step can be tried"
+        )
     try:
         first_step, second_draw = (_trial(optimizer, params, seed) for seed in (0, 1))
         begin = [_before(a.first, b.first) for (_, a), (_, b) in zip(first_step, second_draw)]
@@ -170,7 +183,8 @@ def _tried(optimizer: Optimizer, params: list[torch.Tensor], names: Mapping[int,
         if not _same(first, second):
             keys = ", ".join(map(repr, tried)) or "nothing"
             raise _unknown(
-                optimizer, f"it keeps {keys} for {names[id(p)]}, and a step from the values tried is not its first step"
+                optimizer,
+                f"it keeps {keys} for {names[id(p)]}, and a step from the values tried is not its first step",
             )
     return begin
 
@@ -181,7 +195,9 @@ def _before(stored: State, stored_for_other_gradients: State) -> State:
     A value that differs between the two depends on the gradient, so it was already updated, from zeros.
     """
     zeros = lambda value: pytree.tree_map_only(torch.Tensor, torch.zeros_like, value)
-    return {k: v if _same(v, stored_for_other_gradients.get(k)) else zeros(v) for k, v in stored.items()}
+    return {
+        k: v if _same(v, stored_for_other_gradients.get(k)) else zeros(v) for k, v in stored.items()
+    }
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from test_lift import data, everything, loop, make_model, of
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import ztrans as zt
 from tests.support import optimizers
@@ -20,63 +19,6 @@ SHARDED = zt.chain(zt.shard_params(zt.AbstractMesh(dp=RANKS)), *ALL)
 def differing(mine, theirs):
     """The names of the tensors that differ."""
     return [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
-
-
-# ---- averaged models
-
-AVERAGES = {
-    "mean": {},
-    "ema": {"avg_fn": get_ema_avg_fn(0.9)},
-    "ema of lists": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
-    "mean of lists": {"multi_avg_fn": get_swa_multi_avg_fn()},
-    "buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
-}
-
-
-def averaged(how):
-    """A model with batch norm and its average, in one module; its optimizer; and the body of a loop."""
-    model = make_model(nn.BatchNorm1d)
-    nets = nn.ModuleDict({"model": model, "average": AveragedModel(model, **how)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def loop_step(x, y):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        nets["average"].update_parameters(model)
-        return loss
-
-    return nets, optimizer, loop_step
-
-
-@pytest.mark.parametrize("how", AVERAGES.values(), ids=AVERAGES)
-def test_an_averaged_model_is_updated(how):
-    """Its first update copies the parameters, and all later ones average them, by one program."""
-    (plain, _, plain_loop), (nets, optimizer, loop_step) = averaged(how), averaged(how)
-    step, state = zt.lift(loop_step, nets, optimizer)
-    run = zt.Step(step)
-    state = run.shard(state)
-    for k, batch in enumerate(data()):
-        plain_loop(*batch)
-        state, _ = run(state, *batch)
-        if k in (0, 4):
-            zt.restore(nets, optimizer, run.unshard(state))
-            assert differing(nets.state_dict(), plain.state_dict()) == []
-    assert len(run._cache) == 1 and "update_parameters" not in vars(nets["average"])
-
-
-def test_an_averaged_model_is_sharded():
-    (plain, _, plain_loop), (nets, optimizer, loop_step) = averaged(AVERAGES["ema"]), averaged(AVERAGES["ema"])
-    for model in (plain, nets):
-        model["model"][1].eval()  # each rank would have statistics of its own
-    step, state = zt.lift(loop_step, nets, optimizer)
-    lowered, state = SHARDED(step).lower(state, *slices(data()[0], RANKS)[0]), clone(state)
-    for batch in data():
-        plain_loop(*batch)
-        state, _ = lowered.lockstep(state, slices(batch, RANKS))
-    zt.restore(nets, optimizer, state)
-    assert distance(dict(nets.state_dict()), dict(plain.state_dict())) <= 1e-5
 
 
 # ---- losses that are scaled

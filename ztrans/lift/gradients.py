@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...ir.relations import tensors_in
-from ...ir.source import Source, user_source, where
-from ..errors import TraceError
+from ..ir.relations import tensors_in
+from ..ir.source import Source, user_source, where
+from ..tracing.errors import TraceError
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _ZEROS = ("zero_", "_foreach_zero_")
@@ -32,7 +32,9 @@ _LOOPS = weakref.WeakKeyDictionary[nn.Module, list[set[str]]]()  # see `with_gra
 def kept(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The present gradients of the parameters, for a state that carries them. A missing one is zeros."""
     carried = {k: p for k, p in own.items() if p.requires_grad or p.grad is not None}
-    return {k: torch.zeros_like(p) if p.grad is None else p.grad.detach() for k, p in carried.items()}
+    return {
+        k: torch.zeros_like(p) if p.grad is None else p.grad.detach() for k, p in carried.items()
+    }
 
 
 def with_gradients(model: nn.Module) -> list[set[str]]:
@@ -52,7 +54,10 @@ class KeptGradients(TorchFunctionMode):
     """
 
     def __init__(
-        self, params: Mapping[str, torch.Tensor], carried: Mapping[str, torch.Tensor] | None, had: set[str]
+        self,
+        params: Mapping[str, torch.Tensor],
+        carried: Mapping[str, torch.Tensor] | None,
+        had: set[str],
     ) -> None:
         super().__init__()
         self.params, self.carried, self.had = params, carried, had
@@ -62,7 +67,9 @@ class KeptGradients(TorchFunctionMode):
         self._zeroed: set[str] = set()  # placeholders that the loop has set to zero
         # Gradients that backward computed as if the placeholder were None, with the line that called backward.
         self._unsure: dict[str, Source | None] = {}
-        self._as_none: dict[str, Source | None] = {}  # such gradients that were used, and placeholders that were used
+        self._as_none: dict[
+            str, Source | None
+        ] = {}  # such gradients that were used, and placeholders that were used
         # Placeholders of parameters that backward has never reached, each with the line that has read it, if any.
         self._none: dict[str, Source | None] = {}
         self._owner = {id(p): name for name, p in params.items()}
@@ -76,7 +83,11 @@ class KeptGradients(TorchFunctionMode):
             return self._backward(func, args, kwargs, user_source(2))
         if getattr(func, "__name__", "") == "__set__" and func.__self__.__name__ == "grad":
             self._set(self._owner.get(id(args[0]), ""), args[1])
-        given = [self._gradient_of[id(x)] for x in tensors_in((args, kwargs)) if id(x) in self._gradient_of]
+        given = [
+            self._gradient_of[id(x)]
+            for x in tensors_in((args, kwargs))
+            if id(x) in self._gradient_of
+        ]
         result = func(*args, **kwargs)
         for name, gradient in given:
             self._see(name, gradient, func, args, result)
@@ -85,11 +96,19 @@ class KeptGradients(TorchFunctionMode):
     def _is_as_begun(self, name: str) -> bool:
         """Whether a parameter still has the gradient with which the call began, unchanged or set to zero."""
         gradient = self._begin.get(name)
-        return gradient is not None and self.params[name].grad is gradient and gradient._version == self._versions[name]
+        return (
+            gradient is not None
+            and self.params[name].grad is gradient
+            and gradient._version == self._versions[name]
+        )
 
     def _backward(self, func: Callable, args: tuple, kwargs: dict, source: Source | None) -> Any:
         """Run backward with None in place of placeholders, so that it sets gradients instead of adding to zeros."""
-        placeholders = {name: g for name, g in self._begin.items() if self.carried is None and self._is_as_begun(name)}
+        placeholders = {
+            name: g
+            for name, g in self._begin.items()
+            if self.carried is None and self._is_as_begun(name)
+        }
         for name in placeholders:
             self.params[name].grad = None
         # Before backward, because a hook may step an optimizer during backward.
@@ -108,7 +127,10 @@ class KeptGradients(TorchFunctionMode):
 
     def _find_none(self) -> None:
         """After backward, find the placeholders of parameters that backward has never reached, which are None."""
-        before, self._none = self._none, {k: None for k in self._begin.keys() - self.had if self._is_as_begun(k)}
+        before, self._none = (
+            self._none,
+            {k: None for k in self._begin.keys() - self.had if self._is_as_begun(k)},
+        )
         self._none |= {name: line for name, line in before.items() if name in self._none}
         if self.carried is None:
             reached = before.keys() - self._none.keys() - self._zeroed
@@ -124,7 +146,9 @@ class KeptGradients(TorchFunctionMode):
         if gradient is not None and (source := self._none.pop(name, None)) is not None:
             raise _from_none(name, source)
 
-    def _see(self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any) -> None:
+    def _see(
+        self, name: str, gradient: torch.Tensor, func: Callable, args: tuple, result: Any
+    ) -> None:
         """Record that `func` was called with a gradient that parameter `name` has, or has had."""
         called = getattr(func, "__name__", "")
         results = {*map(id, tensors_in(result))} - {id(gradient)}
@@ -164,15 +188,23 @@ class KeptGradients(TorchFunctionMode):
         """
         for name, source in self._as_none.items():
             if self.params[name].grad is not None or (self.carried is None and name in self.had):
-                raise _early(name, source) if self.carried is not None else _kept(name, "adds to", source)
-        self.had.update(k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k))
+                raise (
+                    _early(name, source)
+                    if self.carried is not None
+                    else _kept(name, "adds to", source)
+                )
+        self.had.update(
+            k for k, p in self.params.items() if p.grad is not None and not self._is_as_begun(k)
+        )
         return None if self.carried is None else self._new_carried()
 
     def _new_carried(self) -> dict[str, torch.Tensor]:
         """The gradients for the new state. Zeros take the place of None."""
         now = {name: None if name in self._none else self.params[name].grad for name in self._begin}
         stays = self._as_none.keys() - self._none.keys()
-        none = {name: g if name in stays else torch.zeros_like(g) for name, g in self._begin.items()}
+        none = {
+            name: g if name in stays else torch.zeros_like(g) for name, g in self._begin.items()
+        }
         return {name: none[name] if g is None else g.detach() for name, g in now.items()}
 
 

@@ -111,7 +111,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
 
 def test_a_loop_that_never_resets_is_refused():
     """Without the error the step would compute as if the loop reset them: a loss of 1.275 instead of 1.232."""
-    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_kept_gradients.py:\d+(?s:.)*carry_grads=True"):
+    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_gradients.py:\d+(?s:.)*carry_grads=True"):
         compare(never)
     with pytest.raises(ValueError, match=r"adds to the gradient"):
         compare(every_second)
@@ -153,7 +153,7 @@ def test_a_loop_may_step_before_its_backward():
 
     with pytest.raises(ValueError, match=r"uses|adds to the gradient.* for 0.weight"):
         compare(early)
-    with pytest.raises(ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_kept_gradients"):
+    with pytest.raises(ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_gradients"):
         compare(early, carry_grads=True)
     assert compare(early, before=1, carry_grads=True) == 0
 
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_computed_from_none_is_refused():
     model = Partly()
     optimizer = ADAMW(model)
     step, state = zt.lift(halves(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"a gradient for unused.weight from the one.*\n  at .*test_kept_gradients.py:\d+.*\nFreeze"):
+    with pytest.raises(ValueError, match=r"a gradient for unused.weight from the one.*\n  at .*test_gradients.py:\d+.*\nFreeze"):
         zt.Step(step).trace(state, *data()[0])
 
 
@@ -283,7 +283,7 @@ def test_reading_the_gradients_of_an_earlier_call_is_refused(read):
 
         return loop_step
 
-    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_kept_gradients.py:\d+"):
+    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_gradients.py:\d+"):
         compare(reads, before=1)
 
 
@@ -347,7 +347,7 @@ def test_parameters_taken_before_the_loop_are_refused(use):
     before = [p.detach().clone() for p in held]
     plain = at_the_end(model, optimizer)
     step, state = zt.lift(lambda x, y: (use(held[2]), plain(x, y))[1], model, optimizer)
-    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_kept_gradients.py:\d+"):
+    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_gradients.py:\d+"):
         zt.Step(step).trace(state, *data()[0])
     assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
 
@@ -400,7 +400,7 @@ def test_a_grad_scaler_is_refused_and_not_changed(fused):
         return loss
 
     step, state = zt.lift(loop_step, model, optimizer)
-    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_kept_gradients.py:\d+(?s:.)*bfloat16"):
+    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_gradients.py:\d+(?s:.)*bfloat16"):
         zt.Step(step).trace(state, *data()[0])
     loop_step(*data()[0])  # the plain loop can still use the scaler
     assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)

@@ -1,12 +1,9 @@
 """Scalars: Python numbers of a step as tensors, so that their values are inputs of the program.
 
-`with_tensor_scalar` computes `p.add_(g, alpha=-lr)` and `p.addcdiv_(m, v, value=-step)` if the scalar is a tensor.
-PyTorch would read such a scalar with `.item()`.
-
 `Numbers` is a mode in which some tensors represent Python numbers. Arithmetic among them is fp64, and a number takes
 the dtype of a tensor that it is combined with, as with Python numbers.
 
-On a CPU both compute the bits that PyTorch computes with Python numbers.
+On a CPU it computes the bits that PyTorch computes with Python numbers.
 """
 
 from __future__ import annotations
@@ -19,71 +16,26 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...ir.collectives import HALF
-from ...ir.relations import tensors_in
+from ..ir.relations import tensors_in
+from ..tracing.tensor_scalars import with_tensor_scalar
 from .by_value import by_value
 
-# Operations with a scalar: how many operands precede it.
-_OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}
-_SCALARS = ("alpha", "value", "scalars", "weight")  # the names of the scalar
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {"bool": operator.ne}
-_EXACT = ("add", "sub", "mul", "neg", "floordiv", "floor_divide", "mod", "remainder", "item", "maximum", "minimum")
-
-
-def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of `func(*args, **kwargs)` if a scalar argument is a tensor; otherwise NotImplemented.
-
-    >>> x = torch.ones(2)
-    >>> with_tensor_scalar(torch.Tensor.add_, (x, torch.ones(2)), {"alpha": torch.tensor(3.0)})
-    tensor([4., 4.])
-    """
-    name = getattr(func, "__name__", "")
-    plain = name.removeprefix("_foreach_").rstrip("_")
-    count = _OPERANDS.get(plain)
-    if count is None or "out" in kwargs:
-        return NotImplemented
-    over_list, in_place, operands = name.startswith("_foreach_"), name.endswith("_"), args[:count]
-    scalar = next(iter((*args[count : count + 1], *(kwargs[k] for k in _SCALARS if k in kwargs))), None)
-    if over_list and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
-        return _per_member(plain, operands, None, in_place)  # _foreach_add_(xs, step) adds a number that is a tensor
-    if not isinstance(scalar, torch.Tensor) or len(args) < count or (plain == "lerp" and scalar.ndim):
-        return NotImplemented
-    return (_per_member if over_list else _computed)(plain, operands, scalar, in_place)
-
-
-def _per_member(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> list[torch.Tensor]:
-    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
-    columns = [a if isinstance(a, (list, tuple)) else [a] * len(operands[0]) for a in operands]
-    scalars = scalar.unbind() if scalar is not None and scalar.ndim else [scalar] * len(operands[0])
-    return [_computed(plain, row, s, in_place) for row, s in zip(zip(*columns), scalars)]
-
-
-def _computed(plain: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-    """The result for one tensor."""
-    x, y = operands[:2]
-    dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
-    in_fp32 = dtype in HALF and (x.device.type != "cpu" or plain.startswith(("addc", "lerp")))  # and rounded once
-    wide = torch.float32 if in_fp32 else dtype
-    rest = (v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands[1:], scalar))
-    result = _scaled(plain, x.float(), *rest).to(dtype) if in_fp32 else _scaled(plain, x, *rest)
-    return x.copy_(result) if in_place else result
-
-
-def _scaled(plain: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor:
-    """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
-    *z, scalar = rest
-    if scalar is None:
-        return x - y if plain == "sub" else x + y
-    scalar = -scalar if plain == "sub" else scalar
-    if plain == "lerp":
-        return torch.lerp(x, y, scalar)
-    if plain == "addcdiv":
-        return x + y * scalar / z[0]
-    if plain == "addcmul":
-        return torch.addcmul(x, y * scalar, z[0])
-    if isinstance(y, torch.Tensor) and y.layout is torch.strided:
-        return torch.addcmul(x, y, scalar)  # rounds once, as `add` with a number for its alpha does
-    return x + y * scalar
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {
+    "bool": operator.ne
+}
+_EXACT = (
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "floordiv",
+    "floor_divide",
+    "mod",
+    "remainder",
+    "item",
+    "maximum",
+    "minimum",
+)
 
 
 class Numbers(TorchFunctionMode):
@@ -95,13 +47,17 @@ class Numbers(TorchFunctionMode):
     A comparison with 0 of a number with a sign is a bool.
     """
 
-    def __init__(self, numbers: Sequence[tuple[Any, int | None]], counts: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, numbers: Sequence[tuple[Any, int | None]], counts: Sequence[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self.reading = False
         self._rebound = {id(x) for x, _ in numbers}
         self._signs = {id(x): sign for x, sign in numbers if sign is not None}
         held = (x for x in (*(x for x, _ in numbers), *counts) if isinstance(x, torch.Tensor))
-        self._numbers = {id(x): x for x in held}  # keeps the tensors alive, so that their ids stay valid
+        self._numbers = {
+            id(x): x for x in held
+        }  # keeps the tensors alive, so that their ids stay valid
         self._constants: dict[float, torch.Tensor] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -122,14 +78,18 @@ class Numbers(TorchFunctionMode):
             return compared(self._signs[id(args[0])], 0)
         return self._with_numbers(func, name, args, kwargs, tensors)
 
-    def _with_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict, tensors: Sequence[Any]) -> Any:
+    def _with_numbers(
+        self, func: Callable, name: str, args: tuple, kwargs: dict, tensors: Sequence[Any]
+    ) -> Any:
         """The result of an operation on numbers, or on numbers and tensors."""
         if name == "to":  # a Python number has no dtype
             kwargs = {k: v for k, v in kwargs.items() if k != "dtype"}
         operands = [x for x in tensors if id(x) not in self._numbers and x.dtype is not torch.bool]
         if not operands:
             return self._known(self._arithmetic(func, name, args, kwargs))
-        if not any(map(_decides_dtype, operands)):  # a number takes the dtype that it would take in Python
+        if not any(
+            map(_decides_dtype, operands)
+        ):  # a number takes the dtype that it would take in Python
             dtype = lambda x: torch.result_type(operands[0], 1.0 if x.is_floating_point() else 1)
             args = pytree.tree_map(lambda x: x.to(dtype(x)) if id(x) in self._numbers else x, args)
         return func(*args, **kwargs)
@@ -155,13 +115,20 @@ class Numbers(TorchFunctionMode):
     def _arithmetic(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
         """The result of `func` on numbers alone, as in Python: integers stay exact, everything else is fp64."""
         if id(args[0]) in self._rebound and name.endswith("_") and not name.endswith("__"):
-            func = getattr(torch.Tensor, name.removesuffix("_"))  # in Python `x += 1` binds a new number
-        real = any(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point()) for x in args)
+            func = getattr(
+                torch.Tensor, name.removesuffix("_")
+            )  # in Python `x += 1` binds a new number
+        real = any(
+            isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point())
+            for x in args
+        )
         if real or name.strip("_").removeprefix("r") not in _EXACT:
             args = tuple(x.to(torch.float64) if _is_whole(x) else x for x in args)
         if name in ("__rdiv__", "__rtruediv__"):  # PyTorch multiplies by the reciprocal
             return self._constant(args[1]) / args[0]
-        if name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real:  # avoids PyTorch's special cases
+        if (
+            name in ("pow", "__pow__") and isinstance(args[1], (int, float)) and real
+        ):  # avoids PyTorch's special cases
             return torch.pow(args[0], self._constant(args[1]))
         return func(*args, **kwargs)
 
@@ -179,4 +146,6 @@ def _decides_dtype(x: torch.Tensor) -> bool:
 
 def _is_whole(x: Any) -> bool:
     """Whether a value is a tensor of integers. A bool, such as the result of a comparison, is no number."""
-    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return isinstance(x, torch.Tensor) and not (
+        x.is_floating_point() or x.is_complex() or x.dtype is torch.bool
+    )

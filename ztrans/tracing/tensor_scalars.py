@@ -1,0 +1,102 @@
+"""Operations whose scalar argument is a tensor, such as `p.add_(g, alpha=-lr)` with a learning rate that is an input.
+
+PyTorch would read such a scalar by `.item()`. Here the operation is expressed by arithmetic on tensors, which on a CPU
+gives the bits that PyTorch computes with a Python number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ir.collectives import HALF
+
+# The operations with a scalar, and how many operands precede it.
+_OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}
+_SCALAR_NAMES = ("alpha", "value", "scalars", "weight")
+
+
+def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of `func(*args, **kwargs)` if a scalar argument is a tensor; otherwise NotImplemented.
+
+    >>> x = torch.ones(2)
+    >>> with_tensor_scalar(torch.Tensor.add_, (x, torch.ones(2)), {"alpha": torch.tensor(3.0)})
+    tensor([4., 4.])
+    """
+    name = getattr(func, "__name__", "")
+    operation = name.removeprefix("_foreach_").rstrip("_")
+    count = _OPERANDS.get(operation)
+    if count is None or len(args) < count or "out" in kwargs:
+        return NotImplemented
+    over_lists = name.startswith("_foreach_")
+    in_place = name.endswith("_")
+    operands = args[:count]
+    scalar = _scalar_argument(args[count:], kwargs)
+    if over_lists and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
+        # `_foreach_add_(xs, step)` adds a number that is a tensor.
+        return _per_member(operation, operands, None, in_place)
+    if not isinstance(scalar, torch.Tensor) or (operation == "lerp" and scalar.ndim):
+        return NotImplemented
+    if over_lists:
+        return _per_member(operation, operands, scalar, in_place)
+    return _computed(operation, operands, scalar, in_place)
+
+
+def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
+    """The scalar of an operation, which follows its operands or is passed by name; None if there is none."""
+    if rest:
+        return rest[0]
+    for name in _SCALAR_NAMES:
+        if name in kwargs:
+            return kwargs[name]
+    return None
+
+
+def _per_member(
+    operation: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool
+) -> list[torch.Tensor]:
+    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
+    length = len(operands[0])
+    columns = [x if isinstance(x, list | tuple) else [x] * length for x in operands]
+    per_member = scalar is not None and scalar.ndim > 0
+    results = []
+    for k, row in enumerate(zip(*columns)):
+        of_member = scalar[k] if scalar is not None and per_member else scalar
+        results.append(_computed(operation, row, of_member, in_place))
+    return results
+
+
+def _computed(
+    operation: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool
+) -> torch.Tensor:
+    """The result for one tensor."""
+    x, y = operands[:2]
+    dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
+    # PyTorch computes these in fp32, and rounds once.
+    in_fp32 = dtype in HALF and (
+        x.device.type != "cpu" or operation in ("addcmul", "addcdiv", "lerp")
+    )
+    wide = torch.float32 if in_fp32 else dtype
+    rest = [v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands[1:], scalar)]
+    result = _scaled(operation, x.float() if in_fp32 else x, *rest).to(dtype)
+    return x.copy_(result) if in_place else result
+
+
+def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor:
+    """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
+    *z, scalar = rest
+    if scalar is None:
+        return x - y if operation == "sub" else x + y
+    if operation == "sub":
+        scalar = -scalar
+    if operation == "lerp":
+        return torch.lerp(x, y, scalar)
+    if operation == "addcdiv":
+        return x + y * scalar / z[0]
+    if operation == "addcmul":
+        return torch.addcmul(x, y * scalar, z[0])
+    if isinstance(y, torch.Tensor) and y.layout is torch.strided:
+        return torch.addcmul(x, y, scalar)  # rounds once, as `add` with a number for its alpha does
+    return x + y * scalar
