@@ -47,7 +47,7 @@ DOORS = {
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.record", "tracing.watch", "tracing.python_values.snapshot", "tracing.parallel.c10d", "tracing.gradient_marks"),
+    *("tracing.record", "tracing.watch", "tracing.parallel.c10d", "tracing.gradient_marks"),
     *("lift.lifted_step", "lift.swapped", "lift.scaler", "lift.by_value"),
     *("tracing.nested.recorded_calls", "tracing.fakes.mode", "tracing.fakes.templates"),
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),

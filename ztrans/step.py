@@ -39,8 +39,8 @@ from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.arguments import StepKey
+from .tracing.captured import Captured
 from .tracing.errors import warn, warn_of_many_programs
-from .tracing.python_values.captured import Captured
 from .tracing.trace import check_state, trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of, no_step
 
@@ -187,7 +187,9 @@ class Step(Generic[P, R]):
         """
         given = Given.of(BoundCall.of(self.fn, args, kwargs), self._last)
         key = self._key(given)
-        tuned, measured = self._compiled(given, key).tune(*args, steps=steps, **kwargs)
+        compiled = self._compiled(given, key)
+        key = key._replace(captured=compiled.lowered.program.made_for)
+        tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         for outdated in [k for k in list(self._cache) if k.any_size() == key.any_size()]:
             del self._cache[outdated]
@@ -223,7 +225,8 @@ class Step(Generic[P, R]):
                 compiled = first.for_other_sizes(self._traced(call))
             else:
                 compiled = self._lowered(call).compile()
-            self._cache[key] = compiled
+            # The trace may have changed what the step reads, as a module does that prepares itself in its first run.
+            self._cache[key._replace(captured=compiled.lowered.program.made_for)] = compiled
             warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(call.batch))
         return compiled
 

@@ -138,46 +138,6 @@ def test_hooks_of_modules_tensors_and_optimizers_run():
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 
 
-def hook_of(kind, model, optimizer, scales):
-    """Register a hook of some kind, which scales by the first of `scales`, and return its handle."""
-    scaled = lambda *given: None if given[-1] is None else given[-1] * scales[0]
-    every = lambda *_: [p.grad.mul_(scales[0]) for p in model.parameters() if p.grad is not None].clear()
-    return {
-        "forward": lambda: model[1].register_forward_hook(scaled),
-        "backward": lambda: model[2].register_full_backward_hook(lambda module, before, after: (before[0] * scales[0],)),
-        "gradient": lambda: model[0].weight.register_hook(scaled),
-        "accumulated": lambda: model[0].weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(scales[0])].clear()),
-        "optimizer": lambda: optimizer.register_step_pre_hook(every),
-    }[kind]()
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward", "gradient", "accumulated", "optimizer"])
-def test_hooks_that_change_between_two_calls_are_noticed(kind):
-    """A value that a hook reads, a hook that is added, and one that is removed."""
-
-    def trained(is_lifted):
-        model = make_model().double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scales, losses = [1.0], []
-        first = hook_of(kind, model, optimizer, scales)
-        step, state = zt.lift(loop(model, optimizer), model, optimizer)
-        run = zt.Step(step)
-        for k, batch in enumerate(data(steps=6)):
-            batch = [x.double() for x in batch]
-            state, loss = run(state, *batch) if is_lifted else (state, loop(model, optimizer)(*batch))
-            losses.append(loss.item())
-            if k == 1:
-                scales[0] = 3.0
-            elif k == 2:
-                hook_of(kind, model, optimizer, [0.5])
-            elif k == 3:
-                first.remove()
-        return losses, len(run._cache)
-
-    (wanted, _), (got, programs) = trained(False), trained(True)
-    assert got == wanted and programs == 4
-
-
 class Signed(torch.optim.SGD):
     """An optimizer with a choice and a mode that are neither numbers nor in its parameter groups."""
 

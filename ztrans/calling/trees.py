@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +62,44 @@ def opened(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor) or not any(map(_is_container, pytree.tree_leaves(tree))):
         return tree
     return pytree.tree_map(lambda x: Opened(x) if _is_container(x) else x, tree)
+
+
+def named_outputs(output: Any) -> list[tuple[str, Any]]:
+    """The leaves of an output, each with its name.
+
+    Raises: TypeError for an object that holds tensors, because a program could not compute them.
+    """
+    named = []
+    for path, x in pytree.tree_leaves_with_path(opened(output)):
+        name = f"the output{pytree.keystr(path)}"
+        if not isinstance(x, torch.Tensor) and _holds_tensor(x):
+            kind = type(x).__qualname__
+            raise TypeError(
+                f"trace: {name} is a {kind}, an object that holds tensors.\n"
+                f"Return its tensors in a dict or in a tuple, or make {kind} a dataclass."
+            )
+        named.append((name, x))
+    return named
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a tensor is among the attributes and entries of an object, or among theirs."""
+    seen = set[int]()
+    values = [value]
+    while values:
+        x = values.pop()
+        if isinstance(x, torch.Tensor):
+            return True
+        if id(x) in seen or isinstance(x, type | ModuleType):
+            continue
+        seen.add(id(x))
+        entries: Iterable[Any] = getattr(x, "__dict__", {}).values()
+        if isinstance(x, Mapping):
+            entries = x.values()
+        elif isinstance(x, list | tuple | set):
+            entries = x
+        values.extend(entries)
+    return False
 
 
 def _is_container(x: Any) -> bool:

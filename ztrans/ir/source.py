@@ -17,7 +17,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 
@@ -80,6 +81,17 @@ def _is_installed(file: str) -> bool:
 def is_ztrans(file: str) -> bool:
     """Whether a file of code belongs to ztrans itself."""
     return os.path.realpath(file).startswith(_OURS)
+
+
+def is_user_code(owner: Any) -> bool:
+    """Whether a class, or a Python module, is the user's."""
+    if isinstance(owner, ModuleType):
+        is_plain = type(owner) is ModuleType  # namespaces of operators, such as torch.ops.aten, are not
+        return is_plain and not is_library(getattr(owner, "__file__", None) or sys.executable)
+    if owner.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return file is not None and not is_library(file)
 
 
 def is_plumbing(frame: FrameType) -> bool:

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
 from ..ir.ambient import having
+from ..ir.source import is_user_code
 from ..tracing.errors import ReadsValueError, TraceError
-from ..tracing.python_values.own import is_own
 from ..tracing.trace import is_number
 from .gradients import KeptGradients, with_gradients
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
@@ -221,7 +221,7 @@ def _evaluated(
 
     PyTorch's optimizers run it first. The user's may run it later, as one that looks for sharpness does.
     """
-    if closure is None or is_own(type(optimizer)):
+    if closure is None or is_user_code(type(optimizer)):
         return None
     with torch.enable_grad():
         loss = closure()

@@ -17,7 +17,7 @@ from ..ir.graph import Graph, Var
 from ..ir.layout import Own, as_tensor
 from ..ir.micro_batches import full_shape
 from ..ir.trees.known_tree import KnownTree
-from .python_values.captured import Key, read_in
+from .captured import Key, changes
 from .trace import Abstract, Program, shape_of
 
 
@@ -41,7 +41,7 @@ def _described(x: Any, is_state: bool) -> tuple:
     # A number in the state comes back as a tensor; in the batch it is something else: it does not vary.
     is_tensor = isinstance(x, torch.Tensor)
     placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad, read_in(x)
+    return Abstract.of(x, is_state), placements, is_state or is_tensor, is_tensor and x.requires_grad
 
 
 class StateKey(tuple):
@@ -112,13 +112,8 @@ def traced_leaves(program: Program, name: str, call: BoundCall) -> list:
         )
     for i, constant in program.static.items():
         path = program.paths[i]
-        if leaves[i] != constant.value:
-            raise TypeError(f"{name}: compiled for {path}={constant.value!r}, called with {leaves[i]!r}.")
-        if read_in(leaves[i]) != constant.reads:
-            raise TypeError(
-                f"{name}: a value that the step reads in its argument {path} has changed since it was traced.\n"
-                f"Lower it again, or call the step itself, which is then traced anew."
-            )
+        if leaves[i] != constant:
+            raise TypeError(f"{name}: compiled for {path}={constant!r}, called with {leaves[i]!r}.")
     return [x for i, x in enumerate(leaves) if i not in program.static]
 
 
@@ -138,11 +133,10 @@ def check_captured(program: Program, name: str) -> None:
     """
     now = program.captured.key()
     if now != program.made_for:
-        changes = program.captured.changes(program.made_for, now)
+        listed = "".join(f"  * {change}\n" for change in changes(program.made_for, now)[:4])
         raise TypeError(
-            f"{name}: what the step reads besides its arguments has changed since it was traced:\n"
-            + "".join(f"  * {change}\n" for change in changes[:4])
-            + "Lower it again, or call the step itself, which is then traced anew."
+            f"{name}: what the step reads besides its arguments has changed since it was traced:\n{listed}"
+            f"Lower it again, or call the step itself, which is then traced again."
         )
 
 

@@ -224,36 +224,6 @@ def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str
     )
 
 
-def changes_python(name: str, source: Source | None, step: str) -> TraceError:
-    """The step changes a Python value that it also reads, or a container that grows with every step."""
-    return TraceError(
-        f"trace: {step} changes {name} while it is traced, and its program will not do so again.\n"
-        f"  at {where(source)}\n"
-        f"Keep what lives from step to step in the state, as a tensor or a number; return what you want to see as "
-        f"output; count and collect outside of the step."
-    )
-
-
-def advances(name: str, source: Source | None, step: str) -> TraceError:
-    """The step takes the next value of an iterator that existed before."""
-    return TraceError(
-        f"trace: {step} takes the next value of an iterator, {name}, while it is traced. Its program will not do so "
-        f"again: every call would have the same value.\n"
-        f"  at {where(source)}\n"
-        f"Call next(...) outside of the step, and pass the value in as an argument."
-    )
-
-
-def leaks_tensor(holder: str, source: Source | None, step: str) -> str:
-    """A warning: an object outside of the step holds a tensor of the trace, which has no values."""
-    return (
-        f"trace: {step} leaves a tensor in {holder} while it is traced. Its program does not do so: after a step, "
-        f"{holder} is what it was before.\n"
-        f"  at {where(source)}\n"
-        f"Return it as output to read it after the step."
-    )
-
-
 def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> TraceError:
     """The step reads a tensor that an earlier trace left in an attribute or a cache."""
     return TraceError(
@@ -269,23 +239,6 @@ def writes_batch(name: str, source: Source | None) -> str:
         f"trace: the step writes into its argument {name}, and the tensor of the caller will not change.\n"
         f"  at {where(source)}\n"
         f"Write into a copy, {name}.clone(), or make it a leaf of the state if the next step reads what is written."
-    )
-
-
-def draws_in_python(source: Source | None, step: str) -> TraceError:
-    """The step draws a number from Python's or NumPy's generators."""
-    return TraceError(
-        f"trace: {step} draws a random number of Python's or NumPy's, which would be drawn once, while it is traced.\n"
-        f"  at {where(source)}\n"
-        f"Draw with torch inside the step, torch.rand(()), or outside of it, and pass the number in."
-    )
-
-
-def reads_system_random(name: str, step: str) -> str:
-    """A generator of the operating system, whose draws leave no trace."""
-    return (
-        f"{step} reads {name}, a random.SystemRandom. It has no state, so ztrans cannot see whether {step} draws from "
-        f"it. A draw would be a constant of the program: draw outside of the step, and pass the number in."
     )
 
 

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import having
 from ..ir.source import Source
-from .errors import seeds
 from .fakes.mode import Fakes
 from .gradient_marks import Marks
 from .nested.checkpoints import mark_checkpoints
@@ -29,7 +28,6 @@ from .nested.recorded_calls import attention_on_every_device, forget_fakes
 from .nested.triton_kernels import record_launches
 from .operation import Operation
 from .parallel.dtensors import unrecorded_layouts
-from .python_values.generators import unseeded
 from .watch import Watch
 
 OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
@@ -70,17 +68,16 @@ def run_traced(
 
     `user_source` ends its search of the stack at this function, by its name.
 
-    Raises: ValueError if the function seeds PyTorch's generator, or does something that a program cannot express
-        (see `watch`).
+    Raises: ValueError if the function does something that a program cannot express (see `watch`).
     """
     mode = Fakes()
-    watch, generator = Watch(step, mode), torch.random.get_rng_state()
+    watch = Watch(step, mode)
     # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it. When
     # the program runs, PyTorch may still choose oneDNN.
     without_onednn = having(torch.backends.mkldnn, enabled=False)
     # Distributions check their arguments by default, which reads the values of tensors.
     unchecked = having(torch.distributions.Distribution, _validate_args=False)
-    ways = unseeded(step), _quiet(), without_onednn, unchecked, mark_checkpoints(), disable_autocast_cache()
+    ways = _quiet(), without_onednn, unchecked, mark_checkpoints(), disable_autocast_cache()
     nested = attention_on_every_device(), any_operands(), record_launches(), unrecorded_layouts()
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients
@@ -94,9 +91,6 @@ def run_traced(
         stack.enter_context(Marks(step, dict(zip(names, inputs))))
         outputs, tree = pytree.tree_flatten(call(inputs))
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
-    if not torch.equal(generator, torch.random.get_rng_state()):
-        torch.random.set_rng_state(generator)
-        raise seeds("torch.manual_seed", None, step)
     for o in watch.operations:
         if isinstance(o.op, fx.GraphModule):
             forget_fakes(o.op)

@@ -1,14 +1,15 @@
 """trace(fn, state, *batch): record a train step as a `Graph` of its forward, backward and update.
 
 The step runs once on fake tensors (see `record`). Each operation keeps the user's line and its region (see
-`watch`). The recorded operations are imported as functional equations (see `import_record`). If the step changes Python
-values while it runs, the changes are undone, or are an error (see `python_values`).
+`watch`). The recorded operations are imported as functional equations (see `import_record`). A step that changes the
+Python values that it reads is refused (see `purity`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -17,27 +18,26 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall
-from ..calling.trees import none_as_empty, opened, state_leaves
+from ..calling.purity import trace_without_side_effects
+from ..calling.trees import named_outputs, none_as_empty, opened, state_leaves
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
+from .captured import Captured, Key
 from .errors import no_argument, no_parts, no_state
 from .import_record import import_record
 from .parallel.dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
-from .python_values.captured import Captured, Key, read_in
-from .python_values.iterators import is_iterator
-from .python_values.leaks import Imported, named_outputs, settled
 from .record import check_torch, run_traced
 from .regions import Fact, label_regions
 
 
-class Constant(NamedTuple):
-    """An argument that is neither a tensor nor a number, and the values that the step may read in it."""
+class Imported(NamedTuple):
+    """A run of a step as a program."""
 
-    value: Any
-    reads: tuple | None
+    graph: Graph
+    out_tree: pytree.TreeSpec  # the tree of the result
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Program:
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # one path for each leaf of the arguments
-    static: Mapping[int, Constant] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
+    static: Mapping[int, Any] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
     captured: Captured  # the values that the step reads besides its arguments
-    made_for: Key  # the key of those values when the step was traced
+    made_for: Key  # the key of those values after the trace
     names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
     axes: tuple[tuple[str, ...], ...] = ()  # for each input, the mesh axes over which transforms distribute it
     owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
@@ -94,7 +94,7 @@ class Abstract:
         if is_number(leaf):
             return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
         if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, Hashable) or is_iterator(leaf):
+            if not isinstance(leaf, Hashable) or isinstance(leaf, Iterator):
                 raise no_argument(leaf, is_state)
             return leaf
         # State is stored contiguous, whatever strides the caller's leaf has.
@@ -208,9 +208,10 @@ def trace(
         graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
         graph = with_settled_attention(_annotated(graph, facts), _are_on_cpus(described))
-        return Imported(graph, recorded.out_tree, recorded.tensors)
+        return Imported(graph, recorded.out_tree)
 
-    traced = settled(record_program, captured.reach(), name)
+    traced, reads = trace_without_side_effects(record_program, captured.reads, name)
+    made_for = dataclasses.replace(made_for, reads=reads)
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
     trees = in_tree, traced.out_tree
     return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, call.names, *of_inputs)
@@ -232,9 +233,9 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _static(abstract: Sequence[Any]) -> dict[int, Constant]:
+def _static(abstract: Sequence[Any]) -> dict[int, Any]:
     """The leaves that are constants of the program, by their indices."""
-    return {i: Constant(a, read_in(a)) for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
+    return {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

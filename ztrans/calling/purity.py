@@ -1,0 +1,116 @@
+"""purity: trace a step, and refuse it if Python would have to run again in every call.
+
+Python runs once, while a step is traced. So a step is a pure function of its arguments and of what it reads besides
+them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. If
+something changed, the step is traced once more, from the values that the first trace left. A step that only prepares
+itself in its first run, or draws a number that changes nothing, then gives the same program. Nothing is undone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Protocol, TypeVar
+
+import numpy
+import torch
+
+from ..ir.graph import Graph
+from ..ir.printer import program
+from .reads import Reads, ReadValues
+
+_MOST_CHANGES = 4  # in a message
+_TORCH = "torch's default generator"
+_SEEDING = ("manual_seed", "seed", "set_rng_state")
+_KEEP = (
+    "Keep what lives from step to step in the state, as a tensor or a number; return what you want to "
+    "see as output; count and collect outside of the step. If only the first run changes it, run that "
+    "code once before the step."
+)
+_DRAW = (
+    "Draw with torch inside the step, torch.rand(()), or outside of it, and pass the number in as an "
+    "argument."
+)
+
+
+class ImpureStepError(ValueError):
+    """A step changes Python values that it reads, or its program depends on a number drawn in Python."""
+
+
+class _Traced(Protocol):
+    @property
+    def graph(self) -> Graph: ...
+
+
+T = TypeVar("T", bound=_Traced)
+
+
+def trace_without_side_effects(
+    record: Callable[[], T], reads: Reads, step_name: str
+) -> tuple[T, ReadValues]:
+    """What `record()` traces, and what the step reads after the trace, for which its program is made.
+
+    Raises: ImpureStepError that names what changed, with the user's lines.
+    """
+    before = reads.values()
+    states = _generator_states()
+    first = record()
+    after = reads.values()
+    drawn = [name for name, state in _generator_states().items() if state != states[name]]
+    if _TORCH in drawn:
+        lines = [reads.attributes[name].where for name in _SEEDING if name in reads.attributes]
+        raise ImpureStepError(
+            f"trace: {step_name} seeds {_TORCH} or sets its state, and its program will not do so.\n"
+            f"  at {', '.join(lines) or 'an unknown line'}\n"
+            f"Seed it outside of the step, with another seed on each rank."
+        )
+    if after == before and not drawn:
+        return first, after
+    second = record()
+    changes = after.changes(reads.values())
+    if changes:
+        raise ImpureStepError(
+            f"trace: {step_name} changes what it reads, and its program will not do so again:\n"
+            f"{_listed(changes)}{_KEEP}"
+        )
+    difference = first_difference(first.graph, second.graph)
+    if difference:
+        draws = [f"it draws from {name}" for name in drawn]
+        raise ImpureStepError(
+            f"trace: {step_name} was traced twice, and its programs differ, because of what the first "
+            f"trace changed:\n{_listed(before.changes(after) + draws)}{difference}\n"
+            f"{_DRAW if draws else _KEEP}"
+        )
+    return second, after
+
+
+def first_difference(first: Graph, second: Graph) -> str:
+    """The first line in which two programs differ, as each of them has it; empty if they are equal."""
+    lines = zip_longest(
+        program(first, full=True).splitlines(), program(second, full=True).splitlines()
+    )
+    for one, other in lines:
+        if one != other:
+            return f"  first:  {_line(one)}\n  second: {_line(other)}"
+    return ""
+
+
+def _line(text: str | None) -> str:
+    return "nothing" if text is None else " ".join(text.split())
+
+
+def _listed(changes: list[str]) -> str:
+    return "".join(f"  * {change}\n" for change in changes[:_MOST_CHANGES])
+
+
+def _generator_states() -> dict[str, object]:
+    """The states of the generators that all code shares, by name."""
+    return {
+        "Python's random": random.getstate(),
+        "numpy.random": pickle.dumps(
+            numpy.random.get_state()
+        ),  # it has an array, which `==` cannot compare
+        _TORCH: bytes(torch.random.get_rng_state().numpy()),
+    }

@@ -1,0 +1,426 @@
+"""reads: the Python values that a step reads besides its arguments.
+
+They are constants of a program, so the step is traced again when one of them changes. They are numbers, strings, bools,
+None, dtypes, devices and enums, and short containers of these. The step reads them where its code, or the code of the
+user's functions that it calls by name, names them: in closures, globals and defaults, and in attributes of objects and
+classes of the user. Of each nn.Module that the step reaches they are all plain attributes, because libraries read these
+too. Everything else is fixed when the step is traced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import dis
+import enum
+import functools
+import inspect
+import numbers
+import operator
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..ir.source import Source, is_library, is_user_code
+
+LONGEST = (
+    100  # the entries of a container that is read, together with those of the containers in it
+)
+_ABSENT = object()  # the value of a variable or an attribute that does not exist
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_EXACT = frozenset(
+    [int, float, complex, bool, str, bytes, type(None), types.CodeType, *_TYPES_OF_TORCH]
+)
+_SCALARS = (
+    numbers.Number,
+    str,
+    bytes,
+    enum.Enum,
+    numpy.generic,
+    range,
+    types.BuiltinFunctionType,
+    type,
+)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_OPTIMIZERS = frozenset(  # and of schedulers: inputs of a lifted step
+    ["defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr"]
+)
+_NOT_CALLED = (
+    "__new__",
+    "__init_subclass__",
+    "__repr__",
+    "__str__",
+)  # in a step, of objects before it
+_DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
+_LONGEST_TEXT = 80  # characters of a value in a message
+
+
+class Place(NamedTuple):
+    """A variable or an attribute that a step reads."""
+
+    name: str
+    source: Source | None  # the user's line that writes it, or else the first line that reads it
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """What a step reads at one time. Equal values share a program."""
+
+    names: tuple[str, ...]
+    values: tuple
+    sources: tuple[Source | None, ...] = field(compare=False, repr=False)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def changes(self, later: ReadValues) -> list[str]:
+        """The differences between these values and later ones, each in words."""
+        before = dict(zip(zip(self.names, self.sources), self.values))
+        after = dict(zip(zip(later.names, later.sources), later.values))
+        changes = []
+        for name, source in before | after:
+            old = before.get((name, source), object)
+            new = after.get((name, source), object)
+            if old != new:
+                line = f" ({source})" if source is not None else ""
+                changes.append(f"{name} was {_shown(old)} and is {_shown(new)}{line}")
+        return changes
+
+
+class Reads:
+    """The places that a step reads, and what was there last.
+
+    The places are found once, and again only if a function or an object is replaced by another one, or if an object
+    gets or loses an attribute. `attributes` are all that the code names, with its lines.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        """Find the places that the code of a step reads, and of modules that it reaches without naming them."""
+        self.roots = roots
+        self._values = ReadValues((), (), ())
+        self._find()
+
+    def values(self) -> ReadValues:
+        """The present values: the same object as last time if they are equal."""
+        present = [read() for read in self._readers]
+        changed = self._changed(present)
+        if list(map(len, self._namespaces)) != self._sizes or any(
+            map(_leads_further, changed.values())
+        ):
+            self._find()
+        elif changed:
+            constants = list(self._values.values)
+            for k, value in changed.items():
+                self._remember(k, value)
+                constants[k] = _constant(value)
+            self._set(constants)
+        return self._values
+
+    def _find(self) -> None:
+        search = _Search()
+        for root in self.roots:
+            search.visit(root, getattr(root, "__name__", "the step"))
+        search.follow_attributes()
+        self.attributes = search.attributes
+        self._places = tuple(search.places.values())
+        self._readers = [place.read for place in self._places]
+        self._namespaces = search.namespaces
+        self._sizes = list(map(len, self._namespaces))
+        self._present: list[Any] = [None] * len(self._readers)
+        self._entries: dict[int, list] = {}  # those of containers, by the index of the place
+        for k, read in enumerate(self._readers):
+            self._remember(k, read())
+        self._set([_constant(value) for value in self._present])
+
+    def _remember(self, k: int, value: Any) -> None:
+        self._present[k] = value
+        self._entries.pop(k, None)
+        if isinstance(value, _CONTAINERS):
+            self._entries[k] = _entries(value)
+
+    def _set(self, constants: list) -> None:
+        names = tuple(place.name for place in self._places)
+        values = ReadValues(names, tuple(constants), tuple(place.source for place in self._places))
+        if values != self._values:
+            self._values = values
+
+    def _changed(self, present: list) -> dict[int, Any]:
+        """The values that are other objects than last time, and the containers of other entries, by place."""
+        changed = {}
+        if not _same(present, self._present):
+            for k, (new, old) in enumerate(zip(present, self._present)):
+                if new is not old:
+                    changed[k] = new
+        for k, entries in self._entries.items():
+            if k not in changed and not _same(_entries(present[k]), entries):
+                changed[k] = present[k]
+        return changed
+
+
+def _same(first: Sequence, second: Sequence) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+def _entries(container: Any) -> list:
+    """The entries of a short container, and of the containers in it. A long one is data, and has none here."""
+    entries: list[Any] = [container]
+    for entry in entries:  # the list grows meanwhile
+        if isinstance(entry, _CONTAINERS):
+            if len(entries) + len(entry) > LONGEST + 1:
+                return []
+            entries.extend(entry)
+            if isinstance(entry, dict):
+                entries.extend(entry.values())
+    return entries[1:]
+
+
+def _constant(value: Any) -> Any:
+    """What a program is specialised on in a value: its type if the value is no constant."""
+    kind = type(value)
+    if kind in _EXACT:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if isinstance(value, _CONTAINERS):
+        return (kind, _constants(value)) if _entries(value) or not value else kind
+    if isinstance(value, slice):
+        return kind, (value.start, value.stop, value.step)
+    if isinstance(value, _SCALARS) and kind.__hash__ is not None:
+        return kind, value
+    return kind
+
+
+def _constants(container: Any) -> Any:
+    if isinstance(container, dict):
+        return tuple((_constant(key), _constant(entry)) for key, entry in container.items())
+    constants = map(_constant, container)
+    return frozenset(constants) if isinstance(container, set | frozenset) else tuple(constants)
+
+
+def _leads_further(value: Any) -> bool:
+    """Whether other places may be reached from a value: from a function, or an object with attributes."""
+    if isinstance(value, _CONTAINERS):
+        return any(map(_leads_further, _entries(value)))
+    return type(value) not in _EXACT and not isinstance(value, (*_SCALARS, torch.Tensor))
+
+
+def _shown(constant: Any) -> str:
+    """A constant as messages show it."""
+    if not isinstance(constant, tuple):
+        return "absent" if constant is object else f"a {constant.__name__}"
+    kind, content = constant
+    if not issubclass(kind, _CONTAINERS):
+        return repr(content)
+    if issubclass(kind, dict):
+        entries = [f"{_shown(key)}: {_shown(entry)}" for key, entry in content]
+    else:
+        entries = [_shown(entry) for entry in content]
+    opening, closing = "{}" if issubclass(kind, dict | set | frozenset) else "[]"
+    text = f"{opening}{', '.join(entries)}{closing}"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+class _Search:
+    """The places that the code of a function, and of the user's functions that it calls, can read."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str], Place] = {}  # by the id of the owner, and the name there
+        self.namespaces: list[
+            Any
+        ] = []  # the attributes of objects, among which new places may appear
+        self.attributes: dict[
+            str, Source
+        ] = {}  # the attributes that the code names, of whatever object
+        self._owners: list[tuple[str, Any]] = []  # the objects whose named attributes are places
+        self._seen: dict[int, Any] = {}
+
+    def visit(self, value: Any, name: str) -> None:
+        """Follow a value: a function to the names in its code, an object to its methods."""
+        if id(value) in self._seen or type(value) in _EXACT or isinstance(value, torch.Tensor):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, name.rpartition(".")[0] or "self")
+            self.visit(value.__func__, name)
+        elif isinstance(value, functools.partial):
+            self.visit(value.func, name)
+            self._place(value, "args", f"the arguments of {name}", lambda: value.args)
+            self._place(value, "keywords", f"the keywords of {name}", lambda: value.keywords)
+        elif isinstance(value, property):
+            self.visit(value.fget, name)
+        elif isinstance(value, dict):
+            for key, entry in value.items() if _entries(value) else ():
+                self.visit(entry, f"{name}[{key!r}]")
+        elif isinstance(value, _CONTAINERS):
+            for k, entry in enumerate(value if _entries(value) else ()):
+                self.visit(entry, f"{name}[{k}]")
+        else:
+            self._object(value, name)
+
+    def follow_attributes(self) -> None:
+        """Add the attributes that the code names, until the code in them names no others."""
+        before = -1
+        while before != len(self._seen) + len(self.places):
+            before = len(self._seen) + len(self.places)
+            for name, owner in list(self._owners):
+                if not isinstance(owner, nn.Module | type):
+                    self._named_attributes(owner, name)
+                for base in _user_bases(owner):
+                    for attribute in list(vars(base)):
+                        if attribute in self.attributes:
+                            self._class_attribute(owner, base, attribute)
+        for key, place in self.places.items():
+            self.places[key] = place._replace(source=place.source or self.attributes.get(key[1]))
+
+    def _place(
+        self, owner: Any, key: str, name: str, read: Callable, source: Source | None = None
+    ) -> None:
+        if (id(owner), key) not in self.places:
+            self.places[id(owner), key] = Place(name, source, read)
+            self.visit(read(), name)
+
+    def _function(self, f: types.FunctionType) -> None:
+        code = f.__code__
+        here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+        read_code = functools.partial(getattr, f, "__code__")
+        self._place(f, "__code__", f"the code of {f.__name__}", read_code, here)
+        if is_library(code.co_filename):
+            for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
+                if callable(function := _contents(cell)):  # one that the user gave to the library
+                    self.visit(function, variable)
+            self.visit(getattr(f, "__wrapped__", None), f.__name__)
+            return
+        for attribute, kind in _DEFAULTS.items():
+            if getattr(f, attribute):
+                read = functools.partial(getattr, f, attribute)
+                self._place(f, attribute, f"{kind} of {f.__name__}", read, here)
+        names = _Names(code)
+        for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
+            read = functools.partial(_contents, cell)
+            self._place(cell, "", variable, read, names.variables.get(variable, here))
+        for variable, source in names.globals.items():
+            if variable in f.__globals__ or not hasattr(builtins, variable):
+                read = functools.partial(f.__globals__.get, variable, _ABSENT)
+                self._place(f.__globals__, variable, variable, read, source)
+        self.attributes = names.attributes | self.attributes
+
+    def _object(self, value: Any, name: str) -> None:
+        kind = value if isinstance(value, type | types.ModuleType) else type(value)
+        if isinstance(value, nn.Module):
+            self._module(value, name)
+        elif is_user_code(kind) or isinstance(value, _NAMESPACES):
+            self.namespaces.append(getattr(value, "__dict__", ()))
+        else:  # an object of a library, such as a function with a cache, may wrap a user's function
+            self.visit(inspect.getattr_static(value, "__wrapped__", None), name)
+            return
+        self._owners.append((name, value))
+        for base in _user_bases(value):
+            for method, f in vars(base).items():
+                if isinstance(f, types.FunctionType) and _is_implied(f, method, value):
+                    self._class_attribute(value, base, method)
+
+    def _module(self, m: nn.Module, name: str) -> None:
+        self.namespaces += [vars(m), m._modules]
+        is_users = is_user_code(type(m))
+        for attribute in vars(m):
+            if attribute not in _OF_EVERY_MODULE and (is_users or not attribute.startswith("_")):
+                self._attribute(m, attribute, name)
+        for child in m._modules:
+            read = functools.partial(m._modules.get, child, _ABSENT)
+            self._place(m._modules, child, f"{name}.{child}", read)
+
+    def _named_attributes(self, owner: Any, name: str) -> None:
+        elsewhere = _OF_OPTIMIZERS if isinstance(owner, Optimizer | LRScheduler) else ()
+        for attribute in list(getattr(owner, "__dict__", ())):
+            if attribute in self.attributes and attribute not in elsewhere:
+                self._attribute(owner, attribute, name)
+
+    def _attribute(self, owner: Any, attribute: str, name: str) -> None:
+        read = functools.partial(vars(owner).get, attribute, _ABSENT)
+        self._place(owner, attribute, f"{name}.{attribute}", read)
+
+    def _class_attribute(self, owner: Any, base: type, attribute: str) -> None:
+        """Add an attribute of a class, which may be a slot of its objects."""
+        name = f"{base.__name__}.{attribute}"
+        if isinstance(vars(base)[attribute], types.MemberDescriptorType):
+            read: Callable = functools.partial(getattr, owner, attribute, _ABSENT)
+            self._place(owner, attribute, name, read)
+        else:
+            read = functools.partial(vars(base).get, attribute, _ABSENT)
+            self._place(base, attribute, name, read)
+
+
+class _Names:
+    """The names in a code object, each with the line that writes it, or else the first that reads it."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.globals: dict[str, Source] = {}
+        self.variables: dict[str, Source] = {}  # of enclosing functions
+        self.attributes: dict[str, Source] = {}
+        self._add(code)
+
+    def _add(self, code: types.CodeType) -> None:
+        for instruction in dis.get_instructions(code):
+            action, _, kind = instruction.opname.partition("_")
+            names = self._of_kind(kind) if action in ("LOAD", "STORE", "DELETE") else None
+            if names is not None:
+                line = instruction.positions and instruction.positions.lineno
+                source = Source(code.co_filename, line or code.co_firstlineno, code.co_qualname)
+                if action != "LOAD" or instruction.argval not in names:
+                    names[instruction.argval] = source
+        if "getattr" in self.globals:  # getattr(args, "rate", 0.5)
+            here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+            for text in code.co_consts:
+                if isinstance(text, str) and text.isidentifier():
+                    self.attributes.setdefault(text, here)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):  # an inner function or a comprehension
+                self._add(inner)
+
+    def _of_kind(self, kind: str) -> dict[str, Source] | None:
+        if kind in ("ATTR", "METHOD", "SUPER_ATTR"):
+            return self.attributes
+        if kind in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"):
+            return self.globals
+        return self.variables if kind.endswith("DEREF") else None
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned to the variable yet
+        return _ABSENT
+
+
+def _user_bases(owner: Any) -> list[type]:
+    """The classes of the user among those of an object, or among the bases of a class."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    return [base for base in kind.__mro__ if is_user_code(base)]
+
+
+def _is_implied(f: types.FunctionType, method: str, owner: Any) -> bool:
+    """Whether code may call a method without naming it. Dataclasses generate methods that it does not call."""
+    if f.__code__.co_filename == "<string>":
+        return False
+    if method == "forward":
+        return isinstance(owner, nn.Module)
+    if method == "__init__":
+        return isinstance(owner, type)
+    return method.startswith("__") and method not in _NOT_CALLED
