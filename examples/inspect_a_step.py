@@ -44,10 +44,13 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     lowered = lower(stage=3)
     parameter = "params.blocks.0.mlp.0.weight"
 
-    print("The program as written:\n")
-    print(head(lowered.history[0][1], lines))
+    (_, traced), (_, written), *_ = lowered.history
+    print("The FX graph of make_fx:\n")
+    print(head(traced.code, lines))
+    print("\nThe program as written:\n")
+    print(head(written, lines))
     print(f"\nThe changes that concern {parameter}:")
-    for (_, before), (name, after) in pairwise(lowered.history):
+    for (_, before), (name, after) in pairwise(lowered.history[1:]):
         print(f"\n---- {name}\n{changes(before, after, parameter, lines)}")
     print("\nThe program that each rank runs:\n")
     print(head(lowered, lines))

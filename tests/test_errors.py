@@ -14,7 +14,7 @@ import ztrans as zt
 from tests.support.programs import CASES, sgd
 from tests.support.worlds import batches, slices
 from ztrans.runtime.mesh import _own_device
-from ztrans.tracing.record import check_torch
+from ztrans.tracing.fx_trace import check_torch
 
 HERE = Path(__file__).name
 

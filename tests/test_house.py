@@ -18,7 +18,7 @@ import pytest
 from radon.visitors import ComplexityVisitor, Function
 
 from ztrans.ir import collectives
-from ztrans.tracing import record
+from ztrans.tracing import fx_trace
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ztrans"
@@ -47,12 +47,10 @@ DOORS = {
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.record", "tracing.watch", "tracing.parallel.c10d", "tracing.gradient_marks"),
+    *("tracing.fx_trace", "tracing.annotate", "tracing.constants", "tracing.gradient_marks", "tracing.c10d"),
+    *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     *("lift.lifted_step", "lift.swapped", "lift.scaler", "lift.by_value"),
-    *("tracing.nested.recorded_calls", "tracing.fakes.mode", "tracing.fakes.templates"),
-    *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups"),
-    *("tracing.nested.checkpoints", "tracing.nested.closures", "tracing.nested.triton_kernels"),
-    *("tracing.parallel.dtensors", "runtime.leaves"),
+    *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups", "runtime.leaves"),
     *("runtime.call_forms", "runtime.executable", "runtime.known_state", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
@@ -236,7 +234,7 @@ def test_private_torch_apis_are_used_only_in_the_modules_listed():
 
 
 def test_pyproject_and_the_package_support_the_same_versions_of_torch():
-    wanted = f"torch>={record.OLDEST},<{record.BEFORE}"
+    wanted = f"torch>={fx_trace.OLDEST},<{fx_trace.BEFORE}"
     assert wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 

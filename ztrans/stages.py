@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -61,6 +62,15 @@ class Traced(Printed):
     def graph(self) -> Graph:
         return self.program.graph
 
+    @property
+    def fx(self) -> fx.GraphModule:
+        """The FX graph that make_fx has traced: it takes the flat inputs, and returns the tensors among the outputs.
+
+        FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, except where a
+        fused optimizer of a lifted loop takes hyperparameters by value, which are inputs of the program.
+        """
+        return self.program.fx
+
     @ends_at_user
     @no_collection()
     @without_autocast()
@@ -95,7 +105,7 @@ class Traced(Printed):
         """The program after all transforms, without marks and without unused equations, before it has an order."""
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
-        history = [("trace", graph)]
+        history: list[tuple[str, Graph | fx.GraphModule]] = [("make_fx", self.fx), ("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.turn):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
@@ -114,10 +124,14 @@ class Traced(Printed):
 
 @dataclass(frozen=True, repr=False)
 class Lowered(Printed):
-    """The program of one rank, ready to compile, as `jax.stages.Lowered`."""
+    """The program of one rank, ready to compile, as `jax.stages.Lowered`.
+
+    `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
+    each transform, and the program that runs.
+    """
 
     graph: Graph
-    history: tuple[tuple[str, Graph], ...]
+    history: tuple[tuple[str, Graph | fx.GraphModule], ...]
     program: Program
     mesh: DeviceMesh | AbstractMesh | None
     plan: Plan

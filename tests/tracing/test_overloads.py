@@ -6,7 +6,7 @@ Also the lookup of the functional overload of an operation.
 import pytest
 import torch
 
-from tests.tracing.test_import_record import T, agrees
+from tests.tracing.test_import_fx import T, agrees
 from ztrans.tracing.overloads import functional
 
 LIST = [T(3, 2), T(4), T(())]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..tracing.parallel.dtensors import refuse_wrappers
+from ..tracing.dtensors import refuse_wrappers
 from .lifted_state import State, check_apart, check_optimizers, several, state_of
 from .lifted_step import LiftedStep
 from .scaler import scale_of

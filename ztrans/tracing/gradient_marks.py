@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch._C._functorch import TransformType
 from torch._ops import HigherOrderOperator
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
 from ..ir.relations import reachable, tensors_in
 from ..ir.source import user_source
+from .dtensors import marked
 from .errors import FAILURES, failed, no_gradient, no_transform, refuse_closure
-from .nested.closures import call_closed
-from .parallel.dtensors import marked
+from .higher_order import call_closed
 from .tensor_scalars import with_tensor_scalar
 
 _READERS = (torch.Tensor.tolist, torch.tensor)
@@ -109,15 +109,15 @@ def _storage(x: torch.Tensor) -> int | None:
 
 
 def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
-    """Record `x.data = value`, which no dispatch mode sees: from here on the trace treats `x` as `value`."""
-    mode: Any = get_proxy_mode()  # a `Watch`
+    """Run `x.data = value`, which no dispatch mode sees: from here on the trace knows `x` as the node of `value`."""
+    mode = get_proxy_mode()
     if mode is None:  # no trace is under way
         return set_data(x, value)
     for tensor in (x, value):
-        if id(tensor) not in mode.known:
+        if get_proxy_slot(tensor, mode.tracer, None) is None:
             refuse_closure(set_data, tensor, user_source(3), "the step")
     set_data(x, value)
-    mode.rename(x, value)
+    set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
 
 
 def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False) -> None:

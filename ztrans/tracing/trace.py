@@ -1,8 +1,8 @@
 """trace(fn, state, *batch): record a train step as a `Graph` of its forward, backward and update.
 
-The step runs once on fake tensors (see `record`). Each operation keeps the user's line and its region (see
-`watch`). The recorded operations are imported as functional equations (see `import_record`). A step that changes the
-Python values that it reads is refused (see `purity`).
+make_fx traces the step into an FX graph (see `fx_trace`), in which each node has the user's line and the facts for its
+region (see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python
+values that it reads is refused (see `purity`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall
@@ -26,10 +27,10 @@ from ..ir.layout import Own
 from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
 from .captured import Captured, Key
+from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
 from .errors import no_argument, no_parts, no_state
-from .import_record import import_record
-from .parallel.dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
-from .record import check_torch, run_traced
+from .fx_trace import check_torch, trace_by_make_fx
+from .import_fx import import_fx
 from .regions import Fact, label_regions
 
 
@@ -38,13 +39,19 @@ class Imported(NamedTuple):
 
     graph: Graph
     out_tree: pytree.TreeSpec  # the tree of the result
+    module: fx.GraphModule  # the FX graph of the run
 
 
 @dataclass(frozen=True)
 class Program:
-    """A traced graph with the trees that its inputs and outputs flatten from."""
+    """A traced graph with the trees that its inputs and outputs flatten from.
+
+    `fx` is the FX graph that make_fx has traced: it takes the inputs of `graph`, and returns the tensors among its
+    outputs.
+    """
 
     graph: Graph
+    fx: fx.GraphModule = field(compare=False, repr=False)
     in_tree: pytree.TreeSpec
     out_tree: pytree.TreeSpec
     paths: tuple[str, ...]  # one path for each leaf of the arguments
@@ -201,20 +208,30 @@ def trace(
         return [abstract[i].empty(default_device, getattr(leaves[i], "requires_grad", False)) for i in dynamic]
 
     def record_program() -> Imported:
-        recorded = run_traced(call_fn, make_inputs, [v.name for v in inputs], name)
+        traced = trace_by_make_fx(call_fn, make_inputs, [v.name for v in inputs], name)
         with without_autocast():
-            eqns, outputs, facts = import_record(recorded, inputs, batch_vars)
+            eqns, tensors, facts = import_fx(traced.module, inputs, batch_vars)
+        outputs = _with_constants(tensors, traced.constants)
         shapes = tuple(map(shape_of, leaves[:num_state]))
-        graph = Graph(name, tuple(inputs), tuple(eqns), tuple(outputs), num_state, batch_vars, leaf_shapes=shapes)
+        graph = Graph(name, tuple(inputs), tuple(eqns), outputs, num_state, batch_vars, leaf_shapes=shapes)
         _check_state(graph, paths)
         graph = with_settled_attention(_annotated(graph, facts), _are_on_cpus(described))
-        return Imported(graph, recorded.out_tree)
+        return Imported(graph, traced.out_tree, traced.module)
 
     traced, reads = trace_without_side_effects(record_program, captured.reads, name)
     made_for = dataclasses.replace(made_for, reads=reads)
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
     trees = in_tree, traced.out_tree
-    return Program(traced.graph, *trees, tuple(paths), static, captured, made_for, call.names, *of_inputs)
+    return Program(
+        traced.graph, traced.module, *trees, tuple(paths), static, captured, made_for, call.names, *of_inputs
+    )
+
+
+def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
+    """The leaves of a result: its tensors in order, and constants at their positions."""
+    rest = iter(tensors)
+    count = len(tensors) + len(constants)
+    return tuple(constants[i] if i in constants else next(rest) for i in range(count))
 
 
 def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:

@@ -21,7 +21,7 @@ import torch.utils.checkpoint as plain
 from torch.distributed._composable import checkpoint_activation as composable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ir.ambient import having
+from ..ir.ambient import having
 
 # PyTorch's generator that runs before and after the function of a checkpoint. Torch 2.14 has renamed it.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
@@ -42,10 +42,9 @@ def mark_of_operation() -> Mark | None:
     return fx_traceback.current_meta.get(_MARK)
 
 
-def take_policy() -> dict[str, Any]:
-    """The policy that a selective checkpoint has written for an operation, as metadata. It would leave it there."""
-    policy = fx_traceback.current_meta.pop(_POLICY, None)
-    return {} if policy is None else {_POLICY: policy}
+def forget_policy() -> None:
+    """Remove the policy that a selective checkpoint has written for an operation. It would stay for later ones."""
+    fx_traceback.current_meta.pop(_POLICY, None)
 
 
 def policy_of(meta: Mapping[str, Any], mark: Mark) -> plain.CheckpointPolicy | None:

@@ -1,4 +1,4 @@
-"""Closures: the functions of a higher-order operator get every tensor that they read as an argument.
+"""Higher-order operators: their functions get every tensor that they read as an argument.
 
     cond(p, lambda x: x @ w, g, [x])    -->    cond(p, lambda x, w: x @ w, lambda x, w: g(x), [x, w])
 
@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ir.ambient import having
-from ...ir.relations import instances
-from ...ir.source import user_source
+from ..ir.ambient import having
+from ..ir.relations import instances
+from ..ir.source import user_source
+from .annotate import Origin, noting
+from .regions import Fact
 
 hops = torch.ops.higher_order
 _COND = sys.modules[type(hops.cond).__module__]  # `torch._higher_order_ops.cond` is the function, and not its module
@@ -35,6 +38,14 @@ _COND = sys.modules[type(hops.cond).__module__]  # `torch._higher_order_ops.cond
 def any_operands() -> contextlib.AbstractContextManager[None]:
     """Let the operands of `torch.cond` be any containers of tensors. It checks them before it can be intercepted."""
     return having(_COND, validate_subgraph_args_types=lambda operands: None)
+
+
+@contextlib.contextmanager
+def attention_on_every_device() -> Iterator[None]:
+    """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
+    with having(flex_attention, _validate_device=lambda query, key, value: None), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield
 
 
 def call_closed(op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -130,16 +141,10 @@ class _Calls(TorchFunctionMode):
         self.visit = visit
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        with _at_the_users_line():
+        with noting(Origin(user_source(2), Fact())):
             if isinstance(func, HigherOrderOperator):
                 return call_closed(func, args, kwargs or {}, self.visit)
             return func(*self.visit(args), **self.visit(kwargs or {}))
-
-
-def _at_the_users_line() -> contextlib.AbstractContextManager[None]:
-    meta = fx_traceback.current_meta
-    custom = {**meta.get("custom", {}), "source": user_source(3)}
-    return having(fx_traceback, current_meta={**meta, "custom": custom})
 
 
 def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,35 +1,40 @@
-"""import_record(recorded, inputs): turn the recorded operations of a step into functional equations.
+"""import_fx(module, inputs): turn the FX graph of a step into functional equations.
 
 An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
-changes (see `functionalize`). An operation over lists (`_foreach_add_`, `_fused_adamw_`) becomes one equation for each
-member, so that each parameter can be updated as soon as its gradient is known.
+changes (see `functionalize`). A fused optimizer (`_fused_adamw_`) becomes one equation for each member of its lists, so
+that each parameter can be updated as soon as its gradient is known. A higher-order operator becomes one equation, with
+sub-programs for the functions that it calls.
 
     y = x[0]; y.add_(1)   -->   y = select(x, 0); y1 = add(y, 1); x1 = select_scatter(x, y1, 0)
 """
 
 from __future__ import annotations
 
+import operator
+import string
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.graph import Eqn, Names, Var
+from ..ir.collectives import GRADIENT, PMEAN, PSUM, rules
+from ..ir.graph import Eqn, Graph, Names, Primitive, Var, dce, is_random
+from ..ir.nested.functions import Function
 from ..ir.operations import is_written, shows_argument
+from ..ir.printer import op_name
 from ..ir.source import where
-from .errors import warn_of_trace, writes_batch
+from .annotate import Origin, origin_of
+from .checkpoints import policy_of
+from .errors import no_nested, warn_of_trace, writes_batch
 from .functionalize import Alias, Builder, Storage, View
-from .nested.checkpoints import policy_of
-from .nested.import_graph import import_graph
-from .operation import Operation, Place, mapped
 from .overloads import functional, named, outs, with_defaults
-from .record import Recorded
 from .regions import Fact
+from .triton_kernels import import_launch
 
 aten, hops = torch.ops.aten, torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
@@ -40,60 +45,76 @@ _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 _BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
+_NOWHERE = Origin(None, Fact())
 
 
-def import_record(
-    recorded: Recorded, inputs: Sequence[Var], batch: Collection[Var] = ()
+def import_fx(
+    module: fx.GraphModule, inputs: Sequence[Var], batch: Collection[Var] = ()
 ) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
-    """The equations of a recorded run, its outputs, and what the tracer recorded about each equation.
+    """The equations of an FX graph, its outputs, and the facts about each equation for its region.
 
     Warns of lines that write into a tensor of the `batch`, which the program does not do.
     """
-    builder = Builder(Names(v.name for v in inputs), {v: x.stride() for v, x in zip(inputs, recorded.inputs)})
-    values: dict[int, Any] = {id(x): Alias(Storage(v)) for x, v in zip(recorded.inputs, inputs)}
-    traced = lambda x: values.get(id(x), x)  # a literal tensor stays
-    for o in recorded.operations:
-        builder.source, builder.fact = o.origin.source, _fact(o)
-        args, kwargs = tuple(mapped(o.args, traced)), mapped(o.kwargs, traced)
-        if isinstance(o.op, fx.GraphModule):
-            result = import_graph(builder, o.op, args, _operation)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    strides = {v: node.meta["val"].stride() for v, node in zip(inputs, placeholders, strict=True)}
+    builder = Builder(Names(v.name for v in inputs), strides)
+    aliases = [Alias(Storage(v)) for v in inputs]
+    outputs = _import_nodes(builder, module, aliases, _NOWHERE)
+    for v, alias in zip(inputs, aliases):
+        storage = alias.storage
+        if v in batch and storage.version:
+            warn_of_trace(writes_batch(v.name, storage.written_at), storage.written_at)
+    return builder.eqns, builder.read(list(outputs)), builder.facts
+
+
+def _import_nodes(builder: Builder, module: fx.GraphModule, inputs: Sequence[Any], caller: Origin) -> Any:
+    """Add the equations of an FX graph, and return its outputs as traced tensors.
+
+    A node without an origin, such as those in the functions of an operator, has that of its `caller`.
+    """
+    values: dict[fx.Node, Any] = {}
+    unread = iter(inputs)
+    outputs: Any = []
+    for node in module.graph.nodes:
+        origin = origin_of(node) or caller
+        builder.source = origin.source
+        builder.fact = _fact(node, origin)
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(unread)
+        elif node.op == "get_attr":
+            constant = getattr(module, node.target)
+            is_function = isinstance(constant, fx.GraphModule)
+            values[node] = _function(node.target, constant, origin) if is_function else constant
+        elif node.op == "output":
+            outputs = args[0]
+        elif node.target is operator.getitem:
+            values[node] = args[0][args[1]]
+        elif isinstance(node.target, HigherOrderOperator):
+            values[node] = _higher_order(builder, node, args, kwargs)
         else:
-            result = _operation(builder, o.op, args, kwargs, o.seen)
-        _set(values, o.result, result)
-    for x, v in zip(recorded.inputs, inputs):
-        if v in batch and (written := values[id(x)].storage).version:
-            warn_of_trace(writes_batch(v.name, written.written_at), written.written_at)
-    return builder.eqns, builder.read(mapped(recorded.outputs, traced)), builder.facts
+            values[node] = _operation(builder, node.target, args, kwargs, node.meta.get("val"))
+    return outputs
 
 
-def _fact(operation: Operation) -> Fact:
-    """The facts of an operation, with the policy of the checkpoint that it is in."""
-    fact, mark = operation.origin.fact, operation.origin.mark
+def _fact(node: fx.Node, origin: Origin) -> Fact:
+    """The facts of a node, with the policy of the checkpoint that it is in."""
+    mark = origin.checkpoint
     if mark is None:
-        return fact
-    policy = policy_of(operation.meta, mark)
+        return origin.fact
+    policy = policy_of(node.meta, mark)
     if policy is not None and policy.name.endswith("OFFLOAD"):
-        source = operation.origin.source
         warn_of_trace(
-            f"trace: a checkpoint moves {operation.op} to the CPU, and a program keeps it where it is.\n"
-            f"  at {where(source)}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
-            source,
+            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
+            f"  at {where(origin.source)}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
+            origin.source,
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return replace(fact, checkpoint=mark.number, dropped=dropped)
-
-
-def _set(values: dict[int, Any], tensors: Any, traced: Any) -> None:
-    """Record the traced values of the tensors in a result."""
-    if isinstance(tensors, (torch.Tensor, Place)):
-        values[id(tensors)] = traced
-    elif isinstance(tensors, (list, tuple)) and traced is not None:
-        for each, value in zip(tensors, traced):
-            _set(values, each, value)
+    return replace(origin.fact, checkpoint=mark.number, dropped=dropped)
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """Import one recorded operation: a mark, an operation over lists, a view, an in-place operation, or any other."""
+    """Import one operation: a mark, an operation over lists, a view, an in-place operation, or any other."""
     if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and others change the view, not the storage
         op = functional(op)
     name = op._schema.name
@@ -249,3 +270,70 @@ def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> None:
     """`_fused_adamw_` as one update per parameter."""
     for i in range(len(args[0])):  # some of the other lists are empty
         _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
+
+
+def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
+    """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
+    if node.target is hops.triton_kernel_wrapper_mutation:
+        return import_launch(builder, kwargs)
+    results, tree = pytree.tree_flatten(node.meta.get("val"))
+    args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
+    if node.target is hops.flex_attention_backward:
+        # None for a tensor that score_mod reads without a gradient, which fakes have.
+        joint = args[8].graph.outputs
+        results[3:] = [x if grad is not None else None for x, grad in zip(results[3:], joint[5:])]
+    values = builder.emit(node.target, args, kwargs, results)
+    return pytree.tree_unflatten(Alias.of(values), tree)
+
+
+def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
+    """A function that a higher-order operator calls, which make_fx has traced as a graph of its own."""
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    arguments = [Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(fakes)]
+    values = [x.storage.value for x in arguments]
+    strides = {v: x.stride() for v, x in zip(values, fakes)}
+    builder = Builder(Names(v.name for v in values), strides, source=caller.source)
+    outputs = _import_nodes(builder, module, arguments, caller)
+    listed = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
+    results = _in_separate_memory(builder, listed, arguments)
+    graph = dce(Graph(name.replace("_graph", ""), tuple(values), tuple(builder.eqns), tuple(results), 0))
+    changed = any(x.storage.version for x in arguments)
+    problem = "changes its argument in place" if changed else no_function(graph)
+    if problem is not None:
+        raise no_nested(name, problem, caller.source)
+    returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
+    return Function(graph, returns)
+
+
+def _in_separate_memory(builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]) -> list[Any]:
+    """The values of outputs. One that shares memory with an argument or an output before it is copied."""
+    taken = {id(x.storage) for x in arguments}
+    results: list[Any] = []
+    for x in outputs:
+        value = builder.read(x)
+        if isinstance(x, Alias):
+            if id(x.storage) in taken:
+                value = builder.emit(aten.clone.default, (value,))
+            taken.add(id(x.storage))
+        results.append(value)
+    return results
+
+
+def no_function(graph: Graph) -> str | None:
+    """Why a program cannot be a function of an equation, or None if it can be one."""
+    for e in graph.eqns:
+        if is_random(e.op):
+            return f"draws random numbers ({op_name(e.op)})"
+        if isinstance(e.op, Primitive) or rules(e).remote:
+            return f"communicates ({op_name(e.op)})"
+    return None
+
+
+def letters(index: int) -> str:
+    """The name of an argument.
+
+    >>> letters(0), letters(25), letters(26)
+    ('a', 'z', 'a1')
+    """
+    turn, letter = divmod(index, 26)
+    return string.ascii_lowercase[letter] + (str(turn) if turn else "")

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from ..overloads import named
+from ..ir.relations import tensors_in
+from .overloads import named
 
 functional = torch.ops._c10d_functional
 
@@ -54,6 +56,23 @@ class Call(dict[str, Any]):
 def has_no_place(op: Any) -> bool:
     """Whether an operation is a collective that no program contains: an in-place one, or one with a single rank."""
     return op.namespace == "c10d" or op._schema.name in _SINGLE
+
+
+def forget_values(*args: Any, **kwargs: Any) -> Any:
+    """Let PyTorch not know the values of the tensors that a functional collective is given.
+
+    PyTorch runs an operation of literals on their values. A collective would wait for ranks that may not trace now.
+
+    Returns: NotImplemented, so that make_fx records the collective.
+    """
+    mode: Any = get_proxy_mode()
+    for x in tensors_in((args, kwargs)):
+        slot = get_proxy_slot(x, mode.tracer, None)
+        if slot is not None:
+            slot.constant = None
+        if hasattr(x, "constant"):
+            x.constant = None
+    return NotImplemented
 
 
 def functionalized(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ... import ops
-from ...ir.ambient import having
-from ...ir.layout import Own
-from ..errors import TraceError, TraceTypeError
+from .. import ops
+from ..ir.ambient import having
+from ..ir.layout import Own
+from .errors import TraceError, TraceTypeError
 
 
 def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:

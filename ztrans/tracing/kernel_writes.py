@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 
-from ...ir.relations import grouped, reachable
+from ..ir.relations import grouped, reachable
 
 _WRITES = ("store", "atomic_")  # how the names of operations that write begin
 _LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")

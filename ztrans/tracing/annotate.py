@@ -1,0 +1,203 @@
+"""Annotate: a dispatch mode that watches a trace, and notes for each operation where it comes from.
+
+make_fx records the operations of a step as nodes of an FX graph. This mode stands above it. For each operation it notes
+the user's line, whether autograd runs the operation, whether autograd records it, and which checkpoint it is in. The
+notes travel in the metadata of the node. A backward operation has the line of the forward operation with the sequence
+number of the running autograd node.
+
+The mode also refuses what a program cannot hold, with the user's line. It returns the result of the operation itself,
+never another one.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+from ..ir.operations import is_written
+from ..ir.relations import tensors_in
+from ..ir.source import Source, user_source, where
+from . import c10d, errors
+from .checkpoints import Mark, forget_policy, mark_of_operation
+from .constants import READS, read_constant
+from .regions import Fact
+
+DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`
+_ORIGIN = "ztrans"  # the key of an origin in the metadata of a node, under FX's key "custom"
+
+
+class Origin(NamedTuple):
+    """Where an operation comes from: the user's line, the facts for its region, the checkpoint around it."""
+
+    source: Source | None
+    fact: Fact
+    checkpoint: Mark | None = None
+
+
+def origin_of(node: fx.Node) -> Origin | None:
+    """The origin of the operation that a node records; None for a node that no operation of a step has made."""
+    return node.meta.get("custom", {}).get(_ORIGIN)
+
+
+@contextlib.contextmanager
+def noting(origin: Origin) -> Iterator[None]:
+    """Let the nodes that make_fx adds inside have this origin.
+
+    The metadata in which checkpoints and FX write may change inside, so only the origin is put back afterwards.
+    """
+    meta = fx_traceback.current_meta
+    outer = meta.get("custom")
+    meta["custom"] = {_ORIGIN: origin}
+    try:
+        yield
+    finally:
+        if outer is None:
+            meta.pop("custom", None)
+        else:
+            meta["custom"] = outer
+
+
+class Annotate(TorchDispatchMode):
+    """Note where each operation of `step` comes from, and refuse what a program cannot hold."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, step: str, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.step = step
+        self.fakes = fakes
+        self._line_of: dict[int, Source | None] = {}  # by the sequence numbers of autograd's nodes
+        self._last_number = torch.autograd._get_sequence_nr() - 1
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # a higher-order operator traces its functions without this mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would guard every call against torch.compile, which takes longer than the call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is DEVICE or get_proxy_mode() is None:  # without a proxy mode, PyTorch asks for its own sake
+            return func(*args, **kwargs)
+        origin = self._origin()
+        line = origin.source or user_source(2)
+        is_higher_order = isinstance(func, HigherOrderOperator)
+        if is_higher_order:
+            self._check_higher_order(func, args, line)
+        self._check_tensors(func, tensors_in((args, kwargs)), line)
+        if not is_higher_order and not any(map(is_traceable_wrapper_subclass_type, types)):
+            self._check(func, args, kwargs, line, origin.fact.backward)
+            if func in READS:
+                return self._read(func, args, line)
+        with self._errors_of(func, line), noting(origin):
+            try:
+                return func(*args, **kwargs)
+            finally:
+                forget_policy()
+
+    def _origin(self) -> Origin:
+        """Where the operation comes from that is being called."""
+        running = torch._C._current_autograd_node()
+        source = user_source(3) if running is None else self._line_of.get(running._sequence_nr())
+        latest = torch.autograd._get_sequence_nr() - 1
+        for number in range(self._last_number + 1, latest + 1):
+            self._line_of[number] = source
+        recorded = latest > self._last_number
+        self._last_number = max(self._last_number, latest)
+        return Origin(source, Fact(running is not None, recorded), mark_of_operation())
+
+    def _read(self, op: Any, args: tuple, line: Source | None) -> Any:
+        """What an operation reads from tensors that depend on no argument of the step.
+
+        make_fx would answer from what it knows of literals, which is wrong after a write through a view of one.
+
+        Raises: ValueError for any other tensor.
+        """
+        mode: Any = get_proxy_mode()
+        value = read_constant(op, args, mode.tracer)
+        if value is None:
+            raise errors.reads_value(op, False, line, self.step)
+        return value
+
+    def _check_tensors(self, func: Any, tensors: Sequence[Any], line: Source | None) -> None:
+        """Raises: ValueError for a tensor that does not belong to the trace."""
+        for x in _without_wrappers(tensors):
+            if not isinstance(x, FakeTensor):
+                errors.refuse_closure(func, x, line, self.step)
+            elif x.fake_mode is not self.fakes:
+                raise errors.reads_earlier_trace(x, line, self.step)
+
+    def _check_higher_order(self, func: HigherOrderOperator, args: tuple, line: Source | None) -> None:
+        """Raises: ValueError for a call of a higher-order operator that a program cannot hold."""
+        if func is torch.ops.higher_order.while_loop_stack_output:
+            raise errors.differentiates_loop(line, self.step)
+        mask = tensors_in(args[4]) if func is torch.ops.higher_order.flex_attention else []
+        if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
+            raise errors.mask_from_before(line, self.step)
+
+    def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
+        """Raises: ValueError for an operation that a program cannot hold."""
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.Generator):
+                raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
+            if isinstance(x, torch.UntypedStorage):
+                raise errors.cannot_be_traced(func, TypeError("an argument is a storage"), line, self.step)
+        if backward and errors.draws(func, args, kwargs):
+            raise errors.draws_again(func, line, self.step)
+        if _has_only_an_effect(func):
+            errors.warn_of_trace(
+                f"trace: {self.step} calls {func}, which returns nothing. A program leaves it out.\n  at {where(line)}",
+                line,
+            )
+
+    @contextlib.contextmanager
+    def _errors_of(self, op: Any, line: Source | None) -> Iterator[None]:
+        """Turn the errors of an operation on fake tensors into errors with the user's line."""
+        try:
+            yield
+        except c10d.NoForm as error:
+            raise errors.no_collective(op, str(error), line, self.step) from None
+        except fake_tensor.DynamicOutputShapeException:
+            raise errors.reads_value(op, True, line, self.step) from None
+        except fake_tensor.DataDependentOutputException:
+            raise errors.reads_value(op, False, line, self.step) from None
+        except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
+            raise errors.cannot_be_traced(op, error, line, self.step) from error
+
+
+def _without_wrappers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and for a tensor that wraps others, such as a DTensor, the tensors that it holds."""
+    for x in tensors:
+        if is_traceable_wrapper_subclass(x):
+            names, _ = x.__tensor_flatten__()
+            inner = (getattr(x, name) for name in names)
+            yield from _without_wrappers(y for y in inner if isinstance(y, torch.Tensor))
+        else:
+            yield x
+
+
+@functools.cache
+def _has_only_an_effect(op: Any) -> bool:
+    """Whether an operation returns nothing and changes no argument, as an assertion does, or a user's logging."""
+    schema = op._schema
+    known = op.namespace in ("c10d", "profiler")
+    return not schema.returns and not known and not any(map(is_written, schema.arguments))

@@ -1,1 +1,0 @@
-"""The fake tensors of a trace, which have types and no elements."""

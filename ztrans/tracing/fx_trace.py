@@ -1,0 +1,232 @@
+"""trace_by_make_fx(call, inputs): trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
+
+The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
+inside: one notes where each operation comes from (see `annotate`), the other marks gradients (see `gradient_marks`).
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import keyword
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._decomp
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+from ..ir.ambient import having
+from . import c10d
+from .annotate import Annotate
+from .checkpoints import mark_checkpoints
+from .dtensors import unrecorded_layouts
+from .gradient_marks import Marks
+from .higher_order import any_operands, attention_on_every_device
+from .triton_kernels import record_launches
+
+OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
+aten = torch.ops.aten
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Check the release of torch, whose private APIs change. An installer does so only when it installs ztrans.
+
+    Raises: RuntimeError for a torch outside of the range.
+
+    >>> check_torch("2.13.0+cpu")
+    """
+    if not OLDEST <= TorchVersion(version) < BEFORE:
+        wanted = f"torch>={OLDEST},<{BEFORE}"
+        raise RuntimeError(
+            f"ztrans: this is torch {version}, and ztrans uses private APIs of {wanted}.\n"
+            f"Install such a torch, pip install '{wanted}', or a release of ztrans for torch {version}."
+        )
+
+
+class FxTrace(NamedTuple):
+    """A function as make_fx has traced it.
+
+    Attributes:
+        module: the FX graph. It takes the tensors of the inputs, and returns the tensors among the results.
+        constants: by position among the leaves of the result, those that are no tensors.
+        out_tree: the tree of the result.
+    """
+
+    module: fx.GraphModule
+    constants: Mapping[int, Any]
+    out_tree: pytree.TreeSpec
+
+
+def trace_by_make_fx(
+    call: Callable[[Sequence[torch.Tensor]], Any],
+    make_inputs: Callable[[], list[torch.Tensor]],
+    names: Sequence[str],
+    step: str,
+) -> FxTrace:
+    """Trace `call(make_inputs())`. Errors call the inputs by their `names`.
+
+    Raises: ValueError if the function does something that a program cannot express (see `annotate`).
+    """
+    import torch._dynamo  # make_fx imports it, which must not happen under the modes below
+
+    _complete_fake_rules()
+    results: list[Any] = []
+    fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_fixed_shapes(), static_shapes=True)
+
+    def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:  # `user_source` ends its search here, by the name
+        with Annotate(step, fakes), Marks(step, dict(zip(names, tensors))):
+            leaves, tree = pytree.tree_flatten(call(tensors))
+        results[:] = leaves, tree
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+    with _settings(), fakes:
+        inputs = make_inputs()
+    with _settings():
+        module = make_fx(
+            _with_named_parameters(run_traced, names),
+            decompositions(),
+            "fake",
+            _allow_non_fake_inputs=True,
+            _disable_torch_fn_metadata_mode=True,
+        )(*inputs)
+    torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
+    leaves, tree = results
+    constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)}
+    return FxTrace(module, constants, tree)
+
+
+def _fixed_shapes() -> ShapeEnv:
+    """An environment in which every shape is a number, and reading a value raises an exception.
+
+    The tracing rule of while_loop asks for an environment.
+    """
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
+    """A function with a parameter for each name, because FX names placeholders after parameters.
+
+    Its code has the name of this file, so it counts as code of ztrans in tracebacks and in searches for a line.
+    """
+    taken = dict[str, None]()
+    for name in names:
+        word = re.sub(r"\W", "_", name)
+        if not word.isidentifier() or keyword.iskeyword(word):
+            word = f"input_{word}"
+        taken[next(w for w in _numbered(word) if w not in taken)] = None
+    parameters = ", ".join(taken)
+    scope: dict[str, Any] = {"run_": run}
+    exec(compile(f"def step({parameters}): return run_({parameters})", __file__, "exec"), scope)
+    return scope["step"]
+
+
+def _numbered(word: str) -> Iterator[str]:
+    """A word, then the same word with numbers."""
+    yield word
+    number = 1
+    while True:
+        yield f"{word}_{number}"
+        number += 1
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """PyTorch's settings for a trace.
+
+    Autograd runs in one thread, so that its order is deterministic, and optimizers run as under `torch.compile`: they
+    keep their step count as a tensor, which a trace can follow.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Its context manager is younger than torch 2.11.
+        stack.enter_context(having(torch.compiler, _is_compiling_flag=True))
+        # A region inside of torch.compile is traced as any other code.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it.
+        # When the program runs, PyTorch may still choose oneDNN.
+        stack.enter_context(having(torch.backends.mkldnn, enabled=False))
+        # Distributions check their arguments by default, which reads the values of tensors.
+        stack.enter_context(having(torch.distributions.Distribution, _validate_args=False))
+        # Where shapes do not fit, this logger would write a traceback besides that of the error.
+        stack.enter_context(having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(_use_lazy_graph_module(True))  # generates no code before somebody asks for it
+        for context in (mark_checkpoints(), attention_on_every_device(), any_operands()):
+            stack.enter_context(context)
+        for context in (record_launches(), unrecorded_layouts()):
+            stack.enter_context(context)
+        yield
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable]:
+    """Operations that a program has by others, which make_fx then records in their place.
+
+    - operations over lists, which PyTorch defines by an operation on each member;
+    - collectives that change their arguments, and those of one rank (see `c10d`). Other collectives stay, and PyTorch
+      forgets the values of their arguments;
+    - cuDNN's batch norm, whose schema does not declare that it writes the running statistics.
+    """
+    table: dict[Any, Callable] = dict(
+        torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
+    )
+    over_lists = torch._C.DispatchKey.CompositeExplicitAutograd
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace not in ("aten", "c10d", "_c10d_functional"):
+            continue
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten" and not packet.startswith("_foreach_"):
+            continue
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        if namespace == "aten":
+            if not overload.endswith("out") and torch._C._dispatch_has_kernel_for_dispatch_key(name, over_lists):
+                table[op] = functools.partial(op._op_dk, over_lists)
+        elif c10d.has_no_place(op):
+            table[op] = functools.partial(c10d.functionalized, op)
+        else:
+            table[op] = c10d.forget_values
+    return table
+
+
+@functools.cache
+def _complete_fake_rules() -> torch.library.Library:
+    """Give operations rules for fake tensors that PyTorch lacks.
+
+    Without one, PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss.
+    """
+    library = torch.library.Library("aten", "IMPL")  # returned, because its kernels go when it is freed
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::_fused_") and not name.endswith("out"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(aten, packet), overload or "default")
+            if not op._schema.returns and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+                library.impl(name.removeprefix("aten::"), lambda *args, **kwargs: None, "Meta")
+    if aten._ctc_loss.default not in fake_impls.op_implementations_dict:
+        fake_impls.register_op_impl(aten._ctc_loss.default)(_ctc_losses)
+    return library
+
+
+def _ctc_losses(mode: Any, op: Any, log_probs: torch.Tensor, targets: Any, rows: Any, lengths: Any, *rest: Any) -> Any:
+    """The types of the results of `ctc_loss` whose lengths are lists of numbers."""
+    turns, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, turns, 2 * max(lengths) + 1)

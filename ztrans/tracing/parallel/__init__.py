@@ -1,1 +1,0 @@
-"""Parallelism that a step contains itself: collectives of torch.distributed, and DTensors."""
