@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -145,3 +147,10 @@ def test_a_lifted_loop_has_an_fx_graph_too():
     module = zt.Step.of(lifted).trace(state, X).fx
     assert isinstance(module, fx.GraphModule)
     assert module.print_readable(print_output=False)
+
+
+def test_a_checkpoint_that_preserves_the_state_of_the_generator_is_traced():
+    def dropped(state, x):
+        return state, checkpoint(F.dropout, x, use_reentrant=False, preserve_rng_state=True)
+
+    zt.Step.of(dropped).trace(STATE, X.clone().requires_grad_())
