@@ -315,6 +315,59 @@ def test_modules_are_read_whoever_wrote_them():
     assert "model.3 was absent and is a Tanh" in before.changes(reads.values())
 
 
+class Table:
+    """Python calls its methods without naming them."""
+
+    def __init__(self):
+        self.entries = {"rate": 1.0}
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __float__(self):
+        return self.entries["rate"]
+
+    def __enter__(self):
+        return self.entries["rate"]
+
+    def __exit__(self, *_):
+        pass
+
+    def __getattr__(self, name):
+        return self.__dict__["entries"][name]
+
+
+def entered(table, x):
+    with table as rate:
+        return x * rate
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda table, x: x * table["rate"],
+        lambda table, x: x * float(table),
+        lambda table, x: x * table.rate,
+        entered,
+    ],
+    ids=["an item", "a number", "an attribute by __getattr__", "a context"],
+)
+def test_methods_that_code_calls_without_their_names_are_followed(read):
+    table = Table()
+    step = lambda state, x: (state, read(table, x))
+    assert programs(step, lambda: table.entries.update(rate=table["rate"] + 1)) == 3
+
+
+def test_slices_ranges_and_numbers_of_numpy_are_read():
+    space = types.SimpleNamespace(rows=slice(0, 1), steps=range(2), flag=np.bool_(False))
+    reads = Reads(lambda state, x: (state, x[space.rows] * len(space.steps) if space.flag else x))
+    seen = {reads.values()}
+    for name, value in {"rows": slice(0, 2), "steps": range(3), "flag": np.bool_(True)}.items():
+        setattr(space, name, value)
+        seen.add(reads.values())
+    assert len(seen) == 4
+
+
 def test_equal_numbers_of_other_types_are_other_values():
     space = types.SimpleNamespace(rate=1)
     reads = Reads(lambda state, x: (state, x * space.rate))

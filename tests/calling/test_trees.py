@@ -79,7 +79,11 @@ def test_a_batch_is_a_container(make):
     for scale in (2.0, 3.0):
         state, out = own(state, make(X, scale))
         assert out["sum"] == (scale * X @ W).sum() and out["kind"] == type(make(X)).__name__
-        assert type(out["batch"]) is type(make(X)) and torch.equal(out["batch"].x, X) and out["batch"].mask is None
+        assert (
+            type(out["batch"]) is type(make(X))
+            and torch.equal(out["batch"].x, X)
+            and out["batch"].mask is None
+        )
     assert len(own._cache) == 1
     state, out = own(state, make(X, 2.0, torch.zeros(6)))
     assert out["sum"] == 0 and len(own._cache) == 2
@@ -91,12 +95,17 @@ def test_containers_are_nested_in_each_other():
 
     batch = encoding(X)
     own = zt.Step.of(nested)
-    _, out = own(own.shard({"w": W}), {"all": [Data(X, more=[batch, Frozen(2 * X)]), Data(X, more=[Named(X)])]})
+    _, out = own(
+        own.shard({"w": W}),
+        {"all": [Data(X, more=[batch, Frozen(2 * X)]), Data(X, more=[Named(X)])]},
+    )
     assert out == 4 * (X @ W).sum()
 
 
 def test_a_container_is_passed_by_name():
-    own = zt.Step.of(lambda state, *, batch, **rest: (state, (batch.x @ state["w"]).sum() * rest["scale"]))
+    own = zt.Step.of(
+        lambda state, *, batch, **rest: (state, (batch.x @ state["w"]).sum() * rest["scale"])
+    )
     _, out = own(own.shard({"w": W}), batch=Data(X), scale=3.0)
     assert out == 3 * (X @ W).sum()
 
@@ -108,7 +117,9 @@ def test_names_in_a_program_are_those_of_the_fields():
 
 @pytest.mark.parametrize("make", [Data, Frozen, Named, encoding])
 def test_every_rank_has_its_own_batch(make):
-    sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(lambda state, batch: (state, (batch.x @ state["w"]).sum()))
+    sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(
+        lambda state, batch: (state, (batch.x @ state["w"]).sum())
+    )
     lowered = sharded.lower({"w": W}, make(X))
     _, outputs = lowered.lockstep({"w": W}, [(make(X),), (make(3 * X),)])
     assert [float(x) for x in outputs] == [2 * float((X @ W).sum())] * 2
@@ -150,11 +161,16 @@ class Loss:
 
 def test_an_object_that_holds_tensors_is_no_output():
     step = zt.Step.of(lambda state, x: (state, {"loss": Loss(x.sum())}))
-    with pytest.raises(TypeError, match=r"the output\['loss'\] is a Loss, an object that holds tensors.*\n.*dataclass"):
+    with pytest.raises(
+        TypeError,
+        match=r"the output\['loss'\] is a Loss, an object that holds tensors.*\n.*dataclass",
+    ):
         step(W.clone(), X)
 
 
-@pytest.mark.parametrize("value", [np.float64(0.1), np.int32(3), Path("runs/1"), dict, np.dtype("float32"), object()])
+@pytest.mark.parametrize(
+    "value", [np.float64(0.1), np.int32(3), Path("runs/1"), dict, np.dtype("float32"), object()]
+)
 def test_an_output_is_any_constant(value):
     step = zt.Step.of(lambda state, x: (state, (x.sum(), value)))
     output = step(W.clone(), X)[1][1]

@@ -1,5 +1,8 @@
 """`zt.testing.check_laws`: the transforms of ztrans pass, and each law finds a transform that breaks it."""
 
+import itertools
+import re
+import types
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,6 +36,30 @@ def check(transform, **how):
 ], ids=repr)  # fmt: skip
 def test_the_transforms_of_ztrans_obey_the_laws(transform, stages):
     check(transform, stages=stages)
+
+
+def test_a_step_that_reads_an_iterator_is_found():
+    rates = itertools.count(1)
+
+    def scales(params, x, y):
+        return params, (x * next(rates)).sum()
+
+    with pytest.raises(zt.testing.LawError, match=r"scales: traced twice, it has two programs") as e:
+        zt.testing.check_laws(zt.prefetch(), scales, *arguments(), **LAWS)
+    assert re.search(r"first: .* = mul\(x, 1\) .*\n  second: .* = mul\(x, 2\)", str(e.value))
+    assert str(e.value).endswith("or keep it in the state. docs/limits.md lists what is fixed.")
+
+
+def test_a_step_that_counts_in_an_attribute_of_a_computed_name_is_found():
+    counts = types.SimpleNamespace(calls=0)
+
+    def counting(params, x, y):
+        name = "".join(["ca", "lls"])
+        setattr(counts, name, getattr(counts, name) + 1)
+        return params, (x * getattr(counts, name)).sum()
+
+    with pytest.raises(zt.testing.LawError, match=r"counting: traced twice, it has two programs"):
+        zt.testing.check_laws(zt.prefetch(), counting, *arguments(), **LAWS)
 
 
 def test_a_transform_that_changes_results_by_rounding_needs_a_tolerance():

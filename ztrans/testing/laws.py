@@ -5,6 +5,7 @@ The laws are those of SPEC.md. All ranks run in this process, in lock-step, so n
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calling.purity import first_difference
 from ..calling.trees import none_as_empty, state_leaves
 from ..ir.graph import Graph
 from ..ir.layout import AbstractMesh
@@ -42,6 +44,7 @@ def check_laws(
     """Check that a transform obeys the laws on a step: on one device, and on several ranks, sharded and scheduled.
 
     - It is a value: equal to itself made again, hashable, and applied twice it is applied once.
+    - The step has the same program when it is traced a second time, from a copy of its arguments.
     - Its programs are well formed, also among the other transforms.
     - It keeps the meaning: the new state and the output are those of the step without it. Outputs that it adds are not
       compared.
@@ -66,6 +69,7 @@ def check_laws(
     >>> zt.testing.check_laws(zt.remat(), step, {"w": torch.zeros(4)}, (torch.randn(6, 4),), worlds=(1,), stages=(0,))
     """
     _check_value(transform, step)
+    _check_traced_twice(Step.of(step), state, batch)
     for ranks in (None, *worlds):
         case = _Case(step, state, [_slice(batch, rank, ranks or 1) for rank in range(ranks or 1)])
         # On one rank all stages are the same program.
@@ -133,6 +137,29 @@ def _check_value(transform: Transform, step: Any) -> None:
         )
     if transform(transform(Step.of(step))) != transform(Step.of(step)):
         raise LawError(f"{transform!r} applied twice is not {transform!r} applied once.")
+
+
+def _check_traced_twice(step: Step, state: Any, batch: tuple) -> None:
+    """Check that nothing that Python does in a trace changes the next one."""
+    programs = []
+    for _ in range(2):
+        arguments = _copied((state, *batch))
+        programs.append(step.trace(*arguments).graph)
+    difference = first_difference(*programs)
+    if difference:
+        raise LawError(
+            f"{step.__name__}: traced twice, it has two programs, because the first trace changed a Python value that "
+            f"the second one read:\n{difference}\n"
+            f"Pass the value in as an argument, or keep it in the state. docs/limits.md lists what is fixed."
+        )
+
+
+def _copied(arguments: tuple) -> tuple:
+    """A copy of the arguments, or the arguments themselves if one cannot be copied."""
+    try:
+        return copy.deepcopy(arguments)
+    except (RuntimeError, TypeError):  # a tensor that is no leaf of autograd; an object such as a lock
+        return arguments
 
 
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
