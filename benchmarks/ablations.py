@@ -31,7 +31,6 @@ from ztrans.planning.solver.moves import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import solve
 from ztrans.runtime.inductor import backend
-from ztrans.tracing.arguments import local_inputs
 
 from .inductor import RESULTS, lifted, processor
 from .peers.model import Config
@@ -65,8 +64,8 @@ ONEDNN = "matrix products by oneDNN"
 def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
     """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
     lowered, state, batch = lifted(config, bf16=bf16)
-    arguments = BoundCall.of(lowered.program.captured.fn, (state, *batch), {})
-    _, local = local_inputs(lowered.program, lowered.graph, arguments)
+    arguments = BoundCall.of(lowered.program.function, (state, *batch), {})
+    local = lowered.program.local_inputs(lowered.graph, arguments).tensors
     _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
 
     def step() -> float:

@@ -15,7 +15,6 @@ from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
 from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.cuda.transport import Times
 from ztrans.runtime.executable import bind
-from ztrans.tracing.arguments import local_inputs
 
 STEPS = 3
 
@@ -54,7 +53,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
-        run(local_inputs(lowered.program, lowered.graph, arguments)[1])
+        run(lowered.program.local_inputs(lowered.graph, arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.symmetric.check()
     for name, w in mine.items():  # compares shards: a gloo group may not be able to gather tensors on a GPU

@@ -51,7 +51,7 @@ ROOMS = {
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     *("lift.lifted_step", "lift.swapped", "lift.scaler", "lift.by_value"),
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.process_groups", "runtime.leaves"),
-    *("runtime.call_forms", "runtime.executable", "runtime.known_state", "runtime.cuda.graph_capture"),
+    *("runtime.call_forms", "runtime.executable", "calling.guard", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
 }
 # Every module may use pytrees, the types of operators (they have no public names), PyTorch's documented set of operations,

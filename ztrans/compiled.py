@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
-from .calling.trees import opened
+from .calling.guard import Guard
+from .calling.inputs import Inputs, check_donation, check_surroundings
+from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Graph
@@ -32,50 +34,50 @@ from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, executable
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
-from .runtime.known_state import KnownState, LastState, StateLeaves
 from .runtime.leaves import check_laid_out
 from .runtime.meeting import Call, everywhere, meet
 from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
-from .tracing.arguments import (
-    BatchKey,
-    StateKey,
-    batch_like,
-    check_captured,
-    check_donation,
-    local_batch,
-    local_inputs,
-    state_key,
-)
+from .tracing.trace import Program
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
 
 
-class Given(NamedTuple):
-    """The arguments of a call, their keys, the leaves of the batch, and those of the state if it was returned last."""
-
-    call: BoundCall
-    state: StateLeaves | None
-    batch: list
-    state_key: StateKey
-    batch_key: BatchKey
-
-    @staticmethod
-    def of(call: BoundCall, last: LastState) -> Given:
-        """The arguments with what is known of their state."""
-        state = last.recognise(call.state)
-        batch, last.batch = batch_like(call, last.batch)
-        key = last.known.key if state and last.known else state_key(call)
-        return Given(call, state, batch, key, last.batch.key)
-
-
-class Bound(NamedTuple):
+class Runnable(NamedTuple):
     """A program as it runs on this rank."""
 
     lowered: Lowered
     run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
     promise: Promise | None = None  # what the ranks of a mesh must do alike
+
+
+class BoundProgram:
+    """What a compiled program has on this rank, and what its runs change. The first run binds it.
+
+    Attributes:
+        runnable: the program as it runs; None before the first run.
+        guard: recognises the next call if it is like the last one.
+        writes: whether a run has begun to write its state.
+        runner: the identifier of the thread that runs the program, if it has no mesh.
+    """
+
+    def __init__(self, runnable: Runnable | None = None) -> None:
+        self.runnable = runnable
+        self.guard: Guard | None = None
+        self.writes = Writes()
+        self.runner: dict[str, int] = {}
+        self._output_tree: pytree.TreeSpec | None = None
+
+    def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
+        """The inputs of a call that is like the last one; None for another call."""
+        return self.guard.match(call, surroundings) if self.guard is not None else None
+
+    def output_tree(self, program: Program, graph: Graph) -> pytree.TreeSpec:
+        """The tree of the output of a step, without the state."""
+        if self._output_tree is None:
+            self._output_tree = program.returned(graph.added).children()[1]
+        return self._output_tree
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,47 +95,49 @@ class Compiled(Printed):
     backend: str = "eager"
     cuda_graph: bool = False
     agreed: bool = field(default=False, compare=False, repr=False)
-    _bound: list[Bound] = field(default_factory=list, compare=False, repr=False)
-    _writes: Writes = field(default_factory=Writes, compare=False, repr=False)
-    _runner: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    _last: LastState = field(default_factory=LastState, compare=False, repr=False)
-    # The keys of states and batches that this program has accepted, with the tree of its output.
-    _accepted: dict[tuple[StateKey, BatchKey], Any] = field(default_factory=dict, compare=False, repr=False)
+    bound: BoundProgram = field(default_factory=BoundProgram, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
         """The program that runs; before the first call, the lowered program."""
-        return (self._bound[0].lowered if self._bound else self.lowered).graph
+        runnable = self.bound.runnable
+        return (runnable.lowered if runnable is not None else self.lowered).graph
 
     def __repr__(self) -> str:
         return f"Compiled({self.graph!r}, backend={self.backend!r}{', cuda_graph=True' if self.cuda_graph else ''})"
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        refuse_inside(self.lowered.graph.name, (args, kwargs))
-        check_captured(self.lowered.program, self.lowered.graph.name)
-        return self.run(Given.of(BoundCall.of(self.lowered.program.captured.fn, args, kwargs), self._last), self._last)
+        program = self.lowered.program
+        call = BoundCall.of(program.function, args, kwargs)
+        refuse_inside(self.lowered.graph.name, call)
+        surroundings = Surroundings.of(program.function)
+        inputs = self.bound.match(call, surroundings)
+        if inputs is not None:
+            return self.run_again(call, inputs)
+        check_surroundings(self.lowered.graph.name, program.signature, surroundings)
+        return self.run(call, surroundings)
 
-    def run(self, given: Given, last: LastState) -> tuple[Any, Any]:
-        """Run the program without checking the captured values.
-
-        A `Step` calls this: it has compared the captured values when it chose the program. `last` holds the state
-        that was returned last, and after this run the state that it returns.
-        """
-        key, n = (given.state_key, given.batch_key), self.lowered.graph.num_state
-        out_tree = self._accepted.get(key)
-        leaves, local = self._flat(given.call) if out_tree is None else self._known_inputs(given, last)
-        with self._step(leaves, local) as run:
-            outputs = run(local)
-        if given.state is not None and out_tree is not None:
-            return given.call.state, pytree.tree_unflatten(outputs[n:], out_tree)
-        for i, old in enumerate(leaves[:n]):
-            # Return the tensors that the caller passed: their storages now hold the new state.
-            outputs[i] = old if isinstance(old, torch.Tensor) else outputs[i]
-        state, output = pytree.tree_unflatten(outputs, self.lowered.program.returned(self.graph.added))
-        self._accepted[key] = pytree.tree_structure(opened(output))
-        last.known = KnownState(state, outputs[:n], given.state_key)
+    def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
+        """Run the program on a call whose surroundings it was compiled for."""
+        n = self.lowered.graph.num_state
+        inputs = self._inputs(call)
+        with self._step(inputs) as run:
+            outputs = run(inputs.tensors)
+        for i, old in enumerate(inputs.leaves[:n]):
+            if isinstance(old, torch.Tensor):  # its storage now holds the new state
+                outputs[i] = old
+        program = self.lowered.program
+        state, output = pytree.tree_unflatten(outputs, program.returned(self.graph.added))
+        self.bound.guard = Guard(call._replace(state=state), surroundings)
         return state, output
+
+    def run_again(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
+        """Run the program on a call that its guard has recognised. The tensors of its state hold the new state."""
+        with self._step(inputs) as run:
+            outputs = run(inputs.tensors)
+        output_tree = self.bound.output_tree(self.lowered.program, self.graph)
+        return call.state, pytree.tree_unflatten(outputs[self.lowered.graph.num_state :], output_tree)
 
     @ends_at_user
     @without_autocast()
@@ -144,13 +148,14 @@ class Compiled(Printed):
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
         `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
-        check_captured(self.lowered.program, self.lowered.graph.name)
-        leaves, local = self._flat(BoundCall.of(self.lowered.program.captured.fn, args, kwargs))
-        with self._step(leaves, local) as run:
-            self._writes.begin()
-            local = placed(self.lowered.graph, local) if self.cuda_graph else local
+        function = self.lowered.program.function
+        check_surroundings(self.lowered.graph.name, self.lowered.program.signature, Surroundings.of(function))
+        inputs = self._inputs(BoundCall.of(function, args, kwargs))
+        with self._step(inputs) as run:
+            self.bound.writes.begin()
+            local = placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
             mesh, micro = self._mesh, run.run if isinstance(run, Capture) else run
-            graph = micro.last if isinstance(micro, MicroBatches) else self._bound[0].lowered.graph
+            graph = micro.last if isinstance(micro, MicroBatches) else self.graph
 
             def prepared(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                 given = micro.before_last(inputs) if isinstance(micro, MicroBatches) else inputs
@@ -167,9 +172,9 @@ class Compiled(Printed):
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
         """
-        for bound in self._bound:
-            if isinstance(bound.run, Capture):
-                bound.run.close()
+        runnable = self.bound.runnable
+        if runnable is not None and isinstance(runnable.run, Capture):
+            runnable.run.close()
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
@@ -181,37 +186,46 @@ class Compiled(Printed):
         Returns: The program with the faster plan, and the first recording.
         """
         before = self.profile(*args, steps=steps, **kwargs)
-        replanned = dataclasses.replace(self, lowered=self._bound[0].lowered.replan(before), agreed=False, _bound=[])
+        lowered = self._runnable.lowered.replan(before)
+        replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
         after = replanned.profile(*args, steps=steps, **kwargs)
         first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
-        lowered, run, promise = (replanned if second < first else self)._bound[0]
+        faster = (replanned if second < first else self)._runnable
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
-        notes = (*lowered.plan.notes, note if second < first else f"{note} and was kept")
-        plan = dataclasses.replace(lowered.plan, notes=notes)
-        lowered = dataclasses.replace(lowered, plan=plan, cluster=replanned.lowered.cluster)
-        return dataclasses.replace(self, lowered=lowered, _bound=[Bound(lowered, run, promise)]), before
+        if second >= first:
+            note = f"{note} and was kept"
+        plan = dataclasses.replace(faster.lowered.plan, notes=(*faster.lowered.plan.notes, note))
+        lowered = dataclasses.replace(faster.lowered, plan=plan, cluster=replanned.lowered.cluster)
+        bound = BoundProgram(faster._replace(lowered=lowered))
+        return dataclasses.replace(self, lowered=lowered, bound=bound), before
 
     @property
     def _mesh(self) -> DeviceMesh | None:
         """The mesh of devices that the program runs on, or None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
+    @property
+    def _runnable(self) -> Runnable:
+        """The program as it runs. A run has bound it."""
+        if self.bound.runnable is None:
+            raise RuntimeError(f"{self.lowered.graph.name} has not run yet.")
+        return self.bound.runnable
+
     @contextlib.contextmanager
-    def _step(self, leaves: Sequence[Any], local: Sequence[torch.Tensor]) -> Iterator[Any]:
+    def _step(self, inputs: Inputs) -> Iterator[Any]:
         """Meet the other ranks for this step, then yield the function that runs the program."""
-        name, mesh = self.lowered.graph.name, self._mesh
-        state = leaves[: self.lowered.graph.num_state]
+        name, mesh, bound, local = self.lowered.graph.name, self._mesh, self.bound, inputs.tensors
+        state = inputs.leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
-        with alone(self._runner if mesh is None else process_groups(mesh).runner, name):
-            if not self._bound:
-                self._bound.append(self._bind(local))
-            bound = self._bound[0]
-            if mesh is not None and (promise := bound.promise) is not None:
+        with alone(bound.runner if mesh is None else process_groups(mesh).runner, name):
+            if bound.runnable is None:
+                bound.runnable = self._bind(local)
+            if mesh is not None and (promise := bound.runnable.promise) is not None:
                 meet(mesh, Call(f"a step of {name}", promise.hash(local), steps_of(state)), lambda: promise.of(local))
-            with running(name, state, mesh, self._writes):
+            with running(name, state, mesh, bound.writes):
                 if self.cuda_graph:
-                    self._writes.begin()
-                yield bound.run
+                    bound.writes.begin()
+                yield bound.runnable.run
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
@@ -219,31 +233,31 @@ class Compiled(Printed):
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
         collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
-        known = self._bound[0].lowered if self._bound else self.lowered
+        runnable = self.bound.runnable
+        known = runnable.lowered if runnable is not None else self.lowered
         try:
-            lowered, agreed = traced.follow(known), bool(self._bound)
+            lowered, agreed = traced.follow(known), runnable is not None
         except ValueError:
             lowered, agreed = traced.lower(cluster=known.cluster), False
-        return dataclasses.replace(self, lowered=lowered, agreed=agreed, _bound=[], _accepted={})
+        return dataclasses.replace(self, lowered=lowered, agreed=agreed, bound=BoundProgram())
 
-    def _flat(self, call: BoundCall) -> tuple[list, list[torch.Tensor]]:
+    def _inputs(self, call: BoundCall) -> Inputs:
+        """The inputs of a call that nothing is known of.
+
+        Raises: TypeError if the program was not compiled for them, if the state is not laid out for it, or if the step
+            may not overwrite the state.
+        """
         program, graph = self.lowered.program, self.lowered.graph
-        leaves, local = local_inputs(program, graph, call)
+        inputs = program.local_inputs(graph, call)
         if self._mesh is not None and self._mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-            check_laid_out(graph.name, self._mesh, program.axes, program.paths, leaves, layouts, lowered=True)
-        check_donation(graph, local)  # at every call, because the caller may have replaced a leaf by another
-        return leaves, local
-
-    def _known_inputs(self, given: Given, last: LastState) -> tuple[Sequence, list[torch.Tensor]]:
-        """As `_flat`, for a state that was returned last, and a batch like one that was accepted before."""
-        batch = local_batch(self.lowered.program, self.lowered.graph.num_state, given.batch)
-        if given.state is None or last.known is None or any(map(last.known.overlaps, batch)):
-            return self._flat(given.call)
-        return given.state.leaves, [*given.state.local, *batch]
+            paths = program.signature.paths
+            check_laid_out(graph.name, self._mesh, program.axes, paths, inputs.leaves, layouts, lowered=True)
+        check_donation(graph, inputs.tensors)
+        return inputs
 
     @without_autocast()
-    def _bind(self, local: Sequence[torch.Tensor]) -> Bound:
+    def _bind(self, local: Sequence[torch.Tensor]) -> Runnable:
         run: Any
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
         if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
@@ -260,11 +274,11 @@ class Compiled(Printed):
         if self.cuda_graph:
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
         promise = Promise(lowered.graph, update_fingerprint(lowered.hinted)) if self._mesh is not None else None
-        return Bound(lowered, run, promise)
+        return Runnable(lowered, run, promise)
 
     def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
-        n, begin = graph.num_state, self._writes.begin
+        n, begin = graph.num_state, self.bound.writes.begin
         on_write = begin if graph.outputs[:n] != graph.inputs[:n] else None
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)

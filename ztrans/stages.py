@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
+from .calling.inputs import check_surroundings
+from .calling.signature import Surroundings
 from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside, without_autocast
 from .ir.collectives import erase_marks, erase_trivial
@@ -46,7 +48,6 @@ from .report.tracebacks import ends_at_user
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
-from .tracing.arguments import check_captured, local_inputs
 from .tracing.trace import Program
 from .transforms.base import Transform, all_axes, axes_of, mesh_of, meta_leaves, rewritten
 
@@ -212,7 +213,7 @@ class Lowered(Printed):
         """
         graph, program = self.graph, self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
-        check_captured(program, graph.name)
+        check_surroundings(graph.name, program.signature, Surroundings.of(program.function))
         _check_whole_here(program, graph.name)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
@@ -229,9 +230,9 @@ class Lowered(Printed):
                     f"Pass its arguments as a tuple, (x,), or as a dict by name."
                 )
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-            call = BoundCall.of(program.captured.fn, (state, *args), kwargs)
+            call = BoundCall.of(program.function, (state, *args), kwargs)
             name = f"{graph.name}.lockstep, rank {rank}"
-            inputs.append(local_inputs(program, graph, call, name)[1])
+            inputs.append(program.local_inputs(graph, call, name).tensors)
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
         ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]

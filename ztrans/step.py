@@ -18,10 +18,13 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .calling.call import BoundCall
-from .calling.trees import state_leaves, state_names
-from .compiled import Compiled, Given
+from .calling.call import BoundCall, StepFunction
+from .calling.inputs import Inputs, check_state
+from .calling.signature import Signature, Surroundings
+from .calling.trees import leaf_names, state_leaves
+from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
@@ -33,23 +36,89 @@ from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime.failure import check_whole
-from .runtime.known_state import LastState
 from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
 from .runtime.sharded_state import shard_state, unshard_state
 from .stages import Lowered, Traced
-from .tracing.arguments import StepKey
-from .tracing.captured import Captured
 from .tracing.errors import warn, warn_of_many_programs
-from .tracing.trace import check_state, trace
+from .tracing.trace import trace
 from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of, no_step
 
-_METHODS = "_ztrans_methods"  # the attribute in which an object keeps those of its methods that are steps
+_MANY_PROGRAMS = 8  # a step with more is traced too often
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 State = TypeVar("State")
+
+
+class ProgramCache:
+    """The programs of a step by their signatures, the one that ran last at the end.
+
+    It does not hold the function of the step, which may be a method of an object that it must not keep alive.
+    """
+
+    def __init__(self) -> None:
+        self._programs: dict[Signature, Compiled] = {}
+        self._function: StepFunction | None = None
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def values(self) -> list[Compiled]:
+        """The programs, the one that ran last at the end."""
+        return [*self._programs.values()]
+
+    def function(self, fn: Callable) -> StepFunction:
+        """What is known of `fn`, the function of the step."""
+        if self._function is None:
+            self._function = StepFunction(fn)
+        return self._function
+
+    def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
+        """The program whose last call is like this one, and the inputs of this call; None if there is no such program.
+
+        The program that ran last is asked first.
+        """
+        for compiled in reversed(self._programs.values()):
+            inputs = compiled.bound.match(call, surroundings)
+            if inputs is not None:
+                return compiled, inputs
+        return None
+
+    def get(self, signature: Signature) -> Compiled | None:
+        """The program for a signature, if there is one. It is about to run."""
+        compiled = self._programs.pop(signature, None)
+        if compiled is not None:
+            self._programs[signature] = compiled
+        return compiled
+
+    def of_any_size(self, signature: Signature) -> Compiled | None:
+        """A program for a signature that differs in the sizes of the batch alone."""
+        wanted = signature.any_size()
+        for known, compiled in self._programs.items():
+            if known.any_size() == wanted:
+                return compiled
+        return None
+
+    def add(self, compiled: Compiled) -> None:
+        """Keep a program for calls like the one that it was traced for."""
+        self._programs[compiled.lowered.program.signature] = compiled
+
+    def remove_any_size(self, signature: Signature) -> None:
+        """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
+        wanted = signature.any_size()
+        self._programs = {k: v for k, v in self._programs.items() if k.any_size() != wanted}
+
+    def last_change(self) -> list[str]:
+        """How the signature of the newest program differs from that of the program before it, in words."""
+        *_, before, newest = self._programs
+        return before.changes(newest)
+
+    def clear(self) -> None:
+        """Forget all programs, and where the step reads values."""
+        self._programs.clear()
+        self._function = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +136,20 @@ class Step(Generic[P, R]):
     fn: Callable[P, R]
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
-    _cache: dict[StepKey, Compiled] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    _last: LastState = dataclasses.field(default_factory=LastState, compare=False, repr=False)
+    _cache: ProgramCache = dataclasses.field(default_factory=ProgramCache, compare=False, repr=False)
+    # The programs of methods that are this step, by the objects whose methods they are.
+    _of_objects: WeakIdKeyDictionary = dataclasses.field(
+        default_factory=WeakIdKeyDictionary, compare=False, repr=False
+    )
 
     __name__: ClassVar[str]  # each step has the name of its function
 
     def __post_init__(self) -> None:
         """Copy the attributes of the function that `functools.wraps` copies, and its signature."""
         attributes: dict[str, Any] = {"__name__": type(self.fn).__name__, "__wrapped__": self.fn}
-        attributes |= {name: getattr(self.fn, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.fn, name)}
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(self.fn, name):
+                attributes[name] = getattr(self.fn, name)
         with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
             attributes["__signature__"] = inspect.signature(self.fn)
         vars(self).update(attributes)
@@ -109,26 +183,27 @@ class Step(Generic[P, R]):
     def __get__(self, instance: object | None, owner: type | None = None) -> Step[..., Any]:
         """The step as a method of `instance`: a step of the bound function.
 
-        The object keeps that step, with its compiled programs, as long as the object lives.
+        Its programs live as long as the object does.
 
-        Raises: TypeError if `instance` has no `__dict__`, or is a class.
+        Raises: TypeError if `instance` cannot be weakly referenced, or is a class.
         """
         bind = getattr(type(self.fn), "__get__", None)
         if instance is None or bind is None:
             return self
         if isinstance(instance, type):
             raise TypeError(
-                f"{self.__name__}: a step that is a method keeps its programs in its object, and a class keeps none.\n"
-                f"Make the step a staticmethod, or a function outside of {instance.__name__}."
+                f"{self.__name__}: a step that is a method has programs for each object, and {instance.__name__} is a "
+                f"class.\nMake the step a staticmethod, or a function outside of {instance.__name__}."
             )
-        attributes = getattr(instance, "__dict__", None)
-        if not isinstance(attributes, dict):
+        try:
+            cache = self._of_objects.setdefault(instance, ProgramCache())
+        except TypeError:
             raise TypeError(
-                f"{self.__name__}: a step that is a method keeps its programs in its object, and {instance!r} has no "
-                f"__dict__ to write to.\nAdd '__dict__' to the __slots__ of its class, or make the step a staticmethod."
-            )
-        method: Step[..., Any] = Step(bind(self.fn, instance, owner), self.transforms, self.plan)
-        return attributes.setdefault(_METHODS, _Methods()).steps.setdefault(method, method)
+                f"{self.__name__}: a step that is a method has programs that live as long as its object, and "
+                f"{instance!r} cannot be weakly referenced.\nAdd '__weakref__' to the __slots__ of its class, or make "
+                f"the step a staticmethod."
+            ) from None
+        return Step(bind(self.fn, instance, owner), self.transforms, self.plan, cache)
 
     @property
     def mesh(self) -> DeviceMesh | AbstractMesh | None:
@@ -138,19 +213,17 @@ class Step(Generic[P, R]):
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
-        return self._traced(BoundCall.of(self.fn, args, kwargs))
+        return self._traced(BoundCall.of(self._function, args, kwargs))
 
     @no_collection()
     def _traced(self, call: BoundCall) -> Traced:
         micro = max((t.micro_batches for t in self.transforms), default=1)
-        if micro > 1:
-            call = call.micro_batch(self.fn, micro)
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         of_state = self._chosen(axes_of, call.state)
         others = pytree.tree_leaves((call.batch, call.extra))
         axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(others)]
         with stage(self.__name__, "trace"):
-            program = trace(self.fn, call, device=device, captured=self._captured, axes=axes)
+            program = trace(self.fn, call, self._function, micro=micro, device=device, axes=axes)
         return Traced(program, self.transforms)
 
     @ends_at_user
@@ -159,7 +232,7 @@ class Step(Generic[P, R]):
 
         Pass an argument of the step that is called `cluster` or `plan` by position.
         """
-        return self._lowered(BoundCall.of(self.fn, args, kwargs), cluster, plan)
+        return self._lowered(BoundCall.of(self._function, args, kwargs), cluster, plan)
 
     def _lowered(self, call: BoundCall, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         traced = self._traced(call)
@@ -185,26 +258,29 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        given = Given.of(BoundCall.of(self.fn, args, kwargs), self._last)
-        key = self._key(given)
-        compiled = self._compiled(given, key)
-        key = key._replace(captured=compiled.lowered.program.made_for)
-        tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
+        call = BoundCall.of(self._function, args, kwargs)
+        tuned, measured = self._compiled(call, Surroundings.of(self._function)).tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        for outdated in [k for k in list(self._cache) if k.any_size() == key.any_size()]:
-            del self._cache[outdated]
-        self._cache[key] = tuned
+        self._cache.remove_any_size(tuned.lowered.program.signature)
+        self._cache.add(tuned)
         return measured
+
+    def retrace(self) -> None:
+        """Forget all programs of this step. The next call traces it again."""
+        self._cache.clear()
 
     @ends_at_user
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = BoundCall.of(self.fn, args, kwargs)
+        call = BoundCall.of(self._function, args, kwargs)
         refuse_inside(self.__name__, call)
-        given = Given.of(call, self._last)
-        if (key := self._key(given)) not in self._cache:
-            state = completed(self.fn, call.state, self.shard)
-            key = self._key(given := Given.of(call._replace(state=state), self._last))
-        return cast("R", self._compiled(given, key).run(given, self._last))
+        surroundings = Surroundings.of(self._function)
+        match = self._cache.match(call, surroundings)
+        if match is not None:
+            compiled, inputs = match
+            return cast("R", compiled.run_again(call, inputs))
+        if self._cache.get(Signature.of(call, self._function, surroundings)) is None:
+            call = call._replace(state=completed(self.fn, call.state, self.shard))
+        return cast("R", self._compiled(call, surroundings).run(call, surroundings))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -213,29 +289,28 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(given := Given.of(BoundCall.of(self.fn, args, kwargs), self._last), self._key(given))
+        return self._compiled(BoundCall.of(self._function, args, kwargs), Surroundings.of(self._function))
 
-    def _compiled(self, given: Given, key: StepKey) -> Compiled:
-        compiled = self._cache.get(key)
+    def _compiled(self, call: BoundCall, surroundings: Surroundings) -> Compiled:
+        signature = Signature.of(call, self._function, surroundings)
+        compiled = self._cache.get(signature)
         if compiled is None:
-            call = given.call
             self._check_laid_out(call.state)
-            others = (c for k, c in list(self._cache.items()) if k.any_size() == key.any_size())
-            if (first := next(others, None)) is not None:  # its plan is the one that the ranks agreed on
-                compiled = first.for_other_sizes(self._traced(call))
-            else:
-                compiled = self._lowered(call).compile()
-            # The trace may have changed what the step reads, as a module does that prepares itself in its first run.
-            self._cache[key._replace(captured=compiled.lowered.program.made_for)] = compiled
-            warn_of_many_programs(self.__name__, len(self._cache), pytree.tree_leaves(call.batch))
+            compiled = self._built(call, self._cache.of_any_size(signature))
+            self._cache.add(compiled)
+            if len(self._cache) > _MANY_PROGRAMS:
+                warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
         return compiled
 
-    def _key(self, given: Given) -> StepKey:
-        return StepKey(given.state_key, given.batch_key, self._captured.key())
+    def _built(self, call: BoundCall, of_other_size: Compiled | None) -> Compiled:
+        """A new program. It follows one for another size, whose plan is the one that the ranks agreed on."""
+        if of_other_size is not None:
+            return of_other_size.for_other_sizes(self._traced(call))
+        return self._lowered(call).compile()
 
-    @functools.cached_property
-    def _captured(self) -> Captured:
-        return Captured(self.fn)
+    @property
+    def _function(self) -> StepFunction:
+        return self._cache.function(self.fn)
 
     def _devices(self) -> DeviceMesh | None:
         """The mesh of devices that the step runs on, or None if it runs in one process.
@@ -248,8 +323,12 @@ class Step(Generic[P, R]):
 
     def _check_laid_out(self, state: Any) -> None:
         if (mesh := self._devices()) is not None:
-            paths, axes = state_names(self.fn, state)[1], self._chosen(axes_of, state)
+            paths, axes = self._state_names(state)[1], self._chosen(axes_of, state)
             check_laid_out(self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state))
+
+    def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
+        """For each leaf of a state, its short name, and its path in messages."""
+        return leaf_names(self._function.parameters(1), (state,))
 
     def layouts(self, state: Any) -> list[Layout]:
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
@@ -257,7 +336,7 @@ class Step(Generic[P, R]):
 
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
-        names = state_names(self.fn, state)[0]
+        names = self._state_names(state)[0]
         return [choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))]
 
     @ends_at_user
@@ -275,7 +354,7 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves, paths = state_leaves(state), state_names(self.fn, state)[1]
+        leaves, paths = state_leaves(state), self._state_names(state)[1]
         check_state(paths, leaves)
         check_whole(leaves, "shard")
         if (mesh := self._devices()) is None:
@@ -291,13 +370,3 @@ class Step(Generic[P, R]):
         """
         check_whole(state_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self._chosen(axes_of, state))
-
-
-class _Methods:
-    """The methods of one object that are steps. A copy of the object starts without any."""
-
-    def __init__(self) -> None:
-        self.steps: dict[Step, Step] = {}
-
-    def __reduce__(self) -> tuple:
-        return _Methods, ()

@@ -8,7 +8,7 @@ from torch import nn
 
 import ztrans as zt
 from tests.support.worlds import slices
-from ztrans.calling.call import BoundCall
+from ztrans.calling.call import BoundCall, StepFunction
 
 MESH = zt.AbstractMesh(dp=2)
 
@@ -80,18 +80,18 @@ def test_attributes_of_a_callable_object_mean_nothing():
 def test_equal_calls_are_equal_however_they_are_passed():
     def step(state, x, scale=1.0, *, plus=0.0): ...
 
-    call = BoundCall.of(step, ("s", 2, 3.0), {})
-    assert call == BoundCall.of(step, ("s",), {"scale": 3.0, "x": 2})
-    by_name = BoundCall.of(step, ("s", 2), {"plus": 4.0})
+    call = BoundCall.of(StepFunction(step), ("s", 2, 3.0), {})
+    assert call == BoundCall.of(StepFunction(step), ("s",), {"scale": 3.0, "x": 2})
+    by_name = BoundCall.of(StepFunction(step), ("s", 2), {"plus": 4.0})
     assert by_name == BoundCall("s", (2, 4.0), ("plus",))
-    assert by_name.leaf_names(step)[1] == ["state", "x", "plus"]
+    assert by_name.parameters(StepFunction(step)) == ["state", "x", "plus"]
 
 
 def test_a_call_runs_its_function_with_other_arguments_of_the_same_tree():
     def step(state, x, *, plus):
         return state, x + plus
 
-    call = BoundCall.of(step, ([1],), {"x": 2, "plus": 3})
+    call = BoundCall.of(StepFunction(step), ([1],), {"x": 2, "plus": 3})
     assert call.run(step) == ([1], 5)
     assert call.of_tree(([4], 5, 6)).run(step) == ([4], 11)
 
@@ -100,4 +100,4 @@ def test_a_call_runs_its_function_with_other_arguments_of_the_same_tree():
 def test_a_batch_that_cannot_be_cut_is_named(rows):
     call = BoundCall({}, ({"x": torch.ones(rows, 2)},))
     with pytest.raises(ValueError, match=rf"accumulate: batch.x has {rows} rows"):
-        call.micro_batch(lambda state, batch: None, 2)
+        call.micro_batch(StepFunction(lambda state, batch: None), 2)

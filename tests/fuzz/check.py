@@ -96,7 +96,7 @@ def check(case: Case) -> None:
 
 def _through(traced: zt.Traced, *transforms: zt.Transform) -> zt.Traced:
     """The traced step with these transforms."""
-    return dataclasses.replace(traced, transforms=zt.chain(*transforms)(traced.program.captured.fn).transforms)
+    return dataclasses.replace(traced, transforms=zt.chain(*transforms)(lambda state: state).transforms)
 
 
 def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lowered:

@@ -31,7 +31,7 @@ def calls(make_optimizer, samples=64):
     state = step.shard(state)
     compiled = step.compiled(state, torch.ones(samples, 4))
     compiled(state, torch.ones(samples, 4))
-    nodes = compiled._bound[0].run.program.graph.nodes
+    nodes = compiled.bound.runnable.run.program.graph.nodes
     names = [n.target.__name__ for n in nodes if n.op == "call_function" and n.meta.get("region") == "update"]
     return [name for name in names if name not in ("begin", "getitem")]
 

@@ -149,7 +149,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
         raise MemoryError("none is left")
 
     bound = compiled._bind([state["a"], state["b"], x])
-    compiled._bound.append(bound._replace(run=lambda local: (compiled._writes.begin(), broken())))
+    compiled.bound.runnable = bound._replace(run=lambda local: (compiled.bound.writes.begin(), broken()))
     with pytest.raises(MemoryError) as error:
         step(state, x)
     assert error.value.__notes__ == ["ztrans: step 1 of step was ended by this. The state is half updated."]

@@ -30,7 +30,6 @@ from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda import symmetric_memory
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.tracing.arguments import local_inputs
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
@@ -63,7 +62,7 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        _, local = local_inputs(low.program, low.graph, BoundCall(state, slices(batch, mesh.size())[RANK]))
+        local = low.program.local_inputs(low.graph, BoundCall(state, slices(batch, mesh.size())[RANK])).tensors
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ztrans.calling.call import BoundCall
+from ztrans.calling.call import BoundCall, StepFunction
 from ztrans.tracing import trace as tracing
 from ztrans.tracing.trace import Program
 
 
 def trace(fn: Callable, state: Any, *batch: Any, **options: Any) -> Program:
     """The program of `fn(state, *batch)`."""
-    return tracing.trace(fn, BoundCall(state, batch), **options)
+    return tracing.trace(fn, BoundCall(state, batch), StepFunction(fn), **options)

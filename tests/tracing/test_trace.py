@@ -20,8 +20,8 @@ import ztrans as zt
 from tests.support.fp8 import E4M3, Scaled, ToScaled
 from tests.support.traced import trace
 from tests.support.worlds import clone, distance
+from ztrans.calling.signature import Abstract, Constant
 from ztrans.ir.graph import is_random
-from ztrans.tracing.trace import Abstract
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])
 X, Y = torch.linspace(0, 2, 12).view(3, 4).cos(), torch.linspace(0, 1, 6).view(3, 2)
@@ -109,7 +109,7 @@ def test_flags_and_literals_are_constants():
     batch = {"x": X, "double": True, "mask": None, "mode": "fast"}
     for given in (batch, batch | {"double": False}):
         program = trace(flagged, STATE, given)
-        assert [constant for constant in program.static.values() if constant is not None] == [given["double"], "fast"]
+        assert [x.value.value for x in program.signature.leaves if isinstance(x.value, Constant) and x.value.value is not None] == [given["double"], "fast"]
         want = flagged(STATE, given)[1]
         assert torch.equal(evaluated(program, STATE, given)[1], want)
         assert torch.equal(zt.to_fx(program.graph)(*flat(STATE, given))[-1], want)

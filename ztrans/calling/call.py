@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.micro_batches import check_rows, first_part
-from .trees import leaf_names, none_as_empty, opened, parameters
+from .reads import Reads
+from .trees import leaf_names, none_as_empty, opened
 
 _EXTRA = "param_groups"  # how programs and messages name the extra inputs
 
@@ -39,6 +41,39 @@ class ExtraInputs(abc.ABC):
         """Run the step with this extra argument."""
 
 
+class StepFunction:
+    """What calls need to know of a step function: its parameters, what it reads, and what it adds.
+
+    It does not hold the function, which may be a method: programs must not keep the object alive whose method it is.
+    """
+
+    def __init__(self, fn: Callable) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.extra = fn if isinstance(fn, ExtraInputs) else None
+        self.reads = Reads(fn)
+        self.signature: inspect.Signature | None = None
+        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
+            self.signature = inspect.signature(fn)
+
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The arguments by the names of the parameters.
+
+        Raises: TypeError, as Python does, if the function does not take such arguments.
+        """
+        if self.signature is None:
+            raise TypeError(f"{self.name}() has no signature: pass its arguments by position.")
+        try:
+            return self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}") from None
+
+    def parameters(self, count: int) -> list[str]:
+        """The names of the parameters that the first `count` positional arguments belong to."""
+        declared = self.signature.parameters.values() if self.signature is not None else ()
+        named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
+        return named + [f"arg{i}" for i in range(len(named), count)]
+
+
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
@@ -54,29 +89,27 @@ class BoundCall(NamedTuple):
     extra: tuple = ()
 
     @staticmethod
-    def of(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> BoundCall:
-        """The call `fn(*args, **kwargs)`. Calls that mean the same are equal.
+    def of(function: StepFunction, args: tuple, kwargs: Mapping[str, Any]) -> BoundCall:
+        """The call `fn(*args, **kwargs)` of a step function. Calls that mean the same are equal.
 
-        Raises: TypeError, as Python does, if `fn` does not take such arguments.
+        Raises: TypeError, as Python does, if the function does not take such arguments.
 
         >>> def step(state, x, scale=1.0): ...
-        >>> BoundCall.of(step, ("s",), {"x": 2})
+        >>> function = StepFunction(step)
+        >>> BoundCall.of(function, ("s",), {"x": 2})
         BoundCall(state='s', batch=(2,), names=(), extra=())
-        >>> BoundCall.of(step, ("s", 2), {"rate": 3})
+        >>> BoundCall.of(function, ("s", 2), {"rate": 3})
         Traceback (most recent call last):
             ...
         TypeError: step() got an unexpected keyword argument 'rate'
         """
         if kwargs or not args:
-            name = getattr(fn, "__name__", type(fn).__name__)
-            try:
-                bound = inspect.signature(fn).bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name}() {error}") from None
-            args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
+            bound = function.bind(args, kwargs)
+            args = bound.args
+            kwargs = dict(sorted(bound.kwargs.items()))
             if not args:
-                raise TypeError(f"{name}() takes a state as its first argument.")
-        extra = (fn.extra_inputs(),) if isinstance(fn, ExtraInputs) else ()
+                raise TypeError(f"{function.name}() takes a state as its first argument.")
+        extra = () if function.extra is None else (function.extra.extra_inputs(),)
         return BoundCall(args[0], tuple(map(opened, (*args[1:], *kwargs.values()))), tuple(kwargs), extra)
 
     def run(self, fn: Callable) -> Any:
@@ -96,26 +129,25 @@ class BoundCall(NamedTuple):
         count = len(self.batch)
         return self._replace(state=tree[0], batch=tree[1 : 1 + count], extra=tree[1 + count :])
 
-    def leaf_names(self, fn: Callable) -> tuple[list[str], list[str]]:
-        """For each leaf a short name and its path in messages (see `trees.leaf_names`)."""
-        positional = parameters(fn, 1 + len(self.batch) - len(self.names))
-        names = [*positional, *self.names]
+    def parameters(self, function: StepFunction) -> list[str]:
+        """The names of all arguments."""
+        names = [*function.parameters(1 + len(self.batch) - len(self.names)), *self.names]
         extra = _EXTRA
         while extra in names:
             extra += "_"
-        return leaf_names([*names, *[extra] * len(self.extra)], (self.state, *self.batch, *self.extra))
+        return [*names, extra] if self.extra else names
 
-    def micro_batch(self, fn: Callable, micro: int) -> BoundCall:
+    def micro_batch(self, function: StepFunction, micro: int) -> BoundCall:
         """The call with the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
 
         Raises: ValueError that names a leaf of the batch that cannot be cut.
         """
         leaves, tree = pytree.tree_flatten(self.batch)
-        paths = self._replace(extra=()).leaf_names(fn)[1]
-        of_batch = paths[len(paths) - len(leaves) :]
+        names = self.parameters(function)[1 : 1 + len(self.batch)]
+        paths = leaf_names(["", *names], (None, *self.batch))[1]
         cut = []
         tensors = []
-        for path, x in zip(of_batch, leaves):
+        for path, x in zip(paths, leaves):
             if isinstance(x, torch.Tensor):
                 tensors.append((path, x))
                 x = first_part(x, micro, path)

@@ -18,6 +18,7 @@ import inspect
 import numbers
 import operator
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -110,7 +111,7 @@ class Reads:
 
     def __init__(self, *roots: Any) -> None:
         """Find the places that the code of a step reads, and of modules that it reaches without naming them."""
-        self.roots = roots
+        self._roots = list(map(_root, roots))
         self._values = ReadValues((), (), ())
         self._find()
 
@@ -132,7 +133,8 @@ class Reads:
 
     def _find(self) -> None:
         search = _Search()
-        for root in self.roots:
+        for reference in self._roots:
+            root = reference()
             search.visit(root, getattr(root, "__name__", "the step"))
         search.follow_attributes()
         self.attributes = search.attributes
@@ -169,6 +171,16 @@ class Reads:
             if k not in changed and not _same(_entries(present[k]), entries):
                 changed[k] = present[k]
         return changed
+
+
+def _root(value: Any) -> Callable[[], Any]:
+    """A function that returns a value; None if the value is a method of an object that is gone.
+
+    A program keeps what its step reads, and must not keep the object alive whose method the step is.
+    """
+    if isinstance(value, types.MethodType):
+        return weakref.WeakMethod(value)
+    return lambda: value
 
 
 def _same(first: Sequence, second: Sequence) -> bool:

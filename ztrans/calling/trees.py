@@ -8,8 +8,7 @@ a container. Both are nodes of a type of ours that unflatten to what they stand 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -178,21 +177,6 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
             short_names.append(short if short not in taken else path)
             taken.add(short_names[-1])
     return short_names, paths
-
-
-def state_names(fn: Callable, state: Any) -> tuple[list[str], list[str]]:
-    """For each leaf of a state, the first argument of `fn`, its short name and its path in messages."""
-    return leaf_names(parameters(fn, 1), (state,))
-
-
-def parameters(fn: Callable, count: int) -> list[str]:
-    """The names of the parameters that the first `count` positional arguments belong to."""
-    try:
-        declared = [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        declared = []
-    named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
-    return named + [f"arg{i}" for i in range(len(named), count)]
 
 
 pytree.register_pytree_node(

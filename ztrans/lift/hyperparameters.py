@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..calling.signature import is_number
 from ..tracing.errors import TraceError
-from ..tracing.trace import is_number
 
 _CYCLES = (
     "max_momentum"  # a key of groups whose momentum, or whose betas, OneCycleLR or CyclicLR changes

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
+from ..calling.inputs import local_part, overlapping
+from ..calling.signature import is_number
 from ..calling.trees import named_leaves, state_leaves
-from ..tracing.arguments import local_part, overlapping
-from ..tracing.trace import is_number
 from .gradients import kept
 from .hyperparameters import groups_of
 from .optimizer_state import copied, make

@@ -24,10 +24,10 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
+from ..calling.signature import is_number
 from ..ir.ambient import having
 from ..ir.source import is_user_code
 from ..tracing.errors import ReadsValueError, TraceError
-from ..tracing.trace import is_number
 from .gradients import KeptGradients, with_gradients
 from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
 from .lifted_state import State, check_known, check_lifted, check_optimizers, state_of

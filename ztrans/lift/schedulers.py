@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..calling.signature import is_number
 from ..ir.ambient import having
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
-from ..tracing.trace import is_number
 from .hyperparameters import Group
 
 

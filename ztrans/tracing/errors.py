@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._ops import OpOverload
 
 from ..ir.graph import is_random
@@ -60,54 +58,12 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
     )
 
 
-def no_state(path: str, leaf: Any) -> TraceTypeError:
-    """A leaf of the state that cannot be updated."""
-    shown = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
-    return TraceTypeError(
-        f"trace: state leaf {path} is {shown}, which is neither a tensor nor a number.\n"
-        f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
-    )
-
-
 def no_parts(path: str, why: str) -> TraceError:
     """A DTensor whose parts differ in shape from rank to rank, or are terms of a sum."""
     return TraceError(
         f"trace: the ranks hold other parts of {path} than one program can have: {why}.\n"
         f"Choose a size that the axis divides, or replicate this leaf over it."
     )
-
-
-def no_argument(leaf: Any, is_state: bool = False) -> TraceTypeError:
-    """An argument that can be neither an input nor a constant of a program."""
-    return TraceTypeError(
-        f"trace: {'the state' if is_state else 'an argument'} holds {_kind(leaf)}, which is neither a tensor, "
-        f"a number, nor a constant to be compared.\n"
-        f"{_advice(leaf, 'Make it a tensor: torch.as_tensor(...).')}"
-    )
-
-
-def _kind(leaf: Any) -> str:
-    return f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
-
-
-def _advice(leaf: Any, otherwise: str) -> str:
-    """What to do with an object that is no leaf of a tree, and no tree that PyTorch knows."""
-    name = type(leaf).__name__
-    if isinstance(leaf, Iterator):
-        return "Call next(...) outside of the step, and pass the value in."
-    if isinstance(leaf, nn.Module | torch.optim.Optimizer):
-        return (
-            "Lift the loop that uses it: step, state = zt.lift(loop_step, module, optimizer). Or pass the tensors of a "
-            "module, dict(module.named_parameters()), and call it by torch.func.functional_call."
-        )
-    if dataclasses.is_dataclass(leaf):
-        return f"Register its class, so that its tensors are found: torch.export.register_dataclass({name})."
-    if hasattr(leaf, "__dict__"):
-        return (
-            f"Use a dict, a tuple or a registered dataclass for {name}, so that its tensors are found: "
-            f"torch.export.register_dataclass(cls)."
-        )
-    return otherwise
 
 
 def _in_library(why: str) -> str:
@@ -152,7 +108,6 @@ def failed(error: Exception, func: Any, tensors: str, source: Source | None, ste
     )
 
 
-_MANY_PROGRAMS = 8
 _DROPLESS = (
     "\nIf the splits of an all_to_all depend on it (dropless routing): a program has the same shapes for every batch, "
     "so give each expert a capacity, such as capacity_factor * tokens / experts. Place tokens in [experts, capacity, "
@@ -259,16 +214,14 @@ def draws_again(func: Any, source: Source | None, step: str) -> TraceError:
     )
 
 
-def warn_of_many_programs(step: str, count: int, leaves: Sequence[Any]) -> None:
-    """Warn that a step has been traced `count` times, the last time for a batch with these leaves, if that is often."""
-    if count <= _MANY_PROGRAMS:
-        return
-    shapes = [str(tuple(x.shape) if isinstance(x, torch.Tensor) else x) for x in leaves]
+def warn_of_many_programs(step: str, count: int, changes: Sequence[str]) -> None:
+    """Warn that a step has been traced `count` times. `changes` say how the last two calls that were traced differ."""
+    lines = "".join(f"  * {change}\n" for change in changes[:4])
     warn(
-        f"{step} has been traced for {count} different arguments, the last one {', '.join(shapes)}. Every new shape is "
-        f"traced and compiled: pad batches to a few sizes. So is every new value of a number that the step reads "
-        f"besides its arguments: pass it as an argument. In a lifted loop these numbers are the settings of the module "
-        f"and the whole numbers and signs in the optimizer's parameter groups.",
+        f"{step} has been traced for {count} different calls. Since the call that was traced before the last one:\n"
+        f"{lines}Every new shape is traced and compiled: pad batches to a few sizes. So is every new value of a number "
+        f"that the step reads besides its arguments: pass it as an argument. In a lifted loop these numbers are the "
+        f"settings of the module and of the optimizer's parameter groups.",
         user_source(),
     )
 

@@ -7,28 +7,27 @@ values that it reads is refused (see `purity`).
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..calling.call import BoundCall
+from ..calling.call import BoundCall, StepFunction
+from ..calling.inputs import Inputs, check_state, local_inputs, shape_of
 from ..calling.purity import trace_without_side_effects
-from ..calling.trees import named_outputs, none_as_empty, opened, state_leaves
+from ..calling.signature import Abstract, Constant, Signature, Surroundings
+from ..calling.trees import leaf_names, named_outputs, none_as_empty, opened, state_leaves
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.layout import Own
 from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
-from .captured import Captured, Key
 from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
-from .errors import no_argument, no_parts, no_state
+from .errors import no_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
 from .regions import Fact, label_regions
@@ -44,7 +43,7 @@ class Imported(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A traced graph with the trees that its inputs and outputs flatten from.
+    """A traced graph, and what it was traced for.
 
     `fx` is the FX graph that make_fx has traced: it takes the inputs of `graph`, and returns the tensors among its
     outputs.
@@ -52,20 +51,20 @@ class Program:
 
     graph: Graph
     fx: fx.GraphModule = field(compare=False, repr=False)
-    in_tree: pytree.TreeSpec
-    out_tree: pytree.TreeSpec
-    paths: tuple[str, ...]  # one path for each leaf of the arguments
-    static: Mapping[int, Any] = field(hash=False)  # by index, the leaves that are neither tensors nor numbers
-    captured: Captured  # the values that the step reads besides its arguments
-    made_for: Key  # the key of those values after the trace
-    names: tuple[str, ...] = ()  # the names of the last arguments, which are passed by name
+    out_tree: pytree.TreeSpec  # the tree of the result
+    signature: Signature  # of the calls that it is for
+    function: StepFunction = field(compare=False, repr=False)
     axes: tuple[tuple[str, ...], ...] = ()  # for each input, the mesh axes over which transforms distribute it
     owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
 
     @property
     def paths_of_inputs(self) -> list[str]:
         """The paths of the leaves that are inputs of the program."""
-        return [path for i, path in enumerate(self.paths) if i not in self.static]
+        return [self.signature.paths[i] for i in self.signature.inputs]
+
+    def local_inputs(self, graph: Graph, call: BoundCall, caller: str | None = None) -> Inputs:
+        """The inputs of `graph`, which transforms have made of this program, in a call (see `inputs.local_inputs`)."""
+        return local_inputs(graph, self.signature, self.axes, self.owns, call, self.function, caller)
 
     def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -75,52 +74,6 @@ class Program:
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
         output = opened(output)
         return pytree.tree_structure((none_as_empty(state), (output, dict.fromkeys(added, 0))))
-
-
-@dataclass(frozen=True)
-class Abstract:
-    """The properties of a leaf that a program is specialised on: shape, dtype, stride, device."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: str
-
-    def empty(self, otherwise: str, requires_grad: bool) -> torch.Tensor:
-        """An uninitialised tensor with these properties. That of a meta leaf is on the device `otherwise`."""
-        device = otherwise if self.device == "meta" else self.device
-        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        return empty.requires_grad_(requires_grad)
-
-    @staticmethod
-    def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Any:
-        """The abstract value of a tensor or number, or `leaf` itself if it is neither.
-
-        With `own` it is that of this rank's part of a leaf that the step itself divides.
-        """
-        if is_number(leaf):
-            return Abstract((), torch.int64 if isinstance(leaf, Integral) else torch.float64, (), "cpu")
-        if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, Hashable) or isinstance(leaf, Iterator):
-                raise no_argument(leaf, is_state)
-            return leaf
-        # State is stored contiguous, whatever strides the caller's leaf has.
-        shape = torch.Size(own.local_shape) if own else leaf.shape
-        stride = _contiguous_stride(shape) if is_state or own else leaf.stride()
-        return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
-
-
-@functools.cache
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python or NumPy, which is an input of the program.
-
-    A bool is not: each of its two values has a program of its own.
-    """
-    return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
 
 def _device_of(leaves: Iterable[Abstract]) -> str:
@@ -136,20 +89,13 @@ def _are_on_cpus(leaves: Sequence[Abstract]) -> bool:
     return any(leaf.device == "cpu" and leaf.shape for leaf in leaves) and _device_of(leaves) == "cpu"
 
 
-def _device(leaf: torch.Tensor) -> str:
-    # A fake cuda tensor aborts the process on a CPU build.
-    return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
-
-
-_has_accelerator = functools.cache(torch.accelerator.is_available)
-
-
 def trace(
     fn: Callable,
     call: BoundCall,
+    function: StepFunction,
     *,
+    micro: int = 1,
     device: str | None = None,
-    captured: Captured | None = None,
     axes: Sequence[tuple[str, ...]] = (),
 ) -> Program:
     """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Program`.
@@ -158,8 +104,9 @@ def trace(
         fn: the train step.
         call: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become inputs, never
             constants.
+        function: what is known of `fn`.
+        micro: the number of equal parts of the batch; the program is for one of them.
         device: the device on which meta leaves are traced; by default that of the other leaves.
-        captured: the values that `fn` reads besides its arguments, if the caller has collected them already.
         axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
             traced whole. Along other axes the step sees a DTensor, and the program has its local part.
 
@@ -173,31 +120,29 @@ def trace(
     name = _name(fn)
     state = call.state
     refuse_inside(f"trace: {name}", call)
-    captured = captured or Captured(fn)
-    made_for = captured.key()
-    leaves, in_tree = pytree.tree_flatten(call.tree())
+    part = call.micro_batch(function, micro) if micro > 1 else call
+    leaves, in_tree = pytree.tree_flatten(part.tree())
     num_state = len(state_leaves(state))
     of_batch = range(num_state, len(leaves) - len(pytree.tree_leaves(call.extra)))
-    short_names, paths = call.leaf_names(fn)
+    short_names, paths = leaf_names(call.parameters(function), (state, *part.batch, *part.extra))
     refuse_wrappers(zip(paths, leaves))
     check_state(paths, leaves[:num_state])
     axes = axes or [()] * len(leaves)
     owns = _owns(leaves, paths, axes, num_state)
     specs = list(map(spec_of, leaves, owns))
     abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
-    static = _static(abstract)
-    dynamic = [i for i in range(len(leaves)) if i not in static]
-    described = [abstract[i] for i in dynamic]
+    dynamic = [i for i, value in enumerate(abstract) if isinstance(value, Abstract)]
+    described = [value for value in abstract if isinstance(value, Abstract)]
     default_device = device or _device_of(described)
-    inputs = [Var(short_names[i], abstract[i].dtype, abstract[i].shape) for i in dynamic]
-    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    batch_vars = frozenset(v for i, v in zip(dynamic, inputs) if i in of_batch and is_tensor[i])
+    inputs = [Var(short_names[i], value.dtype, value.shape) for i, value in zip(dynamic, described)]
+    is_in_batch = [i in of_batch and isinstance(leaves[i], torch.Tensor) for i in dynamic]
+    batch_vars = frozenset(itertools.compress(inputs, is_in_batch))
 
     def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
-        full = list(abstract)
+        full = _constants(abstract)
         for i, tensor in zip(dynamic, tensors):
             full[i] = around(tensor, specs[i])
-        result = call.of_tree(pytree.tree_unflatten(full, in_tree)).run(fn)
+        result = part.of_tree(pytree.tree_unflatten(full, in_tree)).run(fn)
         _check_result(fn, result, state)
         new, tree = pytree.tree_flatten(none_as_empty(result[0]))
         new, output = local_results(new, specs, paths, opened(result[1]))
@@ -205,7 +150,8 @@ def trace(
         return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
     def make_inputs() -> list[torch.Tensor]:
-        return [abstract[i].empty(default_device, getattr(leaves[i], "requires_grad", False)) for i in dynamic]
+        trained = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
+        return [value.empty(default_device, trains) for value, trains in zip(described, trained)]
 
     def record_program() -> Imported:
         traced = trace_by_make_fx(call_fn, make_inputs, [v.name for v in inputs], name)
@@ -218,13 +164,10 @@ def trace(
         graph = with_settled_attention(_annotated(graph, facts), _are_on_cpus(described))
         return Imported(graph, traced.out_tree, traced.module)
 
-    traced, reads = trace_without_side_effects(record_program, captured.reads, name)
-    made_for = dataclasses.replace(made_for, reads=reads)
+    traced, reads = trace_without_side_effects(record_program, function.reads, name)
+    signature = Signature.of(call, function, Surroundings.of(function)._replace(reads=reads))
     of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
-    trees = in_tree, traced.out_tree
-    return Program(
-        traced.graph, traced.module, *trees, tuple(paths), static, captured, made_for, call.names, *of_inputs
-    )
+    return Program(traced.graph, traced.module, traced.out_tree, signature, function, *of_inputs)
 
 
 def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -232,6 +175,11 @@ def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tup
     rest = iter(tensors)
     count = len(tensors) + len(constants)
     return tuple(constants[i] if i in constants else next(rest) for i in range(count))
+
+
+def _constants(leaves: Sequence[Abstract | Constant]) -> list[Any]:
+    """The values of the leaves that are constants; None for the others."""
+    return [leaf.value if isinstance(leaf, Constant) else None for leaf in leaves]
 
 
 def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:
@@ -243,23 +191,6 @@ def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]],
         if own is not None and own.problem is not None:
             raise no_parts(path, own.problem)
     return owns
-
-
-def shape_of(leaf: Any) -> tuple[int, ...]:
-    """The shape of a tensor, before the step itself divides it, or of a number."""
-    return tuple(getattr(leaf, "shape", ()))
-
-
-def _static(abstract: Sequence[Any]) -> dict[int, Any]:
-    """The leaves that are constants of the program, by their indices."""
-    return {i: a for i, a in enumerate(abstract) if not isinstance(a, Abstract)}
-
-
-def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
-    for path, x in zip(paths, leaves):
-        if not isinstance(x, torch.Tensor) and not is_number(x):
-            raise no_state(path, x)
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

@@ -18,7 +18,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans import ops
-from ztrans.compiled import Bound
+from ztrans.compiled import Runnable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 from ztrans.runtime.cuda.graph_capture import Capture, check_device, check_values, copied_inputs, placed, with_rates
@@ -55,7 +55,7 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled._bound.append(Bound(lowered, Capture(counted, lowered.graph, cuda, "cpu")))
+    compiled.bound.runnable = Runnable(lowered, Capture(counted, lowered.graph, cuda, "cpu"))
     return compiled, cuda, calls
 
 
@@ -140,7 +140,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
 def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     data = [(batch_of(k),) for k in range(2)]
     compiled, cuda, _ = captured(step, state_of(), data[0])
-    capture = compiled._bound[0][1]
+    capture = compiled.bound.runnable.run
     inner = capture.run
 
     def reads(inputs):
@@ -222,7 +222,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
     monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
     compiled = lowered.compile()
-    compiled._bound.append(Bound(lowered, Capture(executable(graph, None), graph, cuda, "cpu")))
+    compiled.bound.runnable = Runnable(lowered, Capture(executable(graph, None), graph, cuda, "cpu"))
     state_after, losses = run(optimizer, compiled, state)
     optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()

@@ -42,7 +42,6 @@ from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
 from ztrans.runtime.cuda.transport import Times, transport
 from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import Channel
-from ztrans.tracing.arguments import local_inputs
 
 WORLD = 4
 CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
@@ -63,7 +62,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
     low = step.lower(state, *batch)
-    _, local = local_inputs(low.program, low.graph, BoundCall(state, batch))
+    local = low.program.local_inputs(low.graph, BoundCall(state, batch)).tensors
     return low, local
 
 
@@ -120,7 +119,7 @@ def test_the_buffer_that_a_gather_unpacks_is_counted(mesh):
     low = step.lower(step.shard(state), x, cluster=zt.cluster("h100", dp=Link("wire", 1.0, 1e15)))
     (gather,) = [e for e in low.graph.eqns if is_start(e)]
     assert len(gather.outs) == 12
-    _, local = local_inputs(low.program, low.graph, BoundCall(step.shard(state), (x,)))
+    local = low.program.local_inputs(low.graph, BoundCall(step.shard(state), (x,))).tensors
     inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
     predicted = low.memory_analysis().peak - inputs
     assert 2 * whole < play(low, local, mesh).peak <= 1.02 * predicted + 512

@@ -96,7 +96,7 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     homes = [x.data_ptr() for x in mine.values()]
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
-    program = compiled._bound[0][1].program
+    program = compiled.bound.runnable.run.program
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
     written = [k for kernel in kernels for k in kernel.written if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
@@ -135,7 +135,7 @@ def two_layers():
 
 
 def test_equal_layers_are_compiled_once(two_layers):
-    few, more = ([*compiled._bound[0][1].kernels] for _, compiled, *_ in (two_layers, deep(4)))
+    few, more = ([*compiled.bound.runnable.run.kernels] for _, compiled, *_ in (two_layers, deep(4)))
     assert few == more
 
 
@@ -143,7 +143,7 @@ def test_the_program_that_runs_is_printed_and_profiled(two_layers):
     lowered, compiled, state, batch = two_layers
     measured = compiled.profile(state, *batch, steps=2)
     assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(measured.timeline.seconds, rel=0.2)
-    run = compiled._bound[0][0].graph
+    run = compiled.bound.runnable.lowered.graph
     assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(lowered)
     assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
 
@@ -208,7 +208,7 @@ def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donat
     compiled = zt.Step.of(step).lower(torch.ones(1), a).compile(backend="inductor")
     for x, y in zip(pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))):
         torch.testing.assert_close(x, y)
-    first = next(iter(compiled._bound[0][1].kernels))
+    first = next(iter(compiled.bound.runnable.run.kernels))
     assert first.endswith(" donated [0]" if donates else " donated []")
 
 

@@ -15,7 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.runtime.known_state import KnownState
+from ztrans.calling.call import BoundCall
+from ztrans.calling.guard import KnownState
+from ztrans.calling.signature import Surroundings
 
 Pair = namedtuple("Pair", "first second")
 
@@ -31,12 +33,19 @@ def fresh():
 X = torch.arange(12.0).view(4, 3)
 
 
+def recognised(own, state, *batch):
+    """The inputs of a call that a guard of the step recognises; None if it is examined as a new call."""
+    call = BoundCall(state, batch or (X,))
+    match = own._cache.match(call, Surroundings.of(own._function))
+    return match and match[1]
+
+
 @pytest.fixture
 def run():
     """A step that has returned a state, and that state."""
     own = zt.Step.of(step)
     state, _ = own(own.shard(fresh()), X)
-    assert own._last.recognise(state) is not None
+    assert recognised(own, state) is not None
     return own, state
 
 
@@ -111,7 +120,7 @@ CHANGES = [replace, resize, transpose, move, cast, train, exchange, share, renam
 def test_every_change_is_noticed(run, change):
     own, state = run
     change(state)
-    assert own._last.recognise(state) is None
+    assert recognised(own, state) is None
 
 
 @pytest.mark.parametrize("change", [replace, exchange, train, wrap, reorder], ids=lambda change: change.__name__)
@@ -154,7 +163,7 @@ def test_the_state_that_comes_back_is_the_one_that_was_passed(run):
     assert returned is state
     # A tree of the caller's own, with the same leaves, is known too.
     copy = {**state}
-    assert own._last.recognise(copy) is not None
+    assert recognised(own, copy) is not None
 
 
 def test_another_batch_size_has_its_own_program_and_the_same_state(run):
@@ -167,9 +176,9 @@ def test_another_batch_size_has_its_own_program_and_the_same_state(run):
 def test_a_state_of_another_step_is_examined(run):
     own, state = run
     another = zt.Step.of(lambda state, x: ({**state, "w": state["w"] * 2}, x.sum()))
-    assert another._last.recognise(state) is None
+    assert recognised(another, state) is None
     doubled, _ = another(state, X)
-    assert another._last.recognise(doubled) is not None and own._last.recognise(doubled) is not None
+    assert recognised(another, doubled) is not None and recognised(own, doubled) is not None
     assert torch.equal(doubled["w"], state["w"])
 
 
@@ -204,7 +213,7 @@ def test_the_memory_of_a_state_is_freed_when_its_owner_drops_it(no_collection):
     state, _ = own(own.shard(fresh()), X)
     references = [weakref.ref(x) for x in pytree.tree_leaves(state)]
     del state
-    assert own._last.known is not None and not any(reference() is not None for reference in references)
+    assert len(own._cache) == 1 and not any(reference() is not None for reference in references)
 
 
 def test_the_memory_of_a_model_is_freed_when_its_owner_drops_it(no_collection):
@@ -232,12 +241,12 @@ def test_the_memory_of_a_model_is_freed_when_its_owner_drops_it(no_collection):
 def test_trees_of_any_kind():
     leaves = [torch.ones(n) for n in range(1, 6)]
     tree = {"a": Pair(leaves[0], [leaves[1]]), "b": OrderedDict(x=leaves[2]), "c": ((), (leaves[3], {})), "d": leaves[4]}
-    known = KnownState(tree, pytree.tree_leaves(tree), "key")
-    assert all(x is y for x, y in zip(known.recognise(tree).leaves, leaves, strict=True))
-    assert known.recognise({**tree, "a": (leaves[0], [leaves[1]])}) is None
-    assert known.recognise({**tree, "b": {"x": leaves[2]}}) is None
-    assert known.recognise({**tree, "c": (leaves[3], {})}) is None
-    assert known.recognise({**tree, "d": [leaves[4]]}) is None
+    known = KnownState(tree)
+    assert all(x is y for x, y in zip(known.match(tree).leaves, leaves, strict=True))
+    assert known.match({**tree, "a": (leaves[0], [leaves[1]])}) is None
+    assert known.match({**tree, "b": {"x": leaves[2]}}) is None
+    assert known.match({**tree, "c": (leaves[3], {})}) is None
+    assert known.match({**tree, "d": [leaves[4]]}) is None
 
 
 @pytest.fixture
@@ -250,10 +259,10 @@ def mesh():
 def test_another_layout_of_the_same_memory_is_noticed(mesh):
     own = zt.shard_params(mesh)(step)
     state, _ = own(own.shard(fresh()), X)
-    assert isinstance(state["w"], DTensor) and own._last.recognise(state) is not None
+    assert isinstance(state["w"], DTensor) and recognised(own, state) is not None
     local = state["w"].to_local()
     state["w"] = DTensor.from_local(local, mesh, [Shard(0)])
-    assert own._last.recognise(state) is None
+    assert recognised(own, state) is None
     state, _ = own(state, X)
     state["w"] = DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()])
     with pytest.raises(TypeError, match="expected the layout"):
@@ -262,7 +271,7 @@ def test_another_layout_of_the_same_memory_is_noticed(mesh):
 
 def test_overlaps():
     memory = torch.zeros(10)
-    known = KnownState([memory[2:4], memory[6:8]], [memory[2:4], memory[6:8]], None)
+    known = KnownState([memory[2:4], memory[6:8]])
     inside = [(1, 2), (2, 1), (3, 1), (3, 4), (0, 10), (5, 2), (7, 3)]
     outside = [(0, 2), (4, 2), (8, 2), (5, 0), (3, 0)]
     assert all(known.overlaps(memory[start : start + length]) for start, length in inside)

@@ -1,0 +1,52 @@
+"""The errors of arguments: leaves that can be neither inputs nor constants of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def no_state(path: str, leaf: Any) -> TypeError:
+    """A leaf of the state that cannot be updated."""
+    shown = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
+    return TypeError(
+        f"trace: state leaf {path} is {shown}, which is neither a tensor nor a number.\n"
+        f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
+    )
+
+
+def not_comparable(leaf: Any, is_state: bool) -> TypeError:
+    """An argument that can be neither an input nor a constant of a program."""
+    return TypeError(
+        f"trace: {'the state' if is_state else 'an argument'} holds {_kind(leaf)}, which is neither a tensor, "
+        f"a number, nor a constant to be compared.\n"
+        f"{_advice(leaf, 'Make it a tensor: torch.as_tensor(...).')}"
+    )
+
+
+def _kind(leaf: Any) -> str:
+    return f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+def _advice(leaf: Any, otherwise: str) -> str:
+    """What to do with an object that is no leaf of a tree, and no tree that PyTorch knows."""
+    name = type(leaf).__name__
+    if isinstance(leaf, Iterator):
+        return "Call next(...) outside of the step, and pass the value in."
+    if isinstance(leaf, nn.Module | torch.optim.Optimizer):
+        return (
+            "Lift the loop that uses it: step, state = zt.lift(loop_step, module, optimizer). Or pass the tensors of a "
+            "module, dict(module.named_parameters()), and call it by torch.func.functional_call."
+        )
+    if dataclasses.is_dataclass(leaf):
+        return f"Register its class, so that its tensors are found: torch.export.register_dataclass({name})."
+    if hasattr(leaf, "__dict__"):
+        return (
+            f"Use a dict, a tuple or a registered dataclass for {name}, so that its tensors are found: "
+            f"torch.export.register_dataclass(cls)."
+        )
+    return otherwise

@@ -1,0 +1,239 @@
+"""Signatures: what a program is made for. Calls with equal signatures share a program.
+
+It is the tree of the arguments and what their leaves are, and the surroundings of the call: PyTorch's modes, the
+values that the step reads besides its arguments, and what an `ExtraInputs` adds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ..ir.ambient import ambient
+from ..ir.graph import Var
+from ..ir.layout import Own
+from .call import BoundCall, StepFunction
+from .errors import not_comparable
+from .reads import ReadValues
+from .trees import leaf_names, none_as_empty, opened
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """A tensor or a number without its value: shape, dtype, stride, device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+
+    @property
+    def type(self) -> str:
+        """The dtype and the shape, as programs print them."""
+        return Var("", self.dtype, self.shape).type
+
+    def empty(self, otherwise: str, requires_grad: bool) -> torch.Tensor:
+        """An uninitialised tensor with these properties. That of a meta leaf is on the device `otherwise`."""
+        device = otherwise if self.device == "meta" else self.device
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return empty.requires_grad_(requires_grad)
+
+    @staticmethod
+    def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Constant:
+        """What a program knows of a leaf.
+
+        With `own` it is that of this rank's part of a leaf that the step itself divides.
+
+        Raises: TypeError for a leaf that can be neither an input nor a constant.
+        """
+        if is_number(leaf):
+            return _INTEGER if isinstance(leaf, Integral) else _FLOAT
+        if not isinstance(leaf, torch.Tensor):
+            return Constant.of(leaf, is_state)
+        # State is stored contiguous, whatever strides the caller's leaf has.
+        shape = torch.Size(own.local_shape) if own else leaf.shape
+        stride = _contiguous_stride(shape) if is_state or own else leaf.stride()
+        return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
+
+
+_INTEGER = Abstract((), torch.int64, (), "cpu")
+_FLOAT = Abstract((), torch.float64, (), "cpu")
+
+
+class Constant(NamedTuple):
+    """A leaf that is neither a tensor nor a number. Its value is fixed in the program, and compared by `==`."""
+
+    kind: type
+    value: Any
+
+    @staticmethod
+    def of(leaf: Any, is_state: bool) -> Constant:
+        """Raises: TypeError for a value that cannot be compared with that of another call."""
+        if not isinstance(leaf, Hashable) or isinstance(leaf, Iterator):
+            raise not_comparable(leaf, is_state)
+        return Constant(type(leaf), leaf)
+
+
+@functools.cache
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python or NumPy, which is an input of the program.
+
+    A bool is not: each of its two values has a program of its own.
+    """
+    return isinstance(leaf, Real) and not isinstance(leaf, bool)
+
+
+def _device(leaf: torch.Tensor) -> str:
+    # A fake cuda tensor aborts the process on a CPU build.
+    return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
+
+
+_has_accelerator = functools.cache(torch.accelerator.is_available)
+
+
+class Leaf(NamedTuple):
+    """What a program is specialised on in a leaf of the arguments."""
+
+    value: Abstract | Constant
+    placements: tuple | None  # the mesh and the placements of a DTensor
+    is_tensor: bool  # a number in the state counts as a tensor: the step returns one for it
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: Any, is_state: bool) -> Leaf:
+        """The signature of a leaf of the state, or of another argument."""
+        if not isinstance(x, torch.Tensor):
+            return Leaf(Abstract.of(x, is_state), None, is_state, False)
+        placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
+        return Leaf(Abstract.of(x, is_state), placements, True, x.requires_grad)
+
+    def any_size(self) -> Leaf:
+        """This leaf without the sizes of its dims."""
+        if isinstance(self.value, Constant):
+            return self
+        sizes = (0,) * len(self.value.shape)
+        return self._replace(value=replace(self.value, shape=sizes, stride=()))
+
+    def change(self, later: Leaf) -> str:
+        """In words, how a later leaf differs from this one."""
+        before, now = self.value, later.value
+        if isinstance(before, Constant) or isinstance(now, Constant):
+            return f"was {_shown(before)} and is {_shown(now)}"
+        if before.type != now.type:
+            return f"was {before.type} and is {now.type}"
+        if self.is_tensor != later.is_tensor:
+            kinds = {True: "a tensor", False: "a number"}
+            return f"was {kinds[self.is_tensor]} and is {kinds[later.is_tensor]}"
+        if self.requires_grad != later.requires_grad:
+            return f"had requires_grad={self.requires_grad} and has {later.requires_grad}"
+        if before.device != now.device:
+            return f"was on {before.device} and is on {now.device}"
+        if before.stride != now.stride:
+            return f"had the strides {before.stride} and has {now.stride}"
+        return f"was laid out {self.placements} and is {later.placements}"
+
+
+def _shown(value: Abstract | Constant) -> str:
+    return repr(value.value) if isinstance(value, Constant) else value.type
+
+
+class Surroundings(NamedTuple):
+    """What a program is specialised on besides its arguments."""
+
+    modes: tuple  # PyTorch's global state (see `ambient`)
+    reads: ReadValues
+    constants: Hashable  # those of an `ExtraInputs`
+
+    @staticmethod
+    def of(function: StepFunction) -> Surroundings:
+        """The present surroundings of a step function."""
+        constants = function.extra.constants() if function.extra is not None else None
+        return Surroundings(tuple(ambient().items()), function.reads.values(), constants)
+
+    def changes(self, later: Surroundings) -> list[str]:
+        """The differences between these and later surroundings, each in words."""
+        changes = []
+        for (name, old), (_, new) in zip(self.modes, later.modes):
+            if old != new:
+                changes.append(f"{name} was {old} and is {new}")
+        if self.constants != later.constants:
+            changes.append("a setting of the module or of an optimizer has changed")
+        if self.reads != later.reads:
+            changes += self.reads.changes(later.reads)
+        return changes
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a program is made for: the only key of programs."""
+
+    tree: pytree.TreeSpec  # of all arguments, the state first
+    names: tuple[str, ...]  # of the last arguments of the batch, which are passed by name
+    leaves: tuple[Leaf, ...]
+    num_state: int  # how many of the leaves belong to the state
+    surroundings: Surroundings
+    parameters: tuple[str, ...] = field(compare=False)  # the names of all arguments
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.tree, self.names, self.leaves, self.surroundings))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    def of(call: BoundCall, function: StepFunction, surroundings: Surroundings | None = None) -> Signature:
+        """The signature of a call of a step function, by default in the present surroundings.
+
+        Raises: TypeError for an argument that can be neither an input nor a constant of a program.
+        """
+        surroundings = surroundings or Surroundings.of(function)
+        leaves, tree = pytree.tree_flatten(call.tree())
+        num_state = tree.children()[0].num_leaves
+        described = tuple(Leaf.of(x, i < num_state) for i, x in enumerate(leaves))
+        return Signature(tree, call.names, described, num_state, surroundings, tuple(call.parameters(function)))
+
+    @property
+    def inputs(self) -> list[int]:
+        """The positions of the leaves that are inputs of the program."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf.value, Abstract)]
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf in messages, such as `state.params.weight`."""
+        arguments = pytree.tree_unflatten([0] * len(self.leaves), self.tree)
+        state, *others = arguments
+        return leaf_names(self.parameters, (none_as_empty(state), *map(opened, others)))[1]
+
+    def any_size(self) -> Signature:
+        """This signature without the sizes of the batch."""
+        state = self.leaves[: self.num_state]
+        others = tuple(leaf.any_size() for leaf in self.leaves[self.num_state :])
+        return replace(self, leaves=(*state, *others))
+
+    def changes(self, later: Signature) -> list[str]:
+        """The differences between this and a later signature, each in words, first those of the arguments."""
+        changes = []
+        if (self.tree, self.names) == (later.tree, later.names):
+            for path, before, now in zip(self.paths, self.leaves, later.leaves):
+                if before != now:
+                    changes.append(f"{path} {before.change(now)}")
+        else:
+            new = [path for path in later.paths if path not in self.paths]
+            lost = [path for path in self.paths if path not in later.paths]
+            changes += [f"{path} is new" for path in new]
+            changes += [f"{path} is missing" for path in lost]
+            if not changes:
+                changes.append(f"the arguments were {self.tree} and are {later.tree}")
+        return changes + self.surroundings.changes(later.surroundings)

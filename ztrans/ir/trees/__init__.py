@@ -1,1 +1,0 @@
-"""Trees: the structure of a state, and the names of its leaves."""
