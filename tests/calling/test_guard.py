@@ -202,6 +202,8 @@ def test_a_compiled_step_knows_its_state_too():
 @pytest.fixture
 def no_collection():
     """Python's garbage collector is off: an object is freed only when nothing refers to it."""
+    import torch._dynamo  # noqa: F401  # its import, which a trace would do, leaves frames in a reference cycle
+
     gc.collect()
     gc.disable()
     yield

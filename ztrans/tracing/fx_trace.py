@@ -131,7 +131,7 @@ def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
     parameters = ", ".join(taken)
     scope: dict[str, Any] = {"run_": run}
     exec(compile(f"def step({parameters}): return run_({parameters})", __file__, "exec"), scope)
-    return scope["step"]
+    return scope.pop("step")  # or the function and its scope would keep the arguments of the step until a collection
 
 
 def _numbered(word: str) -> Iterator[str]:
