@@ -18,7 +18,7 @@ EVERY_AXIS = "*"
 
 _lib = torch.library.Library("ztrans", "FRAGMENT")
 for _name in ("pmean", "psum"):
-    _lib.define(f"{_name}(Tensor x, str axis) -> Tensor")
+    _lib.define(f"{_name}(Tensor x, str axis) -> Tensor", tags=(torch.Tag.flexible_layout,))
     _lib.impl(_name, lambda x, axis: x.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ztrans::{_name}", lambda x, axis: torch.empty_like(x), lib=_lib)
 

@@ -159,13 +159,12 @@ def _settings() -> Iterator[None]:
         stack.enter_context(having(torch.compiler, _is_compiling_flag=True))
         # A region inside of torch.compile is traced as any other code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # The recurrent layers of oneDNN save values for backward only under autograd, and a program runs without it.
-        # When the program runs, PyTorch may still choose oneDNN.
-        stack.enter_context(having(torch.backends.mkldnn, enabled=False))
-        # Distributions check their arguments by default, which reads the values of tensors.
-        stack.enter_context(having(torch.distributions.Distribution, _validate_args=False))
+        stack.enter_context(_without_onednn())
+        stack.enter_context(_without_checks_of_distributions())
         # Where shapes do not fit, this logger would write a traceback besides that of the error.
-        stack.enter_context(having(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True))
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.callback(setattr, logger, "disabled", logger.disabled)
+        logger.disabled = True
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
         stack.enter_context(fx_traceback.preserve_node_meta())
@@ -175,6 +174,27 @@ def _settings() -> Iterator[None]:
         for context in (record_launches(), unrecorded_layouts()):
             stack.enter_context(context)
         yield
+
+
+def _without_onednn() -> contextlib.AbstractContextManager:
+    """Let recurrent layers be traced without oneDNN, which saves values for backward only under autograd.
+
+    A program runs without autograd. When it runs, PyTorch may still choose oneDNN.
+    """
+    onednn = torch.backends.mkldnn
+    return onednn.flags(enabled=False, deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32)
+
+
+@contextlib.contextmanager
+def _without_checks_of_distributions() -> Iterator[None]:
+    """Let distributions not check their arguments, which reads the values of tensors."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
 
 
 @functools.cache
