@@ -47,6 +47,11 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def without_function_modes() -> contextlib.AbstractContextManager:
+    """Hide the functions of PyTorch that are called inside from the caller's modes, which would see and slow them."""
+    return torch._C.DisableTorchFunction()
+
+
 @contextlib.contextmanager
 def having(owner: Any, **values: Any) -> Iterator[None]:
     """Let attributes of `owner` have other values inside. What it inherited before, it inherits afterwards.

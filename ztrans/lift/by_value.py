@@ -3,8 +3,6 @@
 A fused kernel takes a learning rate as a tensor, and all other numbers by value: PyTorch reads such a tensor when it
 calls the kernel. In a trace there is no value to read. So the call is traced with other values, and the tensors are
 then written into its node. An FX graph with such a node can be read and imported, and does not run.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ them directly, and takes about a microsecond less. Many operations have no such 
 another overload for the same arguments: `torch.add(x, 1)` calls `add.Tensor`, not `add.Scalar`. So a function is used
 only where it calls the same operation with the same arguments. This is tried once for each kind of arguments, and
 stops before anything is computed.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.ambient import without_autocast
+from ..ir.ambient import without_autocast, without_function_modes
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
 from ..ir.source import Source, where
@@ -42,8 +40,7 @@ class Executable:
         return self.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        # Generated code calls functions such as torch.mm, which modes of the caller would see and slow down.
-        with torch.no_grad(), without_autocast(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_autocast(), without_function_modes():
             try:
                 outputs = self.program.forward(*inputs)
             except Exception as error:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -133,7 +134,8 @@ class Annotate(TorchDispatchMode):
         Raises: ValueError for any other tensor.
         """
         mode: Any = get_proxy_mode()
-        value = read_constant(op, args, mode.tracer)
+        with _disable_current_modes():
+            value = read_constant(op, args, mode.tracer)
         if value is None:
             raise errors.reads_value(op, False, line, self.step)
         return value

@@ -4,8 +4,6 @@
 
 reads an element, which a traced tensor does not have. If the step computes both masks from their sizes alone, the
 operations that compute them run again, on real tensors.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.graph import is_random
 from ..ir.operations import is_written
@@ -33,16 +30,14 @@ _LARGEST = 1 << 20  # elements of a tensor that is computed again
 def read_constant(op: Any, args: Sequence[Any], tracer: Any) -> Any:
     """What `op`, one of `READS`, reads from tensors that the nodes of a trace so far have computed.
 
-    None if the tensors depend on an argument of the step or on random numbers.
+    None if the tensors depend on an argument of the step or on random numbers. No mode of PyTorch may be active.
     """
-    wanted = [get_proxy_slot(x, tracer, None) for x in tensors_in(args)]
-    with _disable_current_modes():
-        values = _values(tracer)
-        nodes = [slot.proxy.node for slot in wanted if slot is not None]
-        if len(nodes) < len(wanted) or any(node not in values for node in nodes):
-            return None
-        tensors = iter(nodes)
-        return op(*(values[next(tensors)] if isinstance(x, torch.Tensor) else x for x in args))
+    nodes = [get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node) for x in tensors_in(args)]
+    values = _values(tracer)
+    if any(node not in values for node in nodes):
+        return None
+    tensors = map(values.__getitem__, nodes)
+    return op(*(next(tensors) if isinstance(x, torch.Tensor) else x for x in args))
 
 
 def _values(tracer: Any) -> dict[fx.Node, Any]:

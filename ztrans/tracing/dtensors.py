@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops
-from ..ir.ambient import having
+from ..ir.ambient import having, without_function_modes
 from ..ir.layout import Own
 from .errors import TraceError, TraceTypeError
 
@@ -55,7 +55,7 @@ def unrecorded_layouts() -> Iterator[None]:
             return shapes(schema)
 
     def hidden_slice(mesh: DeviceMesh, names: Any) -> DeviceMesh:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), without_function_modes():
             return sliced(mesh, names)
 
     without_shapes = having(propagator, _propagate_tensor_meta_non_cached=hidden_shapes)
