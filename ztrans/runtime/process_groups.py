@@ -4,8 +4,6 @@ Gathers and reductions have a group each, so neither queues behind the other. On
 `meeting`). All have the time-out of the user's group. Only torch's registry owns the groups, so
 `destroy_process_group` ends them together with those of the mesh. When a step fails on one rank, that rank closes its
 groups: the other ranks lose their connections to it, and stop waiting at once.
-
-Private torch APIs live here; checked on torch 2.13.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def read_constant(op: Any, args: Sequence[Any], tracer: Any) -> Any:
     values = _values(tracer)
     if any(node not in values for node in nodes):
         return None
-    tensors = map(values.__getitem__, nodes)
+    tensors = (values[node] for node in nodes if node is not None)
     return op(*(next(tensors) if isinstance(x, torch.Tensor) else x for x in args))
 
 
