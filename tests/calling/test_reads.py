@@ -358,6 +358,23 @@ def test_methods_that_code_calls_without_their_names_are_followed(read):
     assert programs(step, lambda: table.entries.update(rate=table["rate"] + 1)) == 3
 
 
+class Schedule:
+    warm_up = 1.0
+
+    @classmethod
+    def rate(cls):
+        return cls.warm_up
+
+    @staticmethod
+    def scaled(x):
+        return x * RATE
+
+
+def test_class_methods_and_static_methods_are_followed(restored):
+    reads = Reads(lambda state, x: (state, Schedule.scaled(x) * Schedule.rate()))
+    assert {"Schedule.warm_up", "RATE"} <= set(reads.values().names)
+
+
 def test_slices_ranges_and_numbers_of_numpy_are_read():
     space = types.SimpleNamespace(rows=slice(0, 1), steps=range(2), flag=np.bool_(False))
     reads = Reads(lambda state, x: (state, x[space.rows] * len(space.steps) if space.flag else x))
@@ -432,6 +449,8 @@ def test_what_is_read_in_other_ways_is_fixed(read):
     space.taps[0] = 2.0
     library.step = 2.0
     assert torch.equal(run(torch.zeros(1), X)[1], first) and len(run._cache) == 1
+    run.retrace()
+    assert not torch.equal(run(torch.zeros(1), X)[1], first)
 
 
 def test_a_hook_that_is_added_later_is_not_in_the_program():

@@ -31,38 +31,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.source import Source, is_library, is_user_code
 
-LONGEST = (
-    100  # the entries of a container that is read, together with those of the containers in it
-)
-_ABSENT = object()  # the value of a variable or an attribute that does not exist
-_CONTAINERS = (list, tuple, set, frozenset, dict)
-_TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_EXACT = frozenset(
-    [int, float, complex, bool, str, bytes, type(None), types.CodeType, *_TYPES_OF_TORCH]
-)
-_SCALARS = (
-    numbers.Number,
-    str,
-    bytes,
-    enum.Enum,
-    numpy.generic,
-    range,
-    types.BuiltinFunctionType,
-    type,
-)
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_OF_OPTIMIZERS = frozenset(  # and of schedulers: inputs of a lifted step
-    ["defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr"]
-)
-_NOT_CALLED = (
-    "__new__",
-    "__init_subclass__",
-    "__repr__",
-    "__str__",
-)  # in a step, of objects before it
-_DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
+# The most entries of a container that is read, together with those of the containers in it.
+LONGEST = 100
+
 _LONGEST_TEXT = 80  # characters of a value in a message
+_ABSENT = object()  # the value of a variable or an attribute that does not exist
+
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
+_CONSTANT_TYPES = frozenset([*_OF_PYTHON, *_OF_TORCH])
+_NUMBERS = (numbers.Number, numpy.bool_)
+_CONSTANTS = (*_NUMBERS, str, bytes, enum.Enum, range, type, types.BuiltinFunctionType)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# A lifted step takes these attributes of optimizers and schedulers as inputs.
+_INPUTS = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr")
+# A step does not call these methods of an object that existed before it.
+_NOT_CALLED = ("__new__", "__init_subclass__", "__repr__", "__str__")
+_DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
 
 
 class Place(NamedTuple):
@@ -106,12 +94,11 @@ class Reads:
     """The places that a step reads, and what was there last.
 
     The places are found once, and again only if a function or an object is replaced by another one, or if an object
-    gets or loses an attribute. `attributes` are all that the code names, with its lines.
+    gets or loses an attribute. `attributes` has all attributes that the code names, with its lines.
     """
 
-    def __init__(self, *roots: Any) -> None:
-        """Find the places that the code of a step reads, and of modules that it reaches without naming them."""
-        self._roots = list(map(_root, roots))
+    def __init__(self, fn: Callable) -> None:
+        self._fn = _reference(fn)
         self._values = ReadValues((), (), ())
         self._find()
 
@@ -119,9 +106,8 @@ class Reads:
         """The present values: the same object as last time if they are equal."""
         present = [read() for read in self._readers]
         changed = self._changed(present)
-        if list(map(len, self._namespaces)) != self._sizes or any(
-            map(_leads_further, changed.values())
-        ):
+        has_grown = list(map(len, self._namespaces)) != self._sizes
+        if has_grown or any(map(_leads_further, changed.values())):
             self._find()
         elif changed:
             constants = list(self._values.values)
@@ -133,13 +119,14 @@ class Reads:
 
     def _find(self) -> None:
         search = _Search()
-        for reference in self._roots:
-            root = reference()
-            search.visit(root, getattr(root, "__name__", "the step"))
+        fn = self._fn()
+        search.visit(fn, getattr(fn, "__name__", "the step"))
         search.follow_attributes()
+        places = search.places.values()
         self.attributes = search.attributes
-        self._places = tuple(search.places.values())
-        self._readers = [place.read for place in self._places]
+        self._readers = [place.read for place in places]
+        self._names = tuple(place.name for place in places)
+        self._sources = tuple(place.source for place in places)
         self._namespaces = search.namespaces
         self._sizes = list(map(len, self._namespaces))
         self._present: list[Any] = [None] * len(self._readers)
@@ -155,8 +142,7 @@ class Reads:
             self._entries[k] = _entries(value)
 
     def _set(self, constants: list) -> None:
-        names = tuple(place.name for place in self._places)
-        values = ReadValues(names, tuple(constants), tuple(place.source for place in self._places))
+        values = ReadValues(self._names, tuple(constants), self._sources)
         if values != self._values:
             self._values = values
 
@@ -173,14 +159,12 @@ class Reads:
         return changed
 
 
-def _root(value: Any) -> Callable[[], Any]:
-    """A function that returns a value; None if the value is a method of an object that is gone.
+def _reference(fn: Callable) -> Callable[[], Callable | None]:
+    """A function that returns `fn`; it returns None if `fn` was a method of an object that is gone.
 
     A program keeps what its step reads, and must not keep the object alive whose method the step is.
     """
-    if isinstance(value, types.MethodType):
-        return weakref.WeakMethod(value)
-    return lambda: value
+    return weakref.WeakMethod(fn) if isinstance(fn, types.MethodType) else lambda: fn
 
 
 def _same(first: Sequence, second: Sequence) -> bool:
@@ -204,7 +188,7 @@ def _entries(container: Any) -> list:
 def _constant(value: Any) -> Any:
     """What a program is specialised on in a value: its type if the value is no constant."""
     kind = type(value)
-    if kind in _EXACT:
+    if kind in _CONSTANT_TYPES:
         return kind, value
     if isinstance(value, torch.Tensor):
         return torch.Tensor
@@ -212,7 +196,7 @@ def _constant(value: Any) -> Any:
         return (kind, _constants(value)) if _entries(value) or not value else kind
     if isinstance(value, slice):
         return kind, (value.start, value.stop, value.step)
-    if isinstance(value, _SCALARS) and kind.__hash__ is not None:
+    if isinstance(value, _CONSTANTS) and kind.__hash__ is not None:
         return kind, value
     return kind
 
@@ -228,7 +212,7 @@ def _leads_further(value: Any) -> bool:
     """Whether other places may be reached from a value: from a function, or an object with attributes."""
     if isinstance(value, _CONTAINERS):
         return any(map(_leads_further, _entries(value)))
-    return type(value) not in _EXACT and not isinstance(value, (*_SCALARS, torch.Tensor))
+    return type(value) not in _CONSTANT_TYPES and not isinstance(value, (*_CONSTANTS, torch.Tensor))
 
 
 def _shown(constant: Any) -> str:
@@ -252,18 +236,21 @@ class _Search:
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, str], Place] = {}  # by the id of the owner, and the name there
-        self.namespaces: list[
-            Any
-        ] = []  # the attributes of objects, among which new places may appear
-        self.attributes: dict[
-            str, Source
-        ] = {}  # the attributes that the code names, of whatever object
-        self._owners: list[tuple[str, Any]] = []  # the objects whose named attributes are places
+        # The dicts of objects, in which attributes may appear.
+        self.namespaces: list[Any] = []
+        # The attributes that the code names, of any object.
+        self.attributes: dict[str, Source] = {}
+        # The objects whose attributes are places if the code names them.
+        self._owners: list[tuple[str, Any]] = []
         self._seen: dict[int, Any] = {}
 
     def visit(self, value: Any, name: str) -> None:
         """Follow a value: a function to the names in its code, an object to its methods."""
-        if id(value) in self._seen or type(value) in _EXACT or isinstance(value, torch.Tensor):
+        if (
+            id(value) in self._seen
+            or type(value) in _CONSTANT_TYPES
+            or isinstance(value, torch.Tensor)
+        ):
             return
         self._seen[id(value)] = value
         if isinstance(value, types.FunctionType):
@@ -277,6 +264,8 @@ class _Search:
             self._place(value, "keywords", f"the keywords of {name}", lambda: value.keywords)
         elif isinstance(value, property):
             self.visit(value.fget, name)
+        elif isinstance(value, classmethod | staticmethod):
+            self.visit(value.__func__, name)
         elif isinstance(value, dict):
             for key, entry in value.items() if _entries(value) else ():
                 self.visit(entry, f"{name}[{key!r}]")
@@ -359,7 +348,7 @@ class _Search:
             self._place(m._modules, child, f"{name}.{child}", read)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
-        elsewhere = _OF_OPTIMIZERS if isinstance(owner, Optimizer | LRScheduler) else ()
+        elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
         for attribute in list(getattr(owner, "__dict__", ())):
             if attribute in self.attributes and attribute not in elsewhere:
                 self._attribute(owner, attribute, name)
