@@ -262,16 +262,8 @@ class _Search:
             self.visit(value.func, name)
             self._place(value, "args", f"the arguments of {name}", lambda: value.args)
             self._place(value, "keywords", f"the keywords of {name}", lambda: value.keywords)
-        elif isinstance(value, property):
-            self.visit(value.fget, name)
-        elif isinstance(value, classmethod | staticmethod):
-            self.visit(value.__func__, name)
-        elif isinstance(value, dict):
-            for key, entry in value.items() if _entries(value) else ():
-                self.visit(entry, f"{name}[{key!r}]")
         elif isinstance(value, _CONTAINERS):
-            for k, entry in enumerate(value if _entries(value) else ()):
-                self.visit(entry, f"{name}[{k}]")
+            self._container(value, name)
         else:
             self._object(value, name)
 
@@ -296,6 +288,12 @@ class _Search:
         if (id(owner), key) not in self.places:
             self.places[id(owner), key] = Place(name, source, read)
             self.visit(read(), name)
+
+    def _container(self, container: Any, name: str) -> None:
+        if _entries(container):
+            is_dict = isinstance(container, dict)
+            for key, entry in container.items() if is_dict else enumerate(container):
+                self.visit(entry, f"{name}[{key!r}]")
 
     def _function(self, f: types.FunctionType) -> None:
         code = f.__code__
@@ -328,8 +326,8 @@ class _Search:
             self._module(value, name)
         elif is_user_code(kind) or isinstance(value, _NAMESPACES):
             self.namespaces.append(getattr(value, "__dict__", ()))
-        else:  # an object of a library, such as a function with a cache, may wrap a user's function
-            self.visit(inspect.getattr_static(value, "__wrapped__", None), name)
+        else:
+            self.visit(_function_in(value), name)
             return
         self._owners.append((name, value))
         for base in _user_bases(value):
@@ -408,6 +406,15 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned to the variable yet
         return _ABSENT
+
+
+def _function_in(value: Any) -> Any:
+    """The function in an object of a library: in a property, a class method, a function with a cache."""
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, classmethod | staticmethod):
+        return value.__func__
+    return inspect.getattr_static(value, "__wrapped__", None)
 
 
 def _user_bases(owner: Any) -> list[type]:
