@@ -295,6 +295,23 @@ def test_an_attribute_that_appears_is_read():
     assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
 
 
+def test_attributes_of_functions_are_read():
+    def loss(x):
+        return x * loss.scale
+
+    loss.scale = 1.0
+    step = lambda state, x: (state, loss(x))
+    assert programs(step, lambda: setattr(loss, "scale", loss.scale + 1)) == 3
+
+
+def test_whether_an_object_has_an_attribute_is_read():
+    space = types.SimpleNamespace()
+    run = zt.Step.of(lambda state, x: (state, x * 2 if hasattr(space, "double") else x))
+    assert torch.equal(run(torch.zeros(1), X)[1], X)
+    space.double = True
+    assert torch.equal(run(torch.zeros(1), X)[1], X * 2)
+
+
 def test_modules_are_read_whoever_wrote_them():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LeakyReLU())
     reads = Reads(lambda state, x: (state, model(x)))

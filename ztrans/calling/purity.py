@@ -60,12 +60,7 @@ def trace_without_side_effects(
     after = reads.values()
     drawn = [name for name, state in _generator_states().items() if state != states[name]]
     if _TORCH in drawn:
-        lines = [reads.attributes[name].where for name in _SEEDING if name in reads.attributes]
-        raise ImpureStepError(
-            f"trace: {step_name} seeds {_TORCH} or sets its state, and its program will not do so.\n"
-            f"  at {', '.join(lines) or 'an unknown line'}\n"
-            f"Seed it outside of the step, with another seed on each rank."
-        )
+        raise _seeds(reads, step_name)
     if after == before and not drawn:
         return first, after
     second = record()
@@ -84,6 +79,15 @@ def trace_without_side_effects(
             f"{_DRAW if draws else _KEEP}"
         )
     return second, after
+
+
+def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
+    lines = [reads.attributes[name].where for name in _SEEDING if name in reads.attributes]
+    return ImpureStepError(
+        f"trace: {step_name} seeds {_TORCH} or sets its state, and its program will not do so.\n"
+        f"  at {', '.join(lines) or 'an unknown line'}\n"
+        f"Seed it outside of the step, with another seed on each rank."
+    )
 
 
 def first_difference(first: Graph, second: Graph) -> str:

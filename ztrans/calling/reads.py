@@ -50,6 +50,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _INPUTS = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr")
 # A step does not call these methods of an object that existed before it.
 _NOT_CALLED = ("__new__", "__init_subclass__", "__repr__", "__str__")
+_BY_NAME = frozenset({"getattr", "hasattr"})  # getattr(args, "rate", 0.5)
 _DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
 
 
@@ -306,6 +307,8 @@ class _Search:
                     self.visit(function, variable)
             self.visit(getattr(f, "__wrapped__", None), f.__name__)
             return
+        self.namespaces.append(vars(f))
+        self._owners.append((f.__name__, f))
         for attribute, kind in _DEFAULTS.items():
             if getattr(f, attribute):
                 read = functools.partial(getattr, f, attribute)
@@ -384,14 +387,13 @@ class _Names:
                 source = Source(code.co_filename, line or code.co_firstlineno, code.co_qualname)
                 if action != "LOAD" or instruction.argval not in names:
                     names[instruction.argval] = source
-        if "getattr" in self.globals:  # getattr(args, "rate", 0.5)
-            here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
-            for text in code.co_consts:
-                if isinstance(text, str) and text.isidentifier():
-                    self.attributes.setdefault(text, here)
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):  # an inner function or a comprehension
-                self._add(inner)
+        takes_names = not _BY_NAME.isdisjoint(self.globals)
+        here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):  # an inner function or a comprehension
+                self._add(constant)
+            elif takes_names and isinstance(constant, str):
+                self.attributes.setdefault(constant, here)
 
     def _of_kind(self, kind: str) -> dict[str, Source] | None:
         if kind in ("ATTR", "METHOD", "SUPER_ATTR"):
