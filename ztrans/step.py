@@ -240,7 +240,7 @@ class Step(Generic[P, R]):
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
             except OtherProgramError as error:  # for instance for a last, smaller batch
-                warn(f"{error}\nThis program is planned anew.", user_source())
+                warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)
 
     def planned(self, plan: Plan) -> Step[P, R]:

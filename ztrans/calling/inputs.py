@@ -110,7 +110,7 @@ def check_surroundings(name: str, made_for: Signature, now: Surroundings) -> Non
         lines = "".join(f"  * {change}\n" for change in changes[:4])
         raise TypeError(
             f"{name}: what the step reads besides its arguments has changed since it was traced:\n{lines}"
-            f"Lower it again, or call the step itself, which is then traced anew."
+            f"Lower it again, or call the step itself, which is then traced again."
         )
 
 
