@@ -116,9 +116,9 @@ class Compiled(Printed):
         if inputs is not None:
             return self.run_again(call, inputs)
         check_surroundings(self.lowered.graph.name, program.signature, surroundings)
-        return self.run(call, surroundings)
+        return self.run(call)
 
-    def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
+    def run(self, call: BoundCall) -> tuple[Any, Any]:
         """Run the program on a call whose surroundings it was compiled for."""
         n = self.lowered.graph.num_state
         inputs = self._inputs(call)
@@ -129,7 +129,7 @@ class Compiled(Printed):
                 outputs[i] = old
         program = self.lowered.program
         state, output = pytree.tree_unflatten(outputs, program.returned(self.graph.added))
-        self.bound.guard = Guard(call._replace(state=state), surroundings)
+        self.bound.guard = Guard(call._replace(state=state), program.signature.surroundings)
         return state, output
 
     def run_again(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:

@@ -278,9 +278,11 @@ class Step(Generic[P, R]):
         if match is not None:
             compiled, inputs = match
             return cast("R", compiled.run_again(call, inputs))
-        if self._cache.get(Signature.of(call, self._function, surroundings)) is None:
+        of_signature = self._cache.get(Signature.of(call, self._function, surroundings))
+        if of_signature is None:
             call = call._replace(state=completed(self.fn, call.state, self.shard))
-        return cast("R", self._compiled(call, surroundings).run(call, surroundings))
+            of_signature = self._compiled(call, surroundings)
+        return cast("R", of_signature.run(call))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:

@@ -279,3 +279,62 @@ def test_overlaps():
     assert all(known.overlaps(memory[start : start + length]) for start, length in inside)
     assert not any(known.overlaps(memory[start : start + length]) for start, length in outside)
     assert known.overlaps(memory[0:10:5].as_strided((2,), (3,), 0)) and known.overlaps(memory[::9])
+
+
+ARGUMENTS = {
+    "another size": torch.ones(2, 3),
+    "another dtype": X.double(),
+    "other strides": torch.arange(12.0).view(3, 4).t(),
+    "that requires a gradient": X.clone().requires_grad_(),
+    "a container": [X],
+    "a number": 1.0,
+    "a set, which no step takes": {1},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_another_argument_is_noticed(run, argument):
+    own, state = run
+    assert recognised(own, state, X + 1) is not None
+    assert recognised(own, state, argument) is None
+    assert recognised(own, state) is not None
+
+
+def test_constants_of_a_batch_are_compared():
+    own = zt.Step.of(lambda state, x, mode, none: (state + 1, x.sum() * len(mode)))
+    state, _ = own(torch.zeros(3), X, "fast", None)
+    assert recognised(own, state, X, "fast", None) is not None
+    assert recognised(own, state, X, "exact", None) is None
+    assert recognised(own, state, X, "fast", 0) is None
+
+
+def test_other_surroundings_are_noticed():
+    rate = 0.5
+    own = zt.Step.of(lambda state, x: (state + rate, x.sum()))
+    state, _ = own(torch.zeros(3), X)
+    assert recognised(own, state) is not None
+    rate = 0.25
+    assert recognised(own, state) is None
+    state, _ = own(state, X)
+    assert torch.equal(state, torch.full((3,), 0.75)) and recognised(own, state) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert recognised(own, state) is None
+
+
+def test_every_program_of_a_step_recognises_its_state(run):
+    own, state = run
+    state, _ = own(state, torch.ones(1, 3))
+    assert recognised(own, state, torch.ones(1, 3)) is not None and recognised(own, state) is not None
+    for x in (X, torch.ones(1, 3), X):
+        returned, _ = own(state, x)
+        assert returned is state
+
+
+def test_a_compiled_step_is_frozen_and_its_runs_change_the_bound_program():
+    compiled = zt.Step.of(step).lower(fresh(), X).compile()
+    with pytest.raises(AttributeError):
+        compiled.bound = None
+    assert compiled.bound.runnable is None and compiled.bound.guard is None
+    compiled(fresh(), X)
+    assert compiled.bound.runnable is not None and compiled.bound.guard is not None
