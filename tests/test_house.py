@@ -49,7 +49,7 @@ DOORS = {
 ROOMS = {
     *("tracing.fx_trace", "tracing.annotate", "tracing.gradient_marks", "tracing.c10d"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
-    *("lift.lifted_step", "lift.swapped", "lift.scaler"),
+    "lift.scaler",
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.leaves"),
     *("calling.guard", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),

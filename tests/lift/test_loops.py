@@ -65,7 +65,10 @@ def test_a_scaler_skips_steps_and_changes_its_scale(make_optimizer, unscale):
         state, _ = run(state, *batch, torch.tensor(factor))
         assert state["scaler"]["scale"] == scaler._scale and state["scaler"]["growth"] == scaler._growth_tracker
     zt.restore(lifted, lifted_optimizer, run.unshard(state), scaler=lifted_scaler)
-    assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
+    mine, theirs = everything(lifted, lifted_optimizer), everything(model, optimizer)
+    assert distance(mine, theirs) <= 1e-6
+    if optimizer.param_groups[0]["fused"]:
+        assert differing(mine, theirs) == []
     assert lifted_scaler.state_dict() == scaler.state_dict() and scaler.get_scale() != 1024
     assert len(run._cache) == 1 and "_maybe_opt_step" not in vars(lifted_scaler)
 
@@ -113,7 +116,7 @@ def test_a_scaler_that_is_not_given_to_lift_is_refused():
 def hooked():
     """A model with hooks of every kind, its optimizer, and the body of their loop."""
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     model[1].register_forward_hook(lambda module, args, output: output + 0.1)
     model[3].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.7,))
@@ -169,11 +172,11 @@ def test_a_choice_of_an_own_optimizer_is_noticed(change):
 # ---- parameters that are trained later
 
 
-def frozen(given, make_optimizer=torch.optim.AdamW):
+def frozen(given):
     """A model whose first layer is frozen, and an optimizer that has all its parameters, or the others only."""
     model = make_model()
     model[0].requires_grad_(False)
-    optimizer = make_optimizer([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01, fused=True)
     return model, optimizer, loop(model, optimizer)
 
 
@@ -183,11 +186,10 @@ def unfreeze(given, model, optimizer):
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
 
 
-@pytest.mark.parametrize("make_optimizer, count", [(torch.optim.AdamW, "step"), (optimizers.Counting, "count")])
 @pytest.mark.parametrize("given", ["all", "trained"])
-def test_a_layer_is_unfrozen_between_two_steps(given, make_optimizer, count):
+def test_a_layer_is_unfrozen_between_two_steps(given):
     """Its optimizer state begins there, as in the untouched loop. If it is frozen again, its state stays."""
-    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = (frozen(given, make_optimizer) for _ in range(2))
+    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = frozen(given), frozen(given)
     step, state = zt.lift(loop_step, lifted, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
@@ -201,9 +203,23 @@ def test_a_layer_is_unfrozen_between_two_steps(given, make_optimizer, count):
         assert torch.equal(got, wanted), k
         for parameter in (*model.parameters(), *lifted.parameters()):
             parameter.grad = None
-    assert len(run._cache) == 3 and state["optimizer"]["0.weight"][count] == 2
+    assert len(run._cache) == 3 and state["optimizer"]["0.weight"]["step"] == 2
     zt.restore(lifted, lifted_optimizer, run.unshard(state))
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
+
+
+def test_a_layer_that_is_unfrozen_for_an_optimizer_from_outside_of_pytorch_is_refused():
+    """Its state before the first step is not known."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = optimizers.Counting([*model.parameters()])
+    loop(model, optimizer)(*data()[0])
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    run = zt.Step(step)
+    state, _ = run(run.shard(state), *data()[0])
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"Counting makes its state in its first step, 'count', 'm', 'v' for 0\.weight"):
+        run(state, *data()[0])
 
 
 class Scaling(torch.nn.Module):

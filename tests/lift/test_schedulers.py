@@ -72,7 +72,9 @@ PAIRS = [(s, o) for s in SCHEDULERS for o in ("sgd_fused", "adamw_fused")] + [
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler, optimizer", PAIRS)
 def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
-    """The bits of the untouched loop, with one program. To restore the module changes no rate."""
+    """The numbers of the untouched loop, its bits with a fused optimizer, with one program. To restore the module
+    changes no rate."""
+    is_exact = optimizer.endswith("_fused")
     plain, lifted = (Scheduled(OPTIMIZERS[optimizer], SCHEDULERS[scheduler]) for _ in range(2))
     step, state = zt.lift(lifted.loop_step, lifted.model, lifted.optimizer)
     run = zt.Step(step)
@@ -80,13 +82,14 @@ def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
     for k, batch in enumerate(data()):
         wanted = plain.loop_step(*batch).detach()
         state, got = run(state, *batch)
-        assert torch.equal(got, wanted), k
+        assert torch.equal(got, wanted) or (not is_exact and distance(got, wanted) <= 1e-6), k
         plain.advance(wanted), lifted.advance(got)
         if k == 7:
             zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
     zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
     mine, theirs = everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)
-    assert [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))] == []
+    differ = [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+    assert differ == [] or (not is_exact and distance(mine, theirs) <= 1e-6)
     assert len(run._cache) == 1
 
 
@@ -118,7 +121,7 @@ def test_every_rank_reads_its_scheduler(scheduler, optimizer, stage):
         lifted.advance(outputs[0])
     zt.restore(lifted.model, lifted.optimizer, state)
     mine, theirs = everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)
-    assert distance(mine, theirs) <= 1e-10
+    assert distance(mine, theirs) <= (1e-7 if optimizer == "tensor_lr" else 1e-10)  # a rate in fp32
 
 
 @pytest.mark.slow
@@ -127,8 +130,8 @@ def test_every_rank_reads_its_scheduler(scheduler, optimizer, stage):
     [("weight_decay", [0.1, 0.2, 0.3]), ("eps", [1e-8, 1e-6, 1e-4]), ("betas", [(0.9, 0.99), (0.8, 0.99), (0.8, 0.9)])],
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
-def test_a_number_that_changes_becomes_an_input(optimizer, key, values):
-    """So it costs one more trace. A term that is left out at zero has a program of its own."""
+def test_a_float_of_a_group_is_an_input(optimizer, key, values):
+    """A term that is left out at zero has a program of its own."""
     plain, (lifted, run, state) = (
         Scheduled(OPTIMIZERS[optimizer], SCHEDULERS["constant"]),
         lifted_with("constant", optimizer),
@@ -139,12 +142,12 @@ def test_a_number_that_changes_becomes_an_input(optimizer, key, values):
             optimizer_.param_groups[0][key] = values[k % len(values)]
         wanted = plain.loop_step(*batch).detach()
         state, got = run(state, *batch)
-        assert torch.equal(got, wanted), k
-    assert len(run._cache) == 2
+        assert torch.equal(got, wanted) or (optimizer == "adamw" and distance(got, wanted) <= 1e-6), k
+    assert len(run._cache) == 1
     if key == "weight_decay":
         lifted.optimizer.param_groups[0][key] = 0.0
         run(state, *batch)
-        assert len(run._cache) == 3
+        assert len(run._cache) == 2
 
 
 def test_a_compiled_step_reads_rates_and_refuses_other_changes():
@@ -154,7 +157,7 @@ def test_a_compiled_step_reads_rates_and_refuses_other_changes():
     before = {k: p.clone() for k, p in state["params"].items()}
     state, _ = compiled(state, *batch)
     assert all(torch.equal(p, before[k]) for k, p in state["params"].items())
-    lifted.optimizer.param_groups[0]["weight_decay"] = 0.5
+    lifted.optimizer.param_groups[0]["weight_decay"] = 0.0
     with pytest.raises(TypeError, match="a setting of the module or of an optimizer has changed"):
         compiled(state, *batch)
 
@@ -162,11 +165,9 @@ def test_a_compiled_step_reads_rates_and_refuses_other_changes():
 def test_the_program_names_the_inputs_of_groups():
     _, run, state = lifted_with("one_cycle", "adamw_fused")
     graph = run.trace(state, *data(1)[0]).graph
-    assert [v.name for v in graph.inputs][-3:] == [
-        "param_groups.0.lr",
-        "param_groups.0.betas.0",
-        "param_groups.0.betas.1",
-    ]
+    names = [v.name for v in graph.inputs if v.name.startswith("param_groups.")]
+    keys = ["lr", "betas.0", "betas.1", "eps", "weight_decay", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"]
+    assert names == [f"param_groups.0.{key}" for key in keys]
     assert "beta1=param_groups.0.betas.0" in str(graph)
 
 
@@ -204,57 +205,48 @@ class InPlace(Halves):
         self._last_lr = rates
 
 
-READS = {
-    "exponential": lambda o: schedulers.ExponentialLR(o, 0.5),
-    "step": lambda o: schedulers.StepLR(o, 2),
-    "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=0.5),
-    "sequential": SCHEDULERS["sequential"],
-    "chained": SCHEDULERS["chained"],
-    "own": Halves,
-    "own, in place": InPlace,
+USES = {
+    "last rate": (lambda s: s.get_last_lr(), r"ExponentialLR \(get_last_lr\)"),
+    "epoch": (lambda s: s.last_epoch, r"ExponentialLR \(last_epoch\)"),
+    "state": (lambda s: s.state_dict(), r"ExponentialLR \(state_dict\)"),
+    "attributes": (vars, r"ExponentialLR \(__dict__\)"),
+    "step": (lambda s: s.step(), r"ExponentialLR \(step\)"),
 }
 
 
-@pytest.mark.parametrize("scheduler", READS)
-def test_what_a_loop_reads_from_a_scheduler_is_of_the_call(scheduler):
-    """The last rates and the epoch become inputs when they have changed, which costs one more trace."""
-
-    def reading(scheduled):
-        def loop_step(x, y):
-            loss, (rate,) = scheduled.loop_step(x, y), scheduled.scheduler.get_last_lr()
-            epoch = scheduled.scheduler.state_dict().get("last_epoch", 0) + getattr(scheduled.scheduler, "last_epoch", 0)
-            return {"loss": loss.detach(), "rate": rate, "scaled": loss.detach() * rate, "epoch": epoch}
-
-        return loop_step
-
-    plain, lifted = (Scheduled(OPTIMIZERS["sgd"], READS[scheduler], lambda: make_model().double()) for _ in range(2))
-    step, state = zt.lift(reading(lifted), lifted.model, lifted.optimizer)
-    run, untouched = zt.Step(step), reading(plain)
-    for k, batch in enumerate(data(5)):
-        batch = [x.double() for x in batch]
-        wanted = untouched(*batch)
-        state, got = run(state, *batch)
-        for key in wanted:
-            assert float(got[key]) == float(wanted[key]), (k, key)
-        plain.advance(wanted["loss"]), lifted.advance(got["loss"])
-    assert len(run._cache) <= 4
-
-
-def test_a_scheduler_that_a_loop_steps_stays_as_it_was():
-    """Also if its step leaves the rate as it is."""
-    lifted, _, _ = lifted_with("step", "sgd")
-    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), lifted.scheduler.step())[0], lifted.model, lifted.optimizer)
+@pytest.mark.parametrize("use, message", USES.values(), ids=USES)
+def test_a_scheduler_in_the_loop_is_refused(use, message):
+    """Whatever the loop reads there would be a constant of its program. The scheduler stays as it was."""
+    lifted, _, _ = lifted_with("exponential", "sgd")
+    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), use(lifted.scheduler))[0], lifted.model, lifted.optimizer)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"steps a scheduler, StepLR, or changes its '_step_count', which would happen"):
+        with pytest.raises(ValueError, match=message + r"(?s:.)*test_schedulers.py:\d+(?s:.)*param_groups\[0\]\['lr'\]"):
             zt.Step(step).trace(state, *data(1)[0])
     assert (lifted.scheduler.last_epoch, lifted.scheduler._step_count) == (0, 1)
 
 
-def test_another_scheduler_is_noticed():
+def test_a_scheduler_of_the_user_is_refused_too():
+    class Halves(schedulers.LRScheduler):
+        def get_lr(self):
+            return [group["lr"] / 2 for group in self.optimizer.param_groups]
+
+    lifted = Scheduled(OPTIMIZERS["sgd"], Halves)
+    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), lifted.scheduler.step())[0], lifted.model, lifted.optimizer)
+    with pytest.raises(ValueError, match=r"uses a scheduler, Halves \(step\)"):
+        zt.Step(step).trace(state, *data(1)[0])
+
+
+def test_a_loop_reads_the_rate_of_the_call_in_the_group():
     lifted, _, _ = lifted_with("exponential", "sgd")
-    step, state = zt.lift(lambda x, y: (lifted.loop_step(x, y), lifted.scheduler.get_last_lr()[0]), lifted.model, lifted.optimizer)
-    run, batch = zt.Step(step), data(1)[0]
-    state, _ = run(state, *batch)
-    lifted.scheduler = SCHEDULERS["constant"](lifted.optimizer)
-    lifted.optimizer.param_groups[0]["lr"] = 0.3
-    assert float(run(state, *batch)[1][1]) == lifted.scheduler.get_last_lr()[0] == 0.05
+
+    def loop_step(x, y):
+        return lifted.loop_step(x, y), lifted.optimizer.param_groups[0]["lr"] * 10
+
+    step, state = zt.lift(loop_step, lifted.model, lifted.optimizer)
+    run = zt.Step(step)
+    for batch in data(3):
+        wanted = lifted.optimizer.param_groups[0]["lr"] * 10
+        state, (_, rate) = run(state, *batch)
+        assert float(rate) == wanted
+        lifted.scheduler.step()
+    assert len(run._cache) == 1

@@ -19,9 +19,10 @@ _AS_TENSORS = ("lr", "grad_scale", "found_inf")
 
 def by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
-    tensors = {
-        k: x for k, x in kwargs.items() if isinstance(x, torch.Tensor) and k not in _AS_TENSORS
-    }
+    tensors = {}
+    for key, x in kwargs.items():
+        if isinstance(x, torch.Tensor) and key not in _AS_TENSORS:
+            tensors[key] = x
     mode = get_proxy_mode()
     if mode is None or not tensors:
         return func(*args, **kwargs)

@@ -1,7 +1,7 @@
 """lift: turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
 
-The loop body is not changed. While it is traced, tensors of the state replace the module's parameters and buffers and
-the optimizer's state. Their values after the loop body are the new state.
+The loop body is not changed. While it is traced, tensors of the state replace the module's tensors and the optimizer's
+state. Their values after the loop body are the new state.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from ..tracing.dtensors import refuse_wrappers
-from .lifted_state import State, check_apart, check_optimizers, several, state_of
+from .lifted_state import State, check_apart, several, state_of
 from .lifted_step import LiftedStep
+from .optimizer_state import check_optimizers
+from .outside import AVERAGE
 from .scaler import scale_of
 
 P = ParamSpec("P")
@@ -35,14 +38,18 @@ def lift(
     `step(state, *batch) -> (state, output)` is a pure train step for any transform. It takes the batch arguments of
     `loop_step`, by position or by name.
 
+    While it is traced, optimizers of PyTorch run in their capturable form. With fused Adam, AdamW and SGD the lifted
+    step computes the bits of the untouched loop on one rank; with others it differs by rounding.
+
     Args:
-        loop_step: the body of the loop. It returns the output.
-        model: the module that the loop trains. Combine several modules in one `nn.ModuleDict`.
+        loop_step: the body of the loop. It calls `zero_grad`, and returns the output.
+        model: the module that the loop trains. Combine several modules in one `nn.ModuleDict`. Its buffers, and plain
+            tensors in its attributes, are part of the state; nothing trains them.
         optimizer: the optimizer that the loop steps, or a sequence of all of them. Every call reads its parameter
-            groups, so a scheduler may step after the lifted step. Learning rates, and numbers that change, are inputs
-            of the program. Other hyperparameters, `train()` and `eval()`, and `requires_grad` are constants: if one
-            has changed, the next call of a `Step` is traced anew. A loop that evaluates needs none; its step takes the
-            state of the step that trains the module, and returns it with its parameters unchanged.
+            groups, so a scheduler may step after the lifted step. Floats are inputs of the program. Whole numbers,
+            bools, the signs of floats, `train()` and `eval()`, and `requires_grad` are constants: if one has changed,
+            the next call of a `Step` is traced again. A loop that evaluates needs none; its step takes the state of
+            the step that trains the module, and returns it with its parameters unchanged.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them.
             It may step the optimizer in some calls only, as a bool says that it is given.
         scaler: the GradScaler of the loop, for training in fp16.
@@ -51,10 +58,11 @@ def lift(
     `carry_grads`, and the scale of `scaler`.
 
     Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, that has a
-    parameter which the module does not have or which another optimizer has too, or whose state before its first step
-    is unknown. When the step is traced, ValueError for a loop step that steps another optimizer, or not all of these;
-    that uses gradients of an earlier call which are not carried; that uses parameters which were taken from the module
-    before; or that uses another GradScaler.
+    parameter which the module does not have or which another optimizer has too, or for a module with an
+    `AveragedModel` in it. When the step is traced, ValueError for a loop step that steps another optimizer, or not all
+    of these; that uses gradients of an earlier call which are not carried; that uses tensors from outside of the
+    module, or a scheduler, or another GradScaler; or whose optimizer makes its state in its first step and is not one
+    of torch.optim: it takes one step before `lift`.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,12 +77,26 @@ def lift(
     (['buffers', 'optimizer', 'params'], ['bias', 'weight'])
     """
     optimizers = several(optimizer)
-    names = check_optimizers(model, optimizers)
-    own = dict(model.named_parameters())
-    refuse_wrappers(own.items(), "lift")
-    today = state_of(model, optimizers, names, carry_grads)
+    _check_model(model, optimizers)
+    check_optimizers(model, optimizers)
+    params = dict(model.named_parameters())
+    refuse_wrappers(params.items(), "lift")
+    state = state_of(model, optimizers, carry_grads)
     if scaler is not None:
-        today["scaler"] = scale_of(scaler, next(iter(own.values())).device)
-    check_apart(today)
-    step = LiftedStep(loop_step, model, optimizers, carry_grads, scaler, names, today)
-    return step, today
+        state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
+    check_apart(state)
+    return LiftedStep(loop_step, model, optimizers, carry_grads, scaler), state
+
+
+def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    if not isinstance(model, nn.Module):
+        advice = "Combine several modules in one, nn.ModuleList([...])"
+        if isinstance(model, Optimizer):
+            advice = "Pass the module first"
+        raise TypeError(
+            f"lift: the model is a {type(model).__name__}, and no nn.Module.\n"
+            f"{advice}: lift(loop_step, model, optimizer)."
+        )
+    for name, module in model.named_modules():
+        if optimizers and isinstance(module, AveragedModel):
+            raise ValueError(f"lift: {name or 'the model'} is an AveragedModel.\n{AVERAGE}")

@@ -1,15 +1,15 @@
 """The lifted step: an ordinary training loop as a pure step of its state.
 
-While the loop step is traced, tensors of the state replace the module's parameters and buffers and the optimizer's
-state. Their values after the loop step are the new state.
-
-Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+While the loop step is traced, tensors of the state replace the module's tensors and the optimizer's state. Their values
+after the loop step are the new state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -24,21 +24,31 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
-from ..calling.signature import is_number
 from ..ir.ambient import having
-from ..ir.source import is_user_code
-from ..tracing.errors import ReadsValueError, TraceError
-from .gradients import KeptGradients, with_gradients
-from .hyperparameters import Group, Hyperparameters, groups_of, unchanged
-from .lifted_state import State, check_known, check_lifted, check_optimizers, state_of
-from .scalars import Numbers
-from .scaler import constants_of, scaling
-from .schedulers import Schedulers
-from .stand_ins import StandIns
-from .swapped import swapped, widened
+from ..tracing.errors import OutsideTensorError, ReadsValueError, TraceError
+from . import outside
+from .gradients import Gradients
+from .hyperparameters import (
+    Group,
+    constants_of,
+    groups_of,
+    inputs_of,
+    schedulers_refused,
+    signed,
+    unchanged,
+)
+from .lifted_state import State, check_lifted, missing_leaves, state_of
+from .module_tensors import buffers_of, substituted, tensors_of
+from .numbers import Numbers
+from .optimizer_state import check_known, check_optimizers, constant_entries, counts
+from .scaler import scaling, settings_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# The form of PyTorch's optimizers in a program: one parameter at a time, because a program has an equation for each in
+# any case, and without reading values.
+_FORM = {"foreach": False, "capturable": True}
 
 
 class LiftedStep(ExtraInputs, Generic[P, T]):
@@ -51,23 +61,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         optimizers: Sequence[Optimizer],
         carry_grads: bool,
         scaler: GradScaler | None,
-        names: dict[int, str],
-        state: State,
     ) -> None:
         self._loop_step = loop_step
         self._model = model
         self._optimizers = optimizers
         self._carry_grads = carry_grads
         self._scaler = scaler
-        self._names = names
-        # Whether each leaf is a number, such as a count of steps.
-        self._is_count = pytree.tree_map(is_number, state["optimizer"])
-        self._hyperparameters = Hyperparameters(optimizers)
-        self._schedulers = Schedulers()
-        self._had = {name for name, p in model.named_parameters() if p.grad is not None}
-        # Another loop may have made a gradient that this one carries.
-        self._loops = with_gradients(model) if carry_grads else []
-        self._loops.append(self._had)
         self.__name__ = self.__qualname__ = getattr(loop_step, "__name__", "step")
         self.__module__ = getattr(loop_step, "__module__", __name__)
         self.__doc__ = loop_step.__doc__
@@ -77,64 +76,146 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     def __call__(self, state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
         return self.call_with(self.extra_inputs(), state, *batch, **named)
 
+    def extra_inputs(self) -> list[Group]:
+        """The values of the parameter groups that are inputs of a program."""
+        return inputs_of(self._optimizers)
+
+    def constants(self) -> Hashable:
+        """The settings of the module, the optimizers and the scaler that are constants of a program."""
+        return _modes(self._model), constants_of(self._optimizers), settings_of(self._scaler)
+
+    def missing_state(self, state: Any) -> State:
+        """What a state lacks for parameters that have been unfrozen, or given to an optimizer, since `lift`."""
+        check_lifted(state, self.__name__)
+        check_optimizers(self._model, self._optimizers)
+        return missing_leaves(state, state_of(self._model, self._optimizers, self._carry_grads))
+
     def call_with(
         self, extra: list[Group], state: State, /, *batch: P.args, **named: P.kwargs
     ) -> tuple[State, T]:
-        """Run the loop step from `state`, with these inputs of the parameter groups."""
-        groups = extra
-        optimizers = self._optimizers
-        counts = [(x, None) for x in _counts(state["optimizer"], self._is_count)]
-        numbers = [*counts, *self._hyperparameters.numbers(groups)]
-        with (
-            swapped(self._model, optimizers, self._names, state, groups) as params,
-            unchanged(optimizers, groups),
-        ):
-            known = self._had | self._had_by_others()
-            gradients = KeptGradients(params, state.get("grads"), known)
-            stand_ins, arithmetic = (
-                StandIns(params, self._names),
-                Numbers(numbers, widened(optimizers)),
-            )
-            stepped = _stepped(optimizers, gradients, arithmetic)
-            scaled = (
-                {k: x.clone() for k, x in state["scaler"].items()} if "scaler" in state else None
-            )
-            reading = self._schedulers.reading(groups[len(groups_of(optimizers)) :])
-            with gradients, stand_ins, stepped, scaling(self._scaler, scaled), reading:
+        """Run the loop step from `state`, with these values of the parameter groups."""
+        module_params = dict(self._model.named_parameters())
+        params = _stand_ins(module_params, state["params"])
+        scale = None
+        if "scaler" in state:
+            scale = {key: x.clone() for key, x in state["scaler"].items()}
+        numbers = self._numbers(extra, state)
+        earlier = tensors_of(self._model)
+        with self._holding(params, extra, state):
+            gradients = Gradients(params, module_params, state.get("grads"), bool(self._optimizers))
+            with self._watched(params, earlier, gradients, numbers, scale):
                 output = self._loop_step(*batch, **named)
-            stand_ins.check()
             carried = gradients.end()
-            self._had.update(known - self._had_by_others())
-            new = _new_state(self._model, params, optimizers, state)
-        new |= ({"grads": carried} if carried is not None else {}) | (
-            {"scaler": scaled} if scaled else {}
-        )
+            new = self._new_state(params, state, earlier)
+        if carried is not None:
+            new["grads"] = carried
+        if scale is not None:
+            new["scaler"] = scale
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
-    def extra_inputs(self) -> list[Group]:
-        """The inputs of a program that the optimizers and the schedulers hold."""
-        return self._hyperparameters.inputs() + self._schedulers.inputs()
+    @contextlib.contextmanager
+    def _holding(
+        self, params: Mapping[str, torch.Tensor], extra: list[Group], state: State
+    ) -> Iterator[None]:
+        """Let the module and the optimizers have the tensors of the state inside."""
+        tensors = {}
+        names = {}
+        for name, p in self._model.named_parameters():
+            names[id(p)] = name
+            tensors[id(p)] = params[name]
+        for name, x in buffers_of(self._model).items():
+            if name in state["buffers"]:
+                tensors[id(x)] = state["buffers"][name]
+        inputs = iter(extra)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(substituted(self._model, tensors))
+            for optimizer in self._optimizers:
+                groups = _groups_with(optimizer, params, names, inputs)
+                entries = _entries_with(optimizer, params, names, state["optimizer"])
+                stack.enter_context(having(optimizer, param_groups=groups, state=entries))
+            stack.enter_context(unchanged(self._optimizers))
+            yield
 
-    def constants(self) -> Hashable:
-        """The constants of a program that the parameters and the optimizers hold."""
-        hyperparameters = self._hyperparameters.constants()
-        return (
-            _modes(self._model),
-            hyperparameters,
-            len(self._had_by_others()),
-            constants_of(self._scaler),
+    @contextlib.contextmanager
+    def _watched(
+        self,
+        params: Mapping[str, torch.Tensor],
+        earlier: Mapping[str, torch.Tensor],
+        gradients: Gradients,
+        numbers: Numbers,
+        scale: State | None,
+    ) -> Iterator[None]:
+        """Refuse what a loop step may not do inside. `earlier` has the tensors that the module had before."""
+        trained = {name: p.requires_grad for name, p in params.items()}
+        steps = _steps_watched(self._optimizers, gradients, numbers, not self._carry_grads)
+        with gradients, steps, schedulers_refused(), scaling(self._scaler, scale):
+            try:
+                yield
+            except OutsideTensorError as error:
+                raise outside.explained(error, self._loop_step, earlier) from None
+            except KeyError as error:
+                for name, p in params.items():
+                    if error.args and error.args[0] is p:
+                        raise _key_taken_before(name) from error
+                raise
+        for name, p in params.items():
+            if p.requires_grad != trained[name]:
+                raise TraceError(
+                    f"lift: the loop step leaves requires_grad={p.requires_grad} on {name}, where it was "
+                    f"{trained[name]}; the next call would start from {trained[name]} again.\n"
+                    f"Set it outside of the loop step, which is then traced again; or set it back before its end."
+                )
+
+    def _numbers(self, extra: list[Group], state: State) -> Numbers:
+        """The mode in which the numbers of the optimizers are tensors."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        of_state = counts(self._optimizers, names, state["optimizer"])
+        return Numbers(
+            [*signed(groups_of(self._optimizers), extra), *((x, None) for x in of_state)]
         )
 
-    def missing_state(self, state: Any) -> State:
-        """What a state lacks for the parameters that have been unfrozen, or given to an optimizer, since `lift`."""
-        check_lifted(state, self.__name__)
-        check_optimizers(self._model, self._optimizers)
-        present = state_of(self._model, self._optimizers, self._names, self._carry_grads)
-        self._is_count.update(pytree.tree_map(is_number, present["optimizer"]))
-        return _lacking(state, present)
+    def _new_state(
+        self,
+        params: Mapping[str, torch.Tensor],
+        state: State,
+        earlier: Mapping[str, torch.Tensor],
+    ) -> State:
+        """The state after the loop step. `earlier` has the tensors that the module had before."""
+        new = {**state, "params": {name: p.detach() for name, p in params.items()}}
+        buffers = buffers_of(self._model, always=state["buffers"])
+        made = []
+        for name, x in buffers.items():
+            if name not in state["buffers"] and x is not earlier.get(name):
+                made.append(name)
+        if made:
+            raise TraceError(
+                f"lift: the loop step makes a tensor in the attribute {made[0]} of the module, and the state does not "
+                f"have it.\n"
+                f"Call the model once before lift, if a later call reads it. If none does, return it as output instead."
+            )
+        removed = [name for name in state["buffers"] if name not in buffers]
+        if removed:
+            raise TraceError(
+                f"lift: the loop step takes the tensor {removed[0]} from the module, and a state keeps its tensors.\n"
+                f"Leave the tensor there, or keep it out of the attributes of modules."
+            )
+        new["buffers"] = {name: buffers[name].detach() for name in state["buffers"]}
+        if self._optimizers:
+            new["optimizer"] = self._new_optimizer_state(params, state["optimizer"])
+        return new
 
-    def _had_by_others(self) -> set[str]:
-        return set[str]().union(*(names for names in self._loops if names is not self._had))
+    def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], before: State) -> State:
+        # The state of a parameter that no optimizer has any more stays as it is.
+        after: dict[str, State] = dict(before)
+        names = {id(p): name for name, p in params.items()}
+        for optimizer in self._optimizers:
+            for p, entries in optimizer.state.items():
+                after[names[id(p)]] = entries
+        check_known(self._optimizers, after, before)
+        new = {}
+        for name, entries in before.items():
+            new[name] = _in_precision_of(entries, after[name])
+        return new
 
 
 def _signature_of(loop_step: Callable) -> inspect.Signature:
@@ -145,51 +226,8 @@ def _signature_of(loop_step: Callable) -> inspect.Signature:
     return inspect.Signature([state, *arguments.values()])
 
 
-def _counts(optimized: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The counts in the state of optimizers; `counted` says by parameter which leaves are counts."""
-    for name, leaves in optimized.items():
-        is_count = pytree.tree_leaves(counted.get(name, ()))
-        yield from (x for x, counts in zip(pytree.tree_leaves(leaves), is_count) if counts)
-
-
-def _new_state(
-    model: nn.Module,
-    params: Mapping[str, torch.Tensor],
-    optimizers: Sequence[Optimizer],
-    state: State,
-) -> State:
-    """The state after a loop step, from the tensors that the module and the optimizers have now."""
-    held = {p: s for o in optimizers for p, s in o.state.items()}
-    # The state of a parameter that no optimizer has any more stays as it is.
-    after = {name: held.get(p, state["optimizer"].get(name, {})) for name, p in params.items()}
-    check_known(after, state["optimizer"])
-    own = {name: p.detach() for name, p in params.items()}
-    buffers = {name: b.detach() for name, b in model.named_buffers()}
-    optimized = (
-        {name: _as_before(after[name], x) for name, x in state["optimizer"].items()}
-        if optimizers
-        else {}
-    )
-    return {
-        **state,
-        "params": own,
-        "buffers": buffers,
-        **({"optimizer": optimized} if optimizers else {}),
-    }
-
-
-def _lacking(state: State, present: State) -> State:
-    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
-    entries = [entry for entry in ("optimizer", "grads") if entry in state and entry in present]
-    lacking = {
-        entry: {k: v for k, v in present[entry].items() if k not in state[entry]}
-        for entry in entries
-    }
-    return {entry: leaves for entry, leaves in lacking.items() if leaves}
-
-
 def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Whether each module is in training mode, and each parameter is trained.
+    """Whether each module is in training mode, and whether each parameter is trained.
 
     Every call asks this, so it takes less time than `model.parameters()` does.
     """
@@ -204,88 +242,157 @@ def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     return training, tuple([p.requires_grad for p in parameters if p is not None])
 
 
-def _as_before(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def _stand_ins(
+    module_params: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors that stand for the parameters of a module, with the hooks of these."""
+    stand_ins = {}
+    for name, x in tensors.items():
+        p = module_params[name]
+        stand_in = x.detach().requires_grad_(p.requires_grad)
+        for hook in (p._backward_hooks or {}).values():
+            stand_in.register_hook(hook)
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            stand_in.register_post_accumulate_grad_hook(hook)
+        stand_ins[name] = stand_in
+    return stand_ins
+
+
+def _groups_with(
+    optimizer: Optimizer,
+    params: Mapping[str, torch.Tensor],
+    names: Mapping[int, str],
+    inputs: Iterator[Group],
+) -> list[Group]:
+    """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced."""
+    groups = []
+    for group in optimizer.param_groups:
+        stand_ins = [params[names[id(p)]] for p in group["params"]]
+        traced = {**group, **next(inputs), "params": stand_ins}
+        if not group.get("fused"):
+            traced.update({key: value for key, value in _FORM.items() if key in group})
+        groups.append(traced)
+    return groups
+
+
+def _entries_with(
+    optimizer: Optimizer,
+    params: Mapping[str, torch.Tensor],
+    names: Mapping[int, str],
+    state: State,
+) -> defaultdict[torch.Tensor, dict[str, Any]]:
+    """The state of an optimizer with the tensors of a lifted state."""
+    entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            if name in state:
+                entries[params[name]] = {
+                    **constant_entries(optimizer.state.get(p, {})),
+                    **state[name],
+                }
+    return entries
+
+
+def _in_precision_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> State:
     """The new state of a parameter in the precision of the old one."""
 
-    def narrowed(new: Any, old: Any) -> Any:
-        floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (new, old))
-        return new.to(old.dtype) if floats else new
+    def narrowed(old: Any, new: Any) -> Any:
+        are_tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+        return new.to(old.dtype) if are_tensors and new.is_floating_point() else new
 
-    return {k: pytree.tree_map(narrowed, after[k], v) for k, v in before.items() if k in after}
-
-
-def _evaluated(
-    optimizer: Optimizer, closure: Callable | None = None, **_: Any
-) -> tuple[tuple, dict] | None:
-    """Run the closure of a step, and return the arguments of the step with the loss in its place.
-
-    PyTorch's optimizers run it first. The user's may run it later, as one that looks for sharpness does.
-    """
-    if closure is None or is_user_code(type(optimizer)):
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return (optimizer, lambda: loss), {}
+    return {
+        key: pytree.tree_map(narrowed, old, after[key])
+        for key, old in before.items()
+        if key in after
+    }
 
 
 @contextlib.contextmanager
-def _stepped(
-    optimizers: Sequence[Optimizer], gradients: KeptGradients, numbers: Numbers
+def _steps_watched(
+    optimizers: Sequence[Optimizer], gradients: Gradients, numbers: Numbers, must_step: bool
 ) -> Iterator[None]:
-    """Raise an error if the loop steps another optimizer, or does not step all of these.
+    """Raise an error if the loop steps another optimizer, or with `must_step` does not step all of these.
 
-    While one of them steps, also in a hook of backward, the mode `numbers` is active. Unless the optimizer is
-    capturable, it reads numbers as it does outside of a trace.
+    While one of them steps, also in a hook of backward, the mode `numbers` is active.
     """
     stepped: list[Optimizer] = []
-    present: list[Optimizer] = []  # the one that steps, while it does so
+    running: list[Optimizer] = []
     inside = contextlib.ExitStack()
 
-    def begin(o: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if o not in optimizers:
+    def begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if optimizer not in optimizers:
             raise TraceError(
-                f"lift: the loop step calls step() of another optimizer, {type(o).__name__}, which would train "
+                f"lift: the loop step calls step() of another optimizer, {type(optimizer).__name__}, which would train "
                 f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
-        stepped.append(o)
-        given = _evaluated(o, *args[1:], **kwargs)
-        present.append(o)
-        inside.callback(present.clear)
-        gradients.before_step(p for group in o.param_groups for p in group["params"])
+        stepped.append(optimizer)
+        running.append(optimizer)
         inside.enter_context(numbers)
-        numbers.begin_step(reading=not any(group.get("capturable") for group in o.param_groups))
-        compiling = torch.compiler._is_compiling_flag and not numbers.reading
-        inside.enter_context(having(torch.compiler, _is_compiling_flag=compiling))
-        return given
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        prepare = functools.partial(gradients.before_step, params)
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], _followed_by(args[1], prepare), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": _followed_by(kwargs["closure"], prepare)}
+        prepare()
+        return args, kwargs
 
-    end = register_optimizer_step_post_hook(lambda *_: inside.close())
-    with register_optimizer_step_pre_hook(begin), end, inside:
+    def end(*_: Any) -> None:
+        running.pop()
+        inside.close()
+
+    with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end), inside:
         try:
             yield
         except ReadsValueError as error:
-            if not present:
+            if not running:
                 raise
-            raise _chooses(present[0], error) from error
-    for k, o in enumerate(optimizers):
-        if o not in stepped and gradients.carried is None:
-            which = (
-                "optimizer.step()"
-                if len(optimizers) == 1
-                else f"step() of optimizer {k}, {type(o).__name__}"
-            )
-            raise TraceError(
-                f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
-                f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or "
-                f"take all micro-batches in one call, and step after them. To step in some calls only, as a bool says "
-                f"that you pass, carry the gradients: lift(loop_step, model, optimizer, carry_grads=True)."
-            )
+            raise _reads_value(running[-1], error) from error
+    for k, optimizer in enumerate(optimizers):
+        if must_step and optimizer not in stepped:
+            raise _not_stepped(optimizers, k)
 
 
-def _chooses(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
-    """An optimizer whose step reads values, as those do that compare norms by `if`, `max` or `min`."""
+def _followed_by(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
+    """The closure of a step, which makes the gradients, and what prepares these for the step."""
+
+    def run() -> Any:
+        loss = closure()
+        prepare()
+        return loss
+
+    return run
+
+
+def _not_stepped(optimizers: Sequence[Optimizer], k: int) -> TraceError:
+    which = "optimizer.step()"
+    if len(optimizers) > 1:
+        which = f"step() of optimizer {k}, {type(optimizers[k]).__name__}"
+    return TraceError(
+        f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
+        f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or take all "
+        f"micro-batches in one call, and step after them. To step in some calls only, as a bool says that you pass, "
+        f"carry the gradients: lift(loop_step, model, optimizer, carry_grads=True)."
+    )
+
+
+def _reads_value(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
+    """An optimizer that takes a number from a tensor, to compute with it or to choose its update by it."""
     where_it_reads = "\n".join(str(error).splitlines()[:2])
     return TraceError(
         f"{where_it_reads}\n"
-        f"{type(optimizer).__name__}.step() reads it and chooses its update by it. Use an optimizer that does not, "
-        f"such as AdamW; or write the update in the loop step, with torch.where, torch.maximum and torch.minimum."
+        f"{type(optimizer).__name__}.step() reads it as a Python number, and a program would have the number of its "
+        f"trace for ever. Compute with the tensor itself: torch.as_tensor(step), not torch.tensor(float(step)); "
+        f"torch.sqrt, not math.sqrt; torch.where, not if; or write the update in the loop step. Or use an optimizer "
+        f"that does so, such as AdamW."
+    )
+
+
+def _key_taken_before(name: str) -> TraceError:
+    return TraceError(
+        f"lift: the loop step looks {name} up in a dict whose keys are parameters. While the loop runs another tensor "
+        f"stands in for it.\n"
+        f"Use names as keys, or give each hook what it needs: "
+        f"p.register_post_accumulate_grad_hook(functools.partial(hook, optimizer))."
     )

@@ -1,4 +1,4 @@
-"""Grad scaler: the scale of a loss in fp16, and the steps that a `GradScaler` skips.
+"""Scaler: the scale of a loss in fp16, and the steps that a `GradScaler` skips.
 
 The scale, and the count of steps since it last changed, are part of the state. A GradScaler skips a step whose
 gradients are not all finite: it reads whether they are. A program takes every step, and then selects the old values if
@@ -25,7 +25,6 @@ from ..ir.ambient import having
 from ..ir.collectives import HALF
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
-from .optimizer_state import copied
 
 State = dict[str, torch.Tensor]
 
@@ -34,11 +33,14 @@ def scale_of(scaler: GradScaler, device: torch.device) -> State:
     """The state of a scaler: its scale, and its count of steps since the scale last changed."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
-    held = {"scale": scaler._scale, "growth": scaler._growth_tracker}
-    return {key: x.detach() for key, x in held.items() if x is not None}
+    state = {}
+    if scaler._scale is not None and scaler._growth_tracker is not None:
+        state["scale"] = scaler._scale.detach()
+        state["growth"] = scaler._growth_tracker.detach()
+    return state
 
 
-def constants_of(scaler: GradScaler | None) -> tuple:
+def settings_of(scaler: GradScaler | None) -> tuple:
     """The settings of a scaler that are constants of a program: how the scale grows and backs off."""
     if scaler is None or not scaler.is_enabled():
         return ()
@@ -52,34 +54,46 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
         with _NoScaler():
             yield
         return
-    fresh: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
-    held = {
-        "_scale": state["scale"],
-        "_growth_tracker": state["growth"],
-        "_per_optimizer_states": fresh,
-    }
-    with having(scaler, **held, _maybe_opt_step=_step), _Selecting():
+    per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
+    with (
+        having(
+            scaler,
+            _scale=state["scale"],
+            _growth_tracker=state["growth"],
+            _per_optimizer_states=per_optimizer,
+            _maybe_opt_step=_step,
+        ),
+        _Kernels(),
+    ):
         yield
 
 
 def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Step, and select the old values of parameters and state if the gradients were not finite."""
-    is_skipped = sum(of_optimizer["found_inf_per_device"].values()) > 0
+    is_skipped: Any = sum(of_optimizer["found_inf_per_device"].values()) > 0
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [copied((p, dict(optimizer.state.get(p, {})))) for p in params]
+    before = []
+    for p in params:
+        before.append((p.detach().clone(), copied(dict(optimizer.state.get(p, {})))))
     result = optimizer.step(*args, **kwargs)
-    select = lambda old, new: (
-        torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
-    )
+
+    def selected(old: Any, new: Any) -> Any:
+        return torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
+
     with torch.no_grad():
         for p, (value, state) in zip(params, before):
-            p.copy_(select(value, p))
+            p.copy_(selected(value, p))
             for key, old in state.items():
-                optimizer.state[p][key] = pytree.tree_map(select, old, optimizer.state[p][key])
+                optimizer.state[p][key] = pytree.tree_map(selected, old, optimizer.state[p][key])
     return result
 
 
-class _Selecting(TorchFunctionMode):
+def copied(value: Any) -> Any:
+    """A tree with copies of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
+
+
+class _Kernels(TorchFunctionMode):
     """A mode that expresses the kernels of a scaler by operations that a program can shard."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -107,7 +121,8 @@ def _update(
     interval: int,
 ) -> torch.Tensor:
     """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
-    is_skipped, grown = found_inf > 0, (scale.double() * factor).to(scale.dtype)
+    is_skipped = found_inf > 0
+    grown = (scale.double() * factor).to(scale.dtype)
     grows = growth + 1 == interval
     larger = torch.where(grows & torch.isfinite(grown), grown, scale)
     growth.copy_(torch.where(is_skipped | grows, 0, growth + 1))

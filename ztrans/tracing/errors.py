@@ -23,6 +23,14 @@ class ReadsValueError(TraceError):
     """A step that reads a value of a tensor."""
 
 
+class OutsideTensorError(TraceError):
+    """A step that uses `tensor`, which is neither its state nor its batch."""
+
+    def __init__(self, text: str, tensor: torch.Tensor) -> None:
+        super().__init__(text)
+        self.tensor = tensor
+
+
 class TraceTypeError(TypeError):
     """A step that cannot be traced because of the type of a value."""
 
@@ -48,13 +56,14 @@ def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: st
     """Raises: ValueError for a tensor that existed before the step and is not one of its arguments."""
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
         return  # torch.tensor(...) written inside the step: a literal
-    raise TraceError(
+    raise OutsideTensorError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
         f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(); and "
         f"make a table or a mask a buffer of it before lift: model.register_buffer(name, tensor). In another step, "
-        f"call a module by torch.func.functional_call(module, state['params'], args)."
+        f"call a module by torch.func.functional_call(module, state['params'], args).",
+        arg,
     )
 
 

@@ -1,6 +1,7 @@
-"""Numbers in lifted optimizers: step counts, bias corrections and rates have the bits of the untouched optimizer."""
+"""Numbers of lifted optimizers are inputs: step counts, bias corrections, rates and betas of the untouched optimizer."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,12 +13,9 @@ from tests.support import optimizers as written
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.tracing.tensor_scalars import with_tensor_scalar
 
-# RAdam and ASGD choose between two updates by a value. Their capturable forms, which choose by torch.where, multiply in
-# another order.
-REORDERED = {"radam", "asgd"}
+FUSED = [name for name in OPTIMIZERS if name.endswith("_fused")]
 MORE = {
-    "counting": lambda m: written.Counting(m.parameters()),
-    "reading": lambda m: written.Reading(m.parameters()),
+    "counting": started(lambda m: written.Counting(m.parameters())),
     "foreach": of("SGD", lr=0.1, momentum=0.9, foreach=True),
     "maximize": of("AdamW", lr=0.01, maximize=True, amsgrad=True),
 }
@@ -65,27 +63,40 @@ def compare(make, make_optimizer, dtype, steps=8):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
-def test_the_lifted_step_has_the_bits_of_the_loop(name, dtype):
-    """Also with fp64 parameters, whose counts PyTorch stores in fp32 but computes with as Python numbers."""
+def test_the_lifted_step_agrees_with_the_loop(name, dtype):
+    """Fused optimizers have its bits. Others run in their capturable form, which computes in another order."""
     make_optimizer = {**OPTIMIZERS, **MORE}[name]
     error, differ = compare(make_matrices if name == "muon" else Small, make_optimizer, dtype)
-    assert error <= (1e-6 if dtype == torch.float32 else 1e-12)
-    assert not differ or name in REORDERED, differ
+    assert error <= 1e-6
+    assert not differ or name not in FUSED, differ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "adagrad_initial", "adamax"])
-def test_an_optimizer_that_has_taken_steps_has_the_bits_of_the_loop(name):
+@pytest.mark.parametrize("name", [*FUSED, "adam", "nadam", "adagrad_initial", "adamax"])
+def test_an_optimizer_that_has_taken_steps_agrees_with_the_loop(name):
     """The step count is an input, so a program does not depend on where it starts."""
-    assert compare(Small, started(OPTIMIZERS[name]), torch.float32)[1] == []
+    error, differ = compare(Small, started(OPTIMIZERS[name]), torch.float32)
+    assert error <= 1e-6
+    assert not differ or name not in FUSED, differ
 
 
 def test_bfloat16_parameters_have_the_bits_of_the_loop():
-    """If 32 divides their sizes. PyTorch computes 32 elements at once, and rounds the remaining ones twice."""
+    """If 32 divides their sizes. PyTorch computes 32 elements at once, and rounds the remaining ones twice.
+
+    The first step of its own fused SGD leaves a part of a buffer in bf16 as it was allocated.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
-    for name in ("sgd", "momentum", "adam", "adamw", "rmsprop"):
+    for name in ("sgd", "momentum", "adamw_fused", "adagrad_fused"):
         assert compare(lambda: copy.deepcopy(model), OPTIMIZERS[name], torch.bfloat16)[1] == [], name
+
+
+def test_betas_of_bfloat16_parameters_are_not_rounded():
+    """PyTorch's Adam would round a beta that is a tensor to bf16: 0.999 would be 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
+    error, _ = compare(lambda: copy.deepcopy(model), of("AdamW", lr=0.01, betas=(0.999, 0.999)), torch.bfloat16)
+    assert error <= 2e-2
 
 
 @pytest.mark.slow
@@ -106,7 +117,7 @@ def test_scalars_stay_fp64_on_several_ranks(name, stage):
         plain(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 3))
     zt.restore(lifted_model, lifted_optimizer, state)
-    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= 1e-12
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= (1e-12 if name == "adamw" else 1e-7)
 
 
 SIZES = [(), (1,), (7,), (16,), (33,), (1000,), (65, 67)]
@@ -147,26 +158,68 @@ def test_comparisons_of_numbers_are_bools():
     assert compare(Small, lambda m: Limits(m.parameters()), torch.float64) == (0.0, [])
 
 
-def test_branching_on_a_number_is_refused():
-    """A number that the optimizer reads may be used in arithmetic. An `if` on it is an error with the line."""
+class Chooses(optim.Optimizer):
+    """Reads its step count as a Python number: to choose by it, to make a tensor of it, or to compute with it."""
 
-    class Chooses(optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.1})
+    def __init__(self, params, number):
+        super().__init__(params, {"lr": 0.1})
+        self.number = number
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                state.setdefault("step", torch.zeros(()))
-                state["step"] += 1
-                p.sub_(p.grad, alpha=0.1 if state["step"].item() > 3 else 0.01)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("step", torch.zeros(()))
+            state["step"] += 1
+            p.sub_(p.grad, alpha=self.number(state["step"]))
 
-    model = Small()
-    optimizer = Chooses(model.parameters())
+
+READS = {
+    "if": lambda step: 0.1 if step.item() > 3 else 0.01,
+    "float": lambda step: 0.1 / torch.tensor(float(step)),
+    "math": lambda step: 0.1 / math.sqrt(step),
+}
+
+
+@pytest.mark.parametrize("number", READS.values(), ids=READS)
+def test_an_optimizer_that_reads_a_number_is_refused(number):
+    model = make_matrices()
+    optimizer = Chooses(model.parameters(), number)
+    loop(model, optimizer)(*batches(torch.float32)[0])
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_scalars.py:\d+"):
+    message = r"reads a tensor's value(?s:.)*test_numbers.py:\d+.*\nChooses.step\(\) reads it as a Python number(?s:.)*torch.as_tensor\(step\)"
+    with pytest.raises(ValueError, match=message):
         zt.Step(step).trace(state, *batches(torch.float32)[0])
+
+
+def test_an_optimizer_computes_with_its_count_as_a_tensor():
+    def make_optimizer(model):
+        return Chooses(model.parameters(), lambda step: 0.1 / torch.as_tensor(step).sqrt())
+
+    assert compare(Small, started(make_optimizer), torch.float32)[0] <= 1e-6
+
+
+class Aliased(optim.Optimizer):
+    """Adds to a name of its count, and then uses another name of it, as one may with Python numbers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("count", 0)
+            count = before = state["count"]
+            count += 1
+            rate = self.param_groups[0]["lr"]
+            rate *= 0.5**before
+            p.sub_(p.grad * rate)
+            state["count"] = count
+
+
+def test_a_number_is_not_changed_in_place():
+    assert compare(Small, started(lambda m: Aliased(m.parameters())), torch.float64)[0] <= 1e-12
 
 
 def test_reading_a_value_outside_of_the_optimizer_is_refused():
