@@ -99,6 +99,8 @@ class CUDAGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            if args[0].dtype == torch.float64 and not args[0].ndim:  # a number, which stays on the host
+                return func(*args)
             raise RuntimeError("operation not permitted when stream is capturing")
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         for x in tensors:

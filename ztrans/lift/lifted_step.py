@@ -46,8 +46,8 @@ from .scaler import scaling, settings_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The form of PyTorch's optimizers in a program: one parameter at a time, because a program has an equation for each in
-# any case, and without reading values.
+# The form of PyTorch's optimizers while they are traced: one parameter at a time, because a program has an equation
+# for each in any case, and without reading values.
 _FORM = {"foreach": False, "capturable": True}
 
 
@@ -264,12 +264,15 @@ def _groups_with(
     names: Mapping[int, str],
     inputs: Iterator[Group],
 ) -> list[Group]:
-    """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced."""
+    """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced.
+
+    A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is.
+    """
     groups = []
     for group in optimizer.param_groups:
         stand_ins = [params[names[id(p)]] for p in group["params"]]
         traced = {**group, **next(inputs), "params": stand_ins}
-        if not group.get("fused"):
+        if torch.compiler.is_compiling() and not group.get("fused"):
             traced.update({key: value for key, value in _FORM.items() if key in group})
         groups.append(traced)
     return groups

@@ -56,16 +56,17 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
 
     Afterwards it has its own again, in all attributes that have tensors.
     """
-    before = [(module, _attributes_with_tensors(module)) for module in model.modules()]
+    before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         replace(model, tensors)
         yield
     finally:
         for module, attributes in before:
             for attribute in _attributes_with_tensors(module):
-                if attribute not in attributes:  # assigned inside
+                if attribute in attributes:
+                    vars(module)[attribute] = attributes[attribute]
+                else:  # assigned inside
                     del vars(module)[attribute]
-            vars(module).update(attributes)
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..ir.collectives import HALF
 from ..ir.relations import tensors_in
 from .by_value import by_value
 
@@ -26,6 +27,8 @@ _COMPARISONS = {
     "bool": operator.ne,
 }
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")
+
+_ROUNDED_ONCE = ("mul", "mul_", "div", "div_")
 
 
 class Numbers(TorchFunctionMode):
@@ -63,6 +66,8 @@ class Numbers(TorchFunctionMode):
             return _COMPARISONS[operation](self._signs[id(args[0])], 0)
         if count == len(tensors) and not kwargs and (_is_arithmetic(operation)):
             return self._arithmetic(func, name, args)
+        if name in _ROUNDED_ONCE and isinstance(args[0], torch.Tensor) and args[0].dtype in HALF:
+            return _rounded_once(name, *args)
         return func(*args, **kwargs)
 
     def _is_known(self, args: tuple) -> bool:
@@ -83,6 +88,12 @@ class Numbers(TorchFunctionMode):
             self._results[key] = result
             self._numbers[id(result)] = result
         return self._results[key]
+
+
+def _rounded_once(name: str, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
+    result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), number).to(x.dtype)
+    return x.copy_(result) if name.endswith("_") else result
 
 
 def _is_arithmetic(operation: str) -> bool:

@@ -81,7 +81,10 @@ def _stand_in(kind: Any) -> Any:
     if not isinstance(kind, tuple):
         return kind
     container, rest = kind
-    return [_stand_in(x) for x in rest] if container is list else torch.empty((1,) * rest, device="meta")
+    if container is list:
+        return [_stand_in(x) for x in rest]
+    # PyTorch reads a scalar where an operation takes a number by value.
+    return torch.empty((1,) * rest, device="meta") if rest else torch.zeros(())
 
 
 class _Stop(Exception):
@@ -94,6 +97,8 @@ class _First(TorchDispatchMode):
     call: Call | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:  # of an argument that the operation takes by value
+            return func(*args)
         self.call = func, args, kwargs or {}
         raise _Stop
 

@@ -233,11 +233,10 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     assert cuda.graphs[0].replays == 4
 
 
-def test_a_number_that_a_kernel_takes_by_value_is_refused():
-    """Here the betas, which a scheduler cycles."""
+def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
+    """Here a beta of a fused optimizer: another one is refused, until the step is captured again."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
 
     def loop(x):
         model(x).square().mean().backward()
@@ -245,8 +244,23 @@ def test_a_number_that_a_kernel_takes_by_value_is_refused():
         optimizer.zero_grad()
 
     function, state = zt.lift(loop, model, optimizer)
-    with pytest.raises(ValueError, match=r"takes beta1=param_groups.0.betas.0 by value, and a CUDA graph(?s:.)*cycle_momentum=False"):
-        check_values(zt.Step.of(function).lower(state, torch.ones(2, 3)).graph)
+    x = torch.ones(2, 3)
+    lowered = zt.Step.of(function).lower(state, x)
+    graph = with_rates(lowered.graph)
+    check_values(graph)
+    compiled = lowered.compile()
+    capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
+    compiled._bound.append(Bound(lowered, capture))
+    state = zt.Step.of(function).shard(state)
+    for rate in (0.1, 0.2, 0.3):
+        optimizer.param_groups[0]["lr"] = rate
+        state, _ = compiled(state, x)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    with pytest.raises(ValueError, match=r"param_groups.0.betas.0 was 0.9 when the step was captured, and is 0.5(?s:.)*cycle_momentum=False"):
+        compiled(state, x)
+    capture.close()
+    for _ in range(3):
+        state, _ = compiled(state, x)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")

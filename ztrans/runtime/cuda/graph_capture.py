@@ -7,6 +7,8 @@ A graph contains addresses, so
 - the batch is copied into buffers that stay in place, and so are numbers such as lr, which are then read on the device,
   by fused optimizers in fp32;
 - the state is updated in place, and each call must pass the state that was captured;
+- numbers that a kernel takes by value, as fused optimizers take all but the learning rate, stay what they were: a call
+  with other ones is an error;
 - outputs other than the state are copied out of the graph's memory, which the next call overwrites;
 - the workspaces of cuBLAS are in the graph's memory.
 
@@ -54,12 +56,16 @@ def check_device(device: str | None) -> None:
 def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
     """The positions of the inputs that every call of a captured step copies into a buffer.
 
-    These are the batch, and the leaves of the state that are not on the GPU and do not change, such as a learning rate.
+    These are the batch, and the leaves of the state that are not on the GPU and do not change, such as a learning rate;
+    but no numbers that a kernel takes by value.
 
     Raises: ValueError that names a leaf of the state that is not on the GPU and changes.
     """
     copied = []
+    values = taken_by_value(graph)
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
+        if i in values:
+            continue
         if i >= graph.num_state or (x.device.type != device and graph.outputs[i] is v):
             copied.append(i)
         elif x.device.type != device:
@@ -94,20 +100,33 @@ def with_rates(graph: Graph) -> Graph:
     return graph.replace(eqns=tuple(eqns))
 
 
+def _by_value(graph: Graph) -> Iterator[tuple[str, Var]]:
+    """The arguments that kernels of fused optimizers take by value: their names, and their values in the program."""
+    for e in graph.eqns:
+        if is_fused_update(e):
+            for key, x in e.kwargs.items():
+                if isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
+                    yield key, x
+
+
+def taken_by_value(graph: Graph) -> set[int]:
+    """The positions of the inputs that kernels take by value. A captured graph keeps the values that they had."""
+    values = {v for _, v in _by_value(graph)}
+    return {i for i, v in enumerate(graph.inputs) if v in values}
+
+
 def check_values(graph: Graph) -> None:
-    """Check that no kernel takes by value a number that is an input of the program.
+    """Check that no kernel takes by value a number that the program computes.
 
     Raises: ValueError that names the number, because a graph would hold the value that it had when it was captured.
     """
-    for e in graph.eqns:
-        for key, x in e.kwargs.items():
-            if is_fused_update(e) and isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
-                raise ValueError(
-                    f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph "
-                    f"would keep that value although it changes from step to step.\n"
-                    f"Keep it constant, as a scheduler does with cycle_momentum=False; or use the optimizer with "
-                    f"capturable=True in place of fused=True, or compile without cuda_graph."
-                )
+    for key, x in _by_value(graph):
+        if x not in graph.inputs:
+            raise ValueError(
+                f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph would "
+                f"keep that value although the program computes it in every step.\n"
+                f"Use the optimizer with capturable=True in place of fused=True, or compile without cuda_graph."
+            )
 
 
 class Capture:
@@ -131,6 +150,7 @@ class Capture:
         self.captured: Any = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = []
+        self.taken_by_value = taken_by_value(graph)
 
     @property
     def program(self) -> torch.fx.GraphModule:
@@ -142,6 +162,7 @@ class Capture:
         if is_first:
             self._allocate(inputs)
         elif self.captured is not None:
+            self._check_same_values(inputs)
             self._check_same_state(inputs)
         for i, buffer in self.buffers.items():
             _fill(buffer, inputs[i])
@@ -204,9 +225,22 @@ class Capture:
         self.captured, self.inputs = captured, inputs
         atexit.register(_close, weakref.ref(self))
 
+    def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
+        for i in self.taken_by_value:
+            before, now = self.inputs[i].item(), inputs[i].item()
+            if before != now:
+                name = self.graph.inputs[i].name
+                raise ValueError(
+                    f"{self.graph.name}: {name} was {before} when the step was captured, and is {now}. The kernel of a "
+                    f"fused optimizer takes it by value, so the CUDA graph has the old one.\n"
+                    f"Keep it constant, as a scheduler does with cycle_momentum=False; or call close() on the compiled "
+                    f"step, which is then captured again; or use the optimizer with capturable=True in place of "
+                    f"fused=True, or compile without cuda_graph."
+                )
+
     def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
         for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
-            if i not in self.buffers and old.data_ptr() != x.data_ptr():
+            if i not in self.buffers and i not in self.taken_by_value and old.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
                     f"CUDA graph reads and writes that memory.\n"
