@@ -19,10 +19,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..calling.signature import is_number
 from ..ir.ambient import having
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
-from ..calling.signature import is_number
 
 Group = dict[str, Any]
 

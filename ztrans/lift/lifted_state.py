@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
-from ..calling.trees import named_leaves
 from ..calling.inputs import local_part, overlapping
+from ..calling.trees import named_leaves
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
 from .optimizer_state import create_state, state_entries

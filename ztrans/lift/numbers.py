@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -59,15 +60,21 @@ class Numbers(TorchFunctionMode):
             return func(*args, **kwargs)
         if name.startswith("_fused_"):
             return by_value(func, args, kwargs)
-        if name == "to" and id(args[0]) in self._numbers:
-            return args[0]
+        if count == len(tensors):
+            return self._of_numbers(func, name, args, kwargs)
+        if name in _ROUNDED_ONCE and args[0].dtype in HALF:
+            return _rounded_once(name, *args)
+        return func(*args, **kwargs)
+
+    def _of_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of an operation on numbers alone."""
         operation = name.strip("_")
+        if operation == "to":
+            return args[0]
         if operation in _COMPARISONS and self._is_known(args):
             return _COMPARISONS[operation](self._signs[id(args[0])], 0)
-        if count == len(tensors) and not kwargs and (_is_arithmetic(operation)):
+        if operation.removeprefix("r") in _ARITHMETIC and not kwargs:
             return self._arithmetic(func, name, args)
-        if name in _ROUNDED_ONCE and isinstance(args[0], torch.Tensor) and args[0].dtype in HALF:
-            return _rounded_once(name, *args)
         return func(*args, **kwargs)
 
     def _is_known(self, args: tuple) -> bool:
@@ -76,7 +83,7 @@ class Numbers(TorchFunctionMode):
         return zero and id(args[0]) in self._signs
 
     def _arithmetic(self, func: Callable, name: str, args: tuple) -> torch.Tensor:
-        """The result of an operation on numbers alone."""
+        """The result of arithmetic on numbers. It is computed once."""
         if name.endswith("_") and not name.endswith("__"):  # `x += 1` gives another number
             func = getattr(torch.Tensor, name.removesuffix("_"))
         key = (func, *((id(x) if isinstance(x, torch.Tensor) else repr(x)) for x in args))
@@ -94,7 +101,3 @@ def _rounded_once(name: str, x: torch.Tensor, number: torch.Tensor) -> torch.Ten
     """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
     result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), number).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result
-
-
-def _is_arithmetic(operation: str) -> bool:
-    return operation.removeprefix("r") in _ARITHMETIC

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..calling.signature import is_number
 from ..calling.trees import state_leaves
 from ..tracing.errors import TraceError
-from ..calling.signature import is_number
 
 State = dict[str, Any]
 

@@ -250,7 +250,7 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     check_values(graph)
     compiled = lowered.compile()
     capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
-    compiled._bound.append(Bound(lowered, capture))
+    compiled.bound.runnable = Runnable(lowered, capture)
     state = zt.Step.of(function).shard(state)
     for rate in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = rate
