@@ -116,10 +116,10 @@ class Compiled(Printed):
         if inputs is not None:
             return self.run_again(call, inputs)
         check_surroundings(self.lowered.graph.name, program.signature, surroundings)
-        return self.run(call)
+        return self.run(call, surroundings)
 
-    def run(self, call: BoundCall) -> tuple[Any, Any]:
-        """Run the program on a call whose surroundings it was compiled for."""
+    def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
+        """Run the program on a call in these surroundings, for which it was compiled."""
         n = self.lowered.graph.num_state
         inputs = self._inputs(call)
         with self._step(inputs) as run:
@@ -129,7 +129,7 @@ class Compiled(Printed):
                 outputs[i] = old
         program = self.lowered.program
         state, output = pytree.tree_unflatten(outputs, program.returned(self.graph.added))
-        self.bound.guard = Guard(call._replace(state=state), program.signature.surroundings)
+        self.bound.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 
     def run_again(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:

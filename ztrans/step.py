@@ -60,6 +60,7 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
+        self._after_trace: dict[Signature, Signature] = {}  # by the signature of the call that was traced
         self._function: StepFunction | None = None
 
     def __len__(self) -> int:
@@ -88,6 +89,7 @@ class ProgramCache:
 
     def get(self, signature: Signature) -> Compiled | None:
         """The program for a signature, if there is one. It is about to run."""
+        signature = self._after_trace.get(signature, signature)
         compiled = self._programs.pop(signature, None)
         if compiled is not None:
             self._programs[signature] = compiled
@@ -101,9 +103,15 @@ class ProgramCache:
                 return compiled
         return None
 
-    def add(self, compiled: Compiled) -> None:
-        """Keep a program for calls like the one that it was traced for."""
-        self._programs[compiled.lowered.program.signature] = compiled
+    def add(self, compiled: Compiled, signature: Signature | None = None) -> None:
+        """Keep a program for calls like those after its trace, and like the one with `signature` that was traced.
+
+        The trace may have changed what the step reads. The program is the same before and after (see `purity`).
+        """
+        after = compiled.lowered.program.signature
+        self._programs[after] = compiled
+        if signature is not None and signature != after:
+            self._after_trace[signature] = after
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
@@ -118,6 +126,7 @@ class ProgramCache:
     def clear(self) -> None:
         """Forget all programs, and where the step reads values."""
         self._programs.clear()
+        self._after_trace.clear()
         self._function = None
 
 
@@ -282,7 +291,7 @@ class Step(Generic[P, R]):
         if of_signature is None:
             call = call._replace(state=completed(self.fn, call.state, self.shard))
             of_signature = self._compiled(call, surroundings)
-        return cast("R", of_signature.run(call))
+        return cast("R", of_signature.run(call, surroundings))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -299,7 +308,7 @@ class Step(Generic[P, R]):
         if compiled is None:
             self._check_laid_out(call.state)
             compiled = self._built(call, self._cache.of_any_size(signature))
-            self._cache.add(compiled)
+            self._cache.add(compiled, signature)
             if len(self._cache) > _MANY_PROGRAMS:
                 warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
         return compiled

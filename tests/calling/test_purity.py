@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from pathlib import Path
 
@@ -145,6 +146,42 @@ def test_a_module_may_prepare_itself_in_its_first_run():
     assert len(run._cache) == 2
     wanted = model(X).square().mean()
     assert all(torch.allclose(loss, wanted) for loss in losses)
+
+
+def test_steps_that_set_the_mode_of_a_module_are_traced_once_each():
+    """A training step calls train(), an evaluation calls eval(): each finds the mode that the other one left."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    runs = collections.deque()  # whose entries are no reads
+
+    def train(x):
+        runs.append("train")
+        model.train()
+        sgd.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(x):
+        runs.append("evaluate")
+        model.eval()
+        return model(x).square().mean()
+
+    step, state = zt.lift(train, model, sgd)
+    training = zt.Step.of(step)
+    evaluation = zt.Step.of(zt.lift(evaluate, model)[0])
+    state = training.shard(state)
+    model.eval()
+    for _ in range(3):
+        state, _ = training(state, X)
+        state, _ = evaluation(state, X)
+    assert list(runs) == ["train", "train", "evaluate", "evaluate"]
+    model.train()
+    state, _ = training(state, X)
+    state, _ = evaluation(state, X)
+    assert len(runs) == 4
 
 
 class WarmsUp(nn.Module):

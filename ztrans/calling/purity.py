@@ -50,7 +50,9 @@ T = TypeVar("T", bound=_Traced)
 def trace_without_side_effects(
     record: Callable[[], T], reads: Reads, step_name: str
 ) -> tuple[T, ReadValues]:
-    """What `record()` traces, and what the step reads after the trace, for which its program is made.
+    """What `record()` traces, and what the step reads after the trace.
+
+    The program is valid for what the step read before too: a trace from there gave the same.
 
     Raises: ImpureStepError that names what changed, with the user's lines.
     """
