@@ -49,6 +49,7 @@ class Runnable(NamedTuple):
 
     lowered: Lowered
     run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
+    writes: Writes  # in which the function notes that it begins to write the state
     promise: Promise | None = None  # what the ranks of a mesh must do alike
 
 
@@ -58,14 +59,12 @@ class BoundProgram:
     Attributes:
         runnable: the program as it runs; None before the first run.
         guard: recognises the next call if it is like the last one.
-        writes: whether a run has begun to write its state.
         runner: the identifier of the thread that runs the program, if it has no mesh.
     """
 
     def __init__(self, runnable: Runnable | None = None) -> None:
         self.runnable = runnable
         self.guard: Guard | None = None
-        self.writes = Writes()
         self.runner: dict[str, int] = {}
         self._output_tree: pytree.TreeSpec | None = None
 
@@ -152,7 +151,7 @@ class Compiled(Printed):
         check_surroundings(self.lowered.graph.name, self.lowered.program.signature, Surroundings.of(function))
         inputs = self._inputs(BoundCall.of(function, args, kwargs))
         with self._step(inputs) as run:
-            self.bound.writes.begin()
+            self._runnable.writes.begin()
             local = placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
             mesh, micro = self._mesh, run.run if isinstance(run, Capture) else run
             graph = micro.last if isinstance(micro, MicroBatches) else self.graph
@@ -214,18 +213,21 @@ class Compiled(Printed):
     @contextlib.contextmanager
     def _step(self, inputs: Inputs) -> Iterator[Any]:
         """Meet the other ranks for this step, then yield the function that runs the program."""
-        name, mesh, bound, local = self.lowered.graph.name, self._mesh, self.bound, inputs.tensors
+        name = self.lowered.graph.name
+        mesh = self._mesh
+        local = inputs.tensors
         state = inputs.leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
-        with alone(bound.runner if mesh is None else process_groups(mesh).runner, name):
-            if bound.runnable is None:
-                bound.runnable = self._bind(local)
-            if mesh is not None and (promise := bound.runnable.promise) is not None:
+        with alone(self.bound.runner if mesh is None else process_groups(mesh).runner, name):
+            if self.bound.runnable is None:
+                self.bound.runnable = self._bind(local)
+            runnable = self.bound.runnable
+            if mesh is not None and (promise := runnable.promise) is not None:
                 meet(mesh, Call(f"a step of {name}", promise.hash(local), steps_of(state)), lambda: promise.of(local))
-            with running(name, state, mesh, bound.writes):
+            with running(name, state, mesh, runnable.writes):
                 if self.cuda_graph:
-                    bound.writes.begin()
-                yield bound.runnable.run
+                    runnable.writes.begin()
+                yield runnable.run
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
@@ -259,6 +261,7 @@ class Compiled(Printed):
     @without_autocast()
     def _bind(self, local: Sequence[torch.Tensor]) -> Runnable:
         run: Any
+        writes = Writes()
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
         if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
             lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
@@ -267,19 +270,22 @@ class Compiled(Printed):
             local = placed(lowered.graph, local)
         with stage(lowered.graph.name, f"compile ({self.backend})"):
             if lowered.graph.micro > 1:
-                run = micro_batches(lowered.graph, self._mesh, local, self._executable)
+                make = functools.partial(self._executable, writes)
+                run = micro_batches(lowered.graph, self._mesh, local, make)
             else:
-                graph, run = self._executable(lowered.graph, local)
+                graph, run = self._executable(writes, lowered.graph, local)
                 lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
         promise = Promise(lowered.graph, update_fingerprint(lowered.hinted)) if self._mesh is not None else None
-        return Runnable(lowered, run, promise)
+        return Runnable(lowered, run, writes, promise)
 
-    def _executable(self, graph: Graph, local: Sequence[torch.Tensor]) -> tuple[Graph, Executable]:
+    def _executable(
+        self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
+    ) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
-        n, begin = graph.num_state, self.bound.writes.begin
-        on_write = begin if graph.outputs[:n] != graph.inputs[:n] else None
+        n = graph.num_state
+        on_write = writes.begin if graph.outputs[:n] != graph.inputs[:n] else None
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)

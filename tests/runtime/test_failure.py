@@ -149,7 +149,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
         raise MemoryError("none is left")
 
     bound = compiled._bind([state["a"], state["b"], x])
-    compiled.bound.runnable = bound._replace(run=lambda local: (compiled.bound.writes.begin(), broken()))
+    compiled.bound.runnable = bound._replace(run=lambda local: (bound.writes.begin(), broken()))
     with pytest.raises(MemoryError) as error:
         step(state, x)
     assert error.value.__notes__ == ["ztrans: step 1 of step was ended by this. The state is half updated."]
@@ -167,6 +167,23 @@ def test_the_error_of_a_lost_rank_says_the_causes_and_not_by_their_words():
     failed = Note(Left.FAILED, "failed in step 1 of blended_step with ValueError")
     ended = Note(Left.ENDED, "ended its program, or destroyed its process group,")
     lost = Note(Left.LOST, "lost other ranks in blended_step")
-    assert _causes({2: lost, 1: failed}, []) == "  Rank 1 failed in step 1 of blended_step with ValueError.\n"
-    assert "Every rank must take the same number of steps." in _causes({1: ended}, [])
-    assert _causes({2: lost}, [1]).startswith("  Rank 1 said nothing")
+    assert _causes({2: lost, 1: failed}, []) == ["  Rank 1 failed in step 1 of blended_step with ValueError."]
+    assert _causes({1: ended}, [])[1].startswith("Every rank must take the same number of steps.")
+    assert _causes({2: lost}, [1])[0].startswith("  Rank 1 said nothing")
+
+
+def test_a_tuned_program_marks_a_half_updated_state_too():
+    state, x = {"a": torch.zeros(3), "b": torch.ones(3)}, torch.ones(2)
+    compiled = zt.Step.of(lambda s, x: ({"a": s["a"] + x.sum(), "b": s["b"] * 2}, x)).lower(state, x).compile()
+    tuned, _ = compiled.tune(state, x, steps=1)
+    program = tuned.bound.runnable.run.program
+    forward = program.forward
+
+    def broken(*inputs):
+        forward(*inputs)
+        raise MemoryError("none is left")
+
+    program.forward = broken
+    with pytest.raises(MemoryError) as error:
+        tuned(state, x)
+    assert error.value.__notes__[-1].endswith("The state is half updated.")

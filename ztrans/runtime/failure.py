@@ -78,8 +78,8 @@ def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: W
             error.add_note(f"ztrans: {name} was ended by this. {remark}")
             raise
         if writes.begun:
-            _mark(leaves, str(cause).splitlines()[1].strip().rstrip("."))
-        raise LostRank(f"{cause}\n{remark}") from error
+            _mark(leaves, cause.reason)
+        raise LostRank(f"{cause}\n{remark}", cause.reason) from error
     if first is not None:
         _steps[first] = _steps.get(first, 0) + 1
 

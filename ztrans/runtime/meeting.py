@@ -116,23 +116,25 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     message = (str(error).splitlines() or [type(error).__name__])[0]
-    return LostRank(f"{head}{_causes(notes, silent)}The backend says: {message}")
+    lines = _causes(notes, silent)
+    text = "".join(f"{line}\n" for line in lines)
+    return LostRank(f"{head}{text}The backend says: {message}", lines[0].strip().rstrip(".") if lines else "")
 
 
-def _causes(notes: Mapping[int, Note], silent: Sequence[int]) -> str:
+def _causes(notes: Mapping[int, Note], silent: Sequence[int]) -> list[str]:
     """The lines of an error that say why ranks are lost, from their notes; `silent` ranks left none."""
     causes = {rank: note for rank, note in sorted(notes.items()) if note.why is not Left.LOST}
-    lines = [f"  Rank {rank} {note.text}.\n" for rank, note in causes.items()]
+    lines = [f"  Rank {rank} {note.text}." for rank, note in causes.items()]
     if silent and not causes:
         lines.append(
             f"  {_named(silent).capitalize()} said nothing: killed, out of memory, stopped, or busy with something "
-            f"else. See the log there.\n"
+            f"else. See the log there."
         )
     if not causes or any(note.why is Left.ENDED for note in causes.values()):
         lines.append(
-            f"Every rank must take the same number of steps. If data ends earlier on some ranks, {_STOP_TOGETHER}\n"
+            f"Every rank must take the same number of steps. If data ends earlier on some ranks, {_STOP_TOGETHER}"
         )
-    return "".join(lines)
+    return lines
 
 
 def leave(mesh: DeviceMesh, note: Note) -> None:

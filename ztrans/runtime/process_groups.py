@@ -36,7 +36,14 @@ Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
 
 
 class LostRank(RuntimeError):
-    """Another rank of the mesh has ended, or has not answered within the time-out."""
+    """Another rank of the mesh has ended, or has not answered within the time-out; `reason` says why, if that is known.
+
+    A state that the failing step leaves half updated is marked with the reason.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Work(Protocol):

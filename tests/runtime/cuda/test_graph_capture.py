@@ -23,6 +23,7 @@ from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 from ztrans.runtime.cuda.graph_capture import Capture, check_device, check_values, copied_inputs, placed, with_rates
 from ztrans.runtime.executable import executable
+from ztrans.runtime.failure import Writes
 
 
 def step(state, batch):
@@ -55,7 +56,7 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, Capture(counted, lowered.graph, cuda, "cpu"))
+    compiled.bound.runnable = Runnable(lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes())
     return compiled, cuda, calls
 
 
@@ -222,7 +223,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
     monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, Capture(executable(graph, None), graph, cuda, "cpu"))
+    compiled.bound.runnable = Runnable(lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes())
     state_after, losses = run(optimizer, compiled, state)
     optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
@@ -250,7 +251,7 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     check_values(graph)
     compiled = lowered.compile()
     capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
-    compiled.bound.runnable = Runnable(lowered, capture)
+    compiled.bound.runnable = Runnable(lowered, capture, Writes())
     state = zt.Step.of(function).shard(state)
     for rate in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = rate
