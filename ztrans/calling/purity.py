@@ -94,12 +94,11 @@ def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
 
 def first_difference(first: Graph, second: Graph) -> str:
     """The first line in which two programs differ, as each of them has it; empty if they are equal."""
-    lines = zip_longest(
-        program(first, full=True).splitlines(), program(second, full=True).splitlines()
-    )
-    for one, other in lines:
-        if one != other:
-            return f"  first:  {_line(one)}\n  second: {_line(other)}"
+    first_lines = program(first, full=True).splitlines()
+    second_lines = program(second, full=True).splitlines()
+    for first_line, second_line in zip_longest(first_lines, second_lines):
+        if first_line != second_line:
+            return f"  first:  {_line(first_line)}\n  second: {_line(second_line)}"
     return ""
 
 
@@ -115,8 +114,7 @@ def _generator_states() -> dict[str, object]:
     """The states of the generators that all code shares, by name."""
     return {
         "Python's random": random.getstate(),
-        "numpy.random": pickle.dumps(
-            numpy.random.get_state()
-        ),  # it has an array, which `==` cannot compare
+        # As bytes, because `==` compares arrays and tensors element by element.
+        "numpy.random": pickle.dumps(numpy.random.get_state()),
         _TORCH: bytes(torch.random.get_rng_state().numpy()),
     }

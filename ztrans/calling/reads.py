@@ -187,7 +187,7 @@ def _entries(container: Any) -> list:
 
 
 def _constant(value: Any) -> Any:
-    """What a program is specialised on in a value: its type if the value is no constant."""
+    """What a program is specialised on in a value: its type if the value is not a constant."""
     kind = type(value)
     if kind in _CONSTANT_TYPES:
         return kind, value

@@ -54,7 +54,7 @@ def check_laws(
         transform: the transform.
         step: a plain step, `step(state, *batch) -> (state, output)`.
         state: its first state, of full tensors.
-        batch: its arguments behind the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
+        batch: its arguments after the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
             dropped if they do not fill a slice.
         worlds: the numbers of ranks.
         stages: the ZeRO stages.
