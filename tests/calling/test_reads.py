@@ -392,6 +392,13 @@ def test_class_methods_and_static_methods_are_followed(restored):
     assert {"Schedule.warm_up", "RATE"} <= set(reads.values().names)
 
 
+def test_attributes_that_only_a_constructor_names_are_not_read():
+    """Also where a method calls that of its base class, as `Loss.halved` does."""
+    loss = Loss()
+    step = lambda state, x: (state, loss(x))
+    assert programs(step, lambda: setattr(loss, "calls", loss.calls + 1)) == 1
+
+
 def test_slices_ranges_and_numbers_of_numpy_are_read():
     space = types.SimpleNamespace(rows=slice(0, 1), steps=range(2), flag=np.bool_(False))
     reads = Reads(lambda state, x: (state, x[space.rows] * len(space.steps) if space.flag else x))

@@ -302,7 +302,7 @@ class _Search:
         read_code = functools.partial(getattr, f, "__code__")
         self._place(f, "__code__", f"the code of {f.__name__}", read_code, here)
         if is_library(code.co_filename):
-            for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
+            for variable, cell in _cells(f):
                 if callable(function := _contents(cell)):  # one that the user gave to the library
                     self.visit(function, variable)
             self.visit(getattr(f, "__wrapped__", None), f.__name__)
@@ -314,7 +314,7 @@ class _Search:
                 read = functools.partial(getattr, f, attribute)
                 self._place(f, attribute, f"{kind} of {f.__name__}", read, here)
         names = _Names(code)
-        for variable, cell in zip(code.co_freevars, f.__closure__ or ()):
+        for variable, cell in _cells(f):
             read = functools.partial(_contents, cell)
             self._place(cell, "", variable, read, names.variables.get(variable, here))
         for variable, source in names.globals.items():
@@ -401,6 +401,12 @@ class _Names:
         if kind in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"):
             return self.globals
         return self.variables if kind.endswith("DEREF") else None
+
+
+def _cells(f: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """The variables of enclosing functions that a function reads, without the class of `super()`."""
+    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
+    return [(variable, cell) for variable, cell in cells if variable != "__class__"]
 
 
 def _contents(cell: types.CellType) -> Any:
