@@ -19,7 +19,7 @@ from .calling.inputs import Inputs, check_donation, check_surroundings
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
-from .ir.graph import Graph
+from .ir.graph import Eqn, Graph
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
@@ -113,7 +113,7 @@ class Compiled(Printed):
         surroundings = Surroundings.of(program.function)
         inputs = self.bound.match(call, surroundings)
         if inputs is not None:
-            return self.run_again(call, inputs)
+            return self.run_guarded(call, inputs)
         check_surroundings(self.lowered.graph.name, program.signature, surroundings)
         return self.run(call, surroundings)
 
@@ -131,12 +131,14 @@ class Compiled(Printed):
         self.bound.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 
-    def run_again(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
+    def run_guarded(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
         """Run the program on a call that its guard has recognised. The tensors of its state hold the new state."""
         with self._step(inputs) as run:
             outputs = run(inputs.tensors)
         output_tree = self.bound.output_tree(self.lowered.program, self.graph)
-        return call.state, pytree.tree_unflatten(outputs[self.lowered.graph.num_state :], output_tree)
+        return call.state, pytree.tree_unflatten(
+            outputs[self.lowered.graph.num_state :], output_tree
+        )
 
     @ends_at_user
     @without_autocast()
@@ -148,19 +150,25 @@ class Compiled(Printed):
         `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
         function = self.lowered.program.function
-        check_surroundings(self.lowered.graph.name, self.lowered.program.signature, Surroundings.of(function))
+        check_surroundings(
+            self.lowered.graph.name, self.lowered.program.signature, Surroundings.of(function)
+        )
         inputs = self._inputs(BoundCall.of(function, args, kwargs))
         with self._step(inputs) as run:
             self._runnable.writes.begin()
-            local = placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
-            mesh, micro = self._mesh, run.run if isinstance(run, Capture) else run
+            local = (
+                placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
+            )
+            mesh = self._mesh
+            micro = run.run if isinstance(run, Capture) else run
             graph = micro.last if isinstance(micro, MicroBatches) else self.graph
 
             def prepared(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-                given = micro.before_last(inputs) if isinstance(micro, MicroBatches) else inputs
+                if isinstance(micro, MicroBatches):
+                    inputs = micro.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
-                return given
+                return inputs
 
             measured = profile(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
@@ -188,7 +196,9 @@ class Compiled(Printed):
         lowered = self._runnable.lowered.replan(before)
         replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
         after = replanned.profile(*args, steps=steps, **kwargs)
-        first, second = slowest([before.timeline.seconds, after.timeline.seconds], self.lowered.mesh)
+        first, second = slowest(
+            [before.timeline.seconds, after.timeline.seconds], self.lowered.mesh
+        )
         faster = (replanned if second < first else self)._runnable
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         if second >= first:
@@ -223,7 +233,11 @@ class Compiled(Printed):
                 self.bound.runnable = self._bind(local)
             runnable = self.bound.runnable
             if mesh is not None and (promise := runnable.promise) is not None:
-                meet(mesh, Call(f"a step of {name}", promise.hash(local), steps_of(state)), lambda: promise.of(local))
+                meet(
+                    mesh,
+                    Call(f"a step of {name}", promise.hash(local), steps_of(state)),
+                    lambda: promise.of(local),
+                )
             with running(name, state, mesh, runnable.writes):
                 if self.cuda_graph:
                     runnable.writes.begin()
@@ -236,11 +250,13 @@ class Compiled(Printed):
         collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
         runnable = self.bound.runnable
-        known = runnable.lowered if runnable is not None else self.lowered
+        leader = runnable.lowered if runnable is not None else self.lowered
+        agreed = runnable is not None
         try:
-            lowered, agreed = traced.follow(known), runnable is not None
+            lowered = traced.follow(leader)
         except ValueError:
-            lowered, agreed = traced.lower(cluster=known.cluster), False
+            lowered = traced.lower(cluster=leader.cluster)
+            agreed = False
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, bound=BoundProgram())
 
     def _inputs(self, call: BoundCall) -> Inputs:
@@ -249,12 +265,17 @@ class Compiled(Printed):
         Raises: TypeError if the program was not compiled for them, if the state is not laid out for it, or if the step
             may not overwrite the state.
         """
-        program, graph = self.lowered.program, self.lowered.graph
+        program = self.lowered.program
+        graph = self.lowered.graph
         inputs = program.local_inputs(graph, call)
-        if self._mesh is not None and self._mesh.size() > 1:  # a single rank holds all of a leaf, whatever its layout
+        if (
+            self._mesh is not None and self._mesh.size() > 1
+        ):  # a single rank holds all of a leaf, whatever its layout
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
             paths = program.signature.paths
-            check_laid_out(graph.name, self._mesh, program.axes, paths, inputs.leaves, layouts, lowered=True)
+            check_laid_out(
+                graph.name, self._mesh, program.axes, paths, inputs.leaves, layouts, lowered=True
+            )
         check_donation(graph, inputs.tensors)
         return inputs
 
@@ -263,7 +284,10 @@ class Compiled(Printed):
         run: Any
         writes = Writes()
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
-        if any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local) or self.cuda_graph:
+        if (
+            any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
+            or self.cuda_graph
+        ):
             lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
         if self.cuda_graph:
             check_values(lowered.graph)
@@ -277,7 +301,11 @@ class Compiled(Printed):
                 lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
-        promise = Promise(lowered.graph, update_fingerprint(lowered.hinted)) if self._mesh is not None else None
+        promise = (
+            Promise(lowered.graph, update_fingerprint(lowered.hinted))
+            if self._mesh is not None
+            else None
+        )
         return Runnable(lowered, run, writes, promise)
 
     def _executable(
@@ -297,8 +325,16 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
 
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
-    twins, peak = donation(graph).twins, memory(graph).peak
-    for may_move in (lambda e: True, lambda e: e in twins or not any(v.shape for v in e.results)):
+    in_place = donation(graph).twins
+    peak = memory(graph).peak
+
+    def may_move_any(eqn: Eqn) -> bool:
+        return True
+
+    def may_move_without_temporary(eqn: Eqn) -> bool:
+        return eqn in in_place or not any(v.shape for v in eqn.results)
+
+    for may_move in (may_move_any, may_move_without_temporary):
         grouped, groups = group_updates(graph, may_move)
         if memory(grouped).peak <= peak:
             return grouped, groups
@@ -311,14 +347,18 @@ def _agreed(lowered: Lowered) -> Lowered:
     Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
         program of a rank.
     """
-    mesh, name = lowered.mesh, lowered.graph.name
+    mesh = lowered.mesh
+    name = lowered.graph.name
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
         return lowered
-    plan, hinted = lowered.plan, lowered.hinted
-    mine = Proposal(plan.program, Promise(hinted, update_fingerprint(hinted)).lines, (plan, landmarks(hinted, plan)))
+    plan = lowered.plan
+    hinted = lowered.hinted
+    messages = Promise(hinted, update_fingerprint(hinted)).lines
+    proposal = Proposal(plan.program, messages, (plan, landmarks(hinted, plan)))
     with stage(name, "wait for the plans of the other ranks"):
-        everyone = proposals(name, mesh, mine)
-    (first, marks), problem = everyone[0].plan, ""
+        everyone = proposals(name, mesh, proposal)
+    first, marks = everyone[0].plan
+    problem = ""
     try:
         if plan.program != everyone[0].program:
             lowered = lowered.following(transfer(first, marks, hinted))

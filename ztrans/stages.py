@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -89,7 +90,11 @@ class Traced(Printed):
         """
         hinted = self._hinted(cluster)
         with stage(self.graph.name, "plan"):
-            return hinted.planned(plan) if plan is not None else hinted._ordered(*make(hinted.graph, hinted.cluster))
+            return (
+                hinted.planned(plan)
+                if plan is not None
+                else hinted._ordered(*make(hinted.graph, hinted.cluster))
+            )
 
     @no_collection()
     def follow(self, leader: Lowered) -> Lowered:
@@ -97,7 +102,8 @@ class Traced(Printed):
 
         Raises: ValueError if the two programs do not have the same collectives.
         """
-        hinted, plan = self._hinted(leader.cluster), leader.plan
+        hinted = self._hinted(leader.cluster)
+        plan = leader.plan
         if plan.program != fingerprint(hinted.graph):
             plan = transfer(plan, landmarks(leader.hinted, plan), hinted.graph)
         return hinted.following(plan)
@@ -114,10 +120,15 @@ class Traced(Printed):
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.writes_last else hinted
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
-        of_state = [axes_of(self.transforms, v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))]
+        of_state = [
+            axes_of(self.transforms, v.name, leaf)
+            for v, leaf in zip(graph.inputs, meta_leaves(graph))
+        ]
         of_batch = [all_axes(self.transforms, of_state)] * (len(graph.inputs) - graph.num_state)
         program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
-        return Lowered(hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted)
+        return Lowered(
+            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted
+        )
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
@@ -156,13 +167,16 @@ class Lowered(Printed):
         It includes a lower bound: in no order of the same collectives, within the same memory, is the step faster.
         """
         cluster = cluster or self.cluster
-        played, s = simulate(self.graph, cluster), skeleton(self.hinted)
-        if not s.gathers and not s.reductions:
-            return played
+        timeline = simulate(self.graph, cluster)
+        order = skeleton(self.hinted)
+        if not order.gathers and not order.reductions:
+            return timeline
         if self.hinted.micro > 1:
-            return dataclasses.replace(played, bound=_bound_in_turn(self.hinted, cluster, played.peak))
-        least = bound(formulate(s, cluster, played.peak))
-        return dataclasses.replace(played, bound=(least.seconds, least.binds))
+            least = _micro_batch_bound(self.hinted, cluster, timeline.peak)
+        else:
+            found = bound(formulate(order, cluster, timeline.peak))
+            least = found.seconds, found.binds
+        return dataclasses.replace(timeline, bound=least)
 
     @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
@@ -192,11 +206,15 @@ class Lowered(Printed):
         """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
         plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
-        plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))  # its text begins with that
+        plan = dataclasses.replace(
+            plan, traffic=tuple(traffic(graph).items())
+        )  # its text begins with that
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     @ends_at_user
-    def lockstep(self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]) -> tuple[Any, list[Any]]:
+    def lockstep(
+        self, state: Any, batches: Sequence[tuple | Mapping[str, Any]]
+    ) -> tuple[Any, list[Any]]:
         """Run one step of all ranks in this process, equation by equation.
 
         It needs no process group, so it also runs under an AbstractMesh. Nothing is updated in place.
@@ -211,36 +229,53 @@ class Lowered(Printed):
             traced for. The error names the rank and the argument. ValueError if there is not one batch for each rank,
             or the step itself divides an argument, as `parallelize_module` does.
         """
-        graph, program = self.graph, self.program
+        graph = self.graph
+        program = self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         check_surroundings(graph.name, program.signature, Surroundings.of(program.function))
         _check_whole_here(program, graph.name)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
-            given = f"{len(batches)} batches" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
+            kind = (
+                f"{len(batches)} batches"
+                if isinstance(batches, Sequence)
+                else f"a {type(batches).__name__}"
+            )
             raise ValueError(
-                f"{graph.name}.lockstep: {given} for the {size} ranks of the mesh.\n"
+                f"{graph.name}.lockstep: {kind} for the {size} ranks of the mesh.\n"
                 f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."
             )
-        inputs = []
-        for rank, batch in enumerate(batches):
-            if not isinstance(batch, tuple | list | Mapping):
-                raise TypeError(
-                    f"{graph.name}.lockstep: the batch of rank {rank} is a {type(batch).__name__}.\n"
-                    f"Pass its arguments as a tuple, (x,), or as a dict by name."
-                )
-            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-            call = BoundCall.of(program.function, (state, *args), kwargs)
-            name = f"{graph.name}.lockstep, rank {rank}"
-            inputs.append(program.local_inputs(graph, call, name).tensors)
+        inputs = [self._inputs_of_rank(rank, state, batch) for rank, batch in enumerate(batches)]
         n = graph.num_state
         whole = [x.contiguous() for x in inputs[0][:n]]
-        ranks = [part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)]
+        ranks = [
+            part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)
+        ]
         outs = lockstep(graph, ranks)
         new_state = join(graph, outs)
         tree = program.returned(graph.added)
         results = [pytree.tree_unflatten([*new_state, *out[n:]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
+
+    def _inputs_of_rank(
+        self, rank: int, state: Any, batch: tuple | Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The inputs of the program on a rank that has this batch.
+
+        Raises: TypeError if the program was not traced for them.
+        """
+        name = f"{self.graph.name}.lockstep"
+        function = self.program.function
+        if isinstance(batch, Mapping):
+            call = BoundCall.of(function, (state,), batch)
+        elif isinstance(batch, tuple | list):
+            call = BoundCall.of(function, (state, *batch), {})
+        else:
+            raise TypeError(
+                f"{name}: the batch of rank {rank} is a {type(batch).__name__}.\n"
+                f"Pass its arguments as a tuple, (x,), or as a dict by name."
+            )
+        return self.program.local_inputs(self.graph, call, f"{name}, rank {rank}").tensors
 
     @ends_at_user
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
@@ -255,7 +290,9 @@ class Lowered(Printed):
         Raises: ValueError if there is no such backend, no compiler for "inductor", or no GPU for a CUDA graph.
         """
         if backend not in ("eager", "inductor"):
-            raise ValueError(f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'.")
+            raise ValueError(
+                f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'."
+            )
         if backend == "inductor":
             check_compiler()
         if self.mesh is not None:
@@ -275,12 +312,16 @@ def _check_whole_here(program: Program, name: str) -> None:
             )
 
 
-def _bound_in_turn(graph: Graph, cluster: Cluster, peak: int) -> tuple[float, str]:
-    """The lower bound of micro-batches that run one behind the other, and what causes that of the last."""
-    programs, least = parts(graph), dict[Graph, tuple[float, str]]()
+def _micro_batch_bound(graph: Graph, cluster: Cluster, peak: int) -> tuple[float, str]:
+    """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
+    programs = parts(graph)
+    least: dict[Graph, tuple[float, str]] = {}
     for part in programs.different:
-        s = skeleton(part)
-        of_part = bound(formulate(s, cluster, peak)) if s.gathers or s.reductions else None
-        # Without planned collectives there is one order.
-        least[part] = (of_part.seconds, of_part.binds) if of_part else (simulate(part, cluster).seconds, "compute")
-    return sum(least[part][0] for part in programs.in_order), least[programs.last][1]
+        order = skeleton(part)
+        if order.gathers or order.reductions:
+            found = bound(formulate(order, cluster, peak))
+            least[part] = found.seconds, found.binds
+        else:  # without planned collectives there is one order
+            least[part] = simulate(part, cluster).seconds, "compute"
+    seconds = sum(least[part][0] for part in programs.in_order)
+    return seconds, least[programs.last][1]

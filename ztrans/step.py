@@ -60,7 +60,9 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
-        self._after_trace: dict[Signature, Signature] = {}  # by the signature of the call that was traced
+        self._after_trace: dict[
+            Signature, Signature
+        ] = {}  # by the signature of the call that was traced
         self._function: StepFunction | None = None
 
     def __len__(self) -> int:
@@ -145,7 +147,9 @@ class Step(Generic[P, R]):
     fn: Callable[P, R]
     transforms: tuple[Transform, ...] = ()
     plan: Plan | None = dataclasses.field(default=None, repr=False)
-    _cache: ProgramCache = dataclasses.field(default_factory=ProgramCache, compare=False, repr=False)
+    _cache: ProgramCache = dataclasses.field(
+        default_factory=ProgramCache, compare=False, repr=False
+    )
     # The programs of methods that are this step, by the objects whose methods they are.
     _of_objects: WeakIdKeyDictionary = dataclasses.field(
         default_factory=WeakIdKeyDictionary, compare=False, repr=False
@@ -159,7 +163,9 @@ class Step(Generic[P, R]):
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(self.fn, name):
                 attributes[name] = getattr(self.fn, name)
-        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # some functions written in C have no signature
             attributes["__signature__"] = inspect.signature(self.fn)
         vars(self).update(attributes)
 
@@ -187,7 +193,9 @@ class Step(Generic[P, R]):
     def __get__(self, instance: None, owner: type | None = None) -> Step[P, R]: ...
 
     @overload
-    def __get__(self: Step[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Step[Q, R]: ...
+    def __get__(
+        self: Step[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> Step[Q, R]: ...
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Step[..., Any]:
         """The step as a method of `instance`: a step of the bound function.
@@ -236,14 +244,18 @@ class Step(Generic[P, R]):
         return Traced(program, self.transforms)
 
     @ends_at_user
-    def lower(self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any) -> Lowered:
+    def lower(
+        self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any
+    ) -> Lowered:
         """`trace(state, *batch).lower(cluster=..., plan=...)`; the plan is by default that of `planned`, if it fits.
 
         Pass an argument of the step that is called `cluster` or `plan` by position.
         """
         return self._lowered(BoundCall.of(self._function, args, kwargs), cluster, plan)
 
-    def _lowered(self, call: BoundCall, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+    def _lowered(
+        self, call: BoundCall, cluster: Cluster | None = None, plan: Plan | None = None
+    ) -> Lowered:
         traced = self._traced(call)
         if plan is None and self.plan is not None:
             try:
@@ -267,8 +279,8 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        call = BoundCall.of(self._function, args, kwargs)
-        tuned, measured = self._compiled(call, Surroundings.of(self._function)).tune(*args, steps=steps, **kwargs)
+        compiled = self.compiled(*args, **kwargs)
+        tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         self._cache.remove_any_size(tuned.lowered.program.signature)
         self._cache.add(tuned)
@@ -286,7 +298,7 @@ class Step(Generic[P, R]):
         match = self._cache.match(call, surroundings)
         if match is not None:
             compiled, inputs = match
-            return cast("R", compiled.run_again(call, inputs))
+            return cast("R", compiled.run_guarded(call, inputs))
         of_signature = self._cache.get(Signature.of(call, self._function, surroundings))
         if of_signature is None:
             call = call._replace(state=completed(self.fn, call.state, self.shard))
@@ -300,7 +312,9 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(BoundCall.of(self._function, args, kwargs), Surroundings.of(self._function))
+        return self._compiled(
+            BoundCall.of(self._function, args, kwargs), Surroundings.of(self._function)
+        )
 
     def _compiled(self, call: BoundCall, surroundings: Surroundings) -> Compiled:
         signature = Signature.of(call, self._function, surroundings)
@@ -334,8 +348,11 @@ class Step(Generic[P, R]):
 
     def _check_laid_out(self, state: Any) -> None:
         if (mesh := self._devices()) is not None:
-            paths, axes = self._state_names(state)[1], self._chosen(axes_of, state)
-            check_laid_out(self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state))
+            paths = self._state_names(state)[1]
+            axes = self._chosen(axes_of, state)
+            check_laid_out(
+                self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state)
+            )
 
     def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
         """For each leaf of a state, its short name, and its path in messages."""
@@ -348,10 +365,14 @@ class Step(Generic[P, R]):
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
         names = self._state_names(state)[0]
-        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))]
+        return [
+            choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))
+        ]
 
     @ends_at_user
-    def shard(self, state: State, *, source: int | None = None, device: torch.device | str | None = None) -> State:
+    def shard(
+        self, state: State, *, source: int | None = None, device: torch.device | str | None = None
+    ) -> State:
         """Copy a state into DTensors in the layouts that this step needs. All ranks must call it.
 
         Args:
@@ -365,13 +386,22 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves, paths = state_leaves(state), self._state_names(state)[1]
+        leaves = state_leaves(state)
+        paths = self._state_names(state)[1]
         check_state(paths, leaves)
         check_whole(leaves, "shard")
         if (mesh := self._devices()) is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
         with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.layouts(state), self._chosen(axes_of, state), source, device)
+            return shard_state(
+                state,
+                mesh,
+                paths,
+                self.layouts(state),
+                self._chosen(axes_of, state),
+                source,
+                device,
+            )
 
     @ends_at_user
     def unshard(self, state: State) -> State:

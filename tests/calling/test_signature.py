@@ -33,7 +33,10 @@ def signature(*args, **kwargs):
 SAME = {
     "other values": ((X, X, 0.5), (X + 1, X * 2, 2.5)),
     "other memory": ((X, X), (X.clone(), X.clone())),
-    "a number in the state, and the tensor that the step returns for it": (({"n": 1}, X), ({"n": torch.tensor(1)}, X)),
+    "a number in the state, and the tensor that the step returns for it": (
+        ({"n": 1}, X),
+        ({"n": torch.tensor(1)}, X),
+    ),
     "a state of other strides, which is copied": ((X.t(), X), (X.t().contiguous(), X)),
     "None, which has no leaf in a state": (([X, None], X), ([X, None], X)),
 }
@@ -53,7 +56,10 @@ CHANGES = {
     "x had requires_grad=False and has True": ((X, X), (X, X.clone().requires_grad_())),
     "x was on cpu and is on meta": ((X, X), (X, X.to("meta"))),
     "scale was i64[] and is f64[]": ((X, X, 1), (X, X, 1.0)),
-    "scale was a number and is a tensor": ((X, X, 1.0), (X, X, torch.tensor(1.0, dtype=torch.float64))),
+    "scale was a number and is a tensor": (
+        (X, X, 1.0),
+        (X, X, torch.tensor(1.0, dtype=torch.float64)),
+    ),
     "scale was i64[] and is True": ((X, X, 1), (X, X, True)),
     "scale was 'fast' and is 'slow'": ((X, X, "fast"), (X, X, "slow")),
     "scale was None and is f64[]": ((X, X, None), (X, X, 1.0)),
@@ -92,14 +98,20 @@ def test_the_surroundings_belong_to_the_signature():
     assert change.startswith("rate was 0.1 and is 0.2 (test_signature.py:")
     rate = 0.1
     with torch.autocast("cpu", torch.bfloat16):
-        assert before.changes(Signature.of(call, reading)) == ["autocast on cpu was off and is torch.bfloat16"]
+        assert before.changes(Signature.of(call, reading)) == [
+            "autocast on cpu was off and is torch.bfloat16"
+        ]
     assert before == Signature.of(call, reading)
 
 
 def test_the_size_of_a_batch_can_be_left_out():
     sizes = [signature({"w": X}, x).any_size() for x in (X, X[:2], X[:0])]
     assert len(set(sizes)) == 1
-    others = [signature({"w": X[:2]}, X), signature({"w": X}, X.double()), signature({"w": X}, X[0])]
+    others = [
+        signature({"w": X[:2]}, X),
+        signature({"w": X}, X.double()),
+        signature({"w": X}, X[0]),
+    ]
     assert sizes[0] not in [other.any_size() for other in others]
 
 
@@ -118,7 +130,9 @@ def test_numbers_and_tensors_are_described_without_their_values():
     ],
 )
 def test_an_argument_that_cannot_be_compared_is_refused(argument, advice):
-    with pytest.raises(TypeError, match=rf"an argument holds a .*, which is neither a tensor,.*\n{advice}"):
+    with pytest.raises(
+        TypeError, match=rf"an argument holds a .*, which is neither a tensor,.*\n{advice}"
+    ):
         zt.Step.of(step)(X, X, argument)
 
 
@@ -131,9 +145,15 @@ def test_a_step_that_is_traced_for_every_call_says_what_changed():
             rate = float(k)
             run(Y, X)
     rate = 8.0
-    with pytest.warns(UserWarning, match=r"has been traced for 9 different calls.*:\n  \* rate was 7.0 and is 8.0 \(.*\)\n"):
+    with pytest.warns(
+        UserWarning,
+        match=r"has been traced for 9 different calls.*:\n  \* rate was 7.0 and is 8.0 \(.*\)\n",
+    ):
         run(Y, X)
-    with pytest.warns(UserWarning, match=r"has been traced for 10 different calls.*:\n  \* x was f32\[4,3\] and is f32\[2,3\]\n"):
+    with pytest.warns(
+        UserWarning,
+        match=r"has been traced for 10 different calls.*:\n  \* x was f32\[4,3\] and is f32\[2,3\]\n",
+    ):
         run(Y, X[:2])
 
 

@@ -19,22 +19,22 @@ _EXTRA = "param_groups"  # how programs and messages name the extra inputs
 
 
 class ExtraInputs(abc.ABC):
-    """A step function that adds an argument of its own to each call, such as the learning rates of its optimizers.
+    """A step function that adds an argument of its own to each call, such as learning rates.
 
     That argument is the last one of a `BoundCall`, and comes first in `call_with`.
     """
 
     @abc.abstractmethod
     def extra_inputs(self) -> Any:
-        """The argument for the next call: a tree of tensors and numbers that are the same on all ranks."""
+        """The argument for the next call: tensors and numbers that are the same on all ranks."""
 
     @abc.abstractmethod
     def constants(self) -> Hashable:
-        """What a program of this function is specialised on, besides arguments and captured values."""
+        """What a program of this function is specialised on, besides arguments and reads."""
 
     @abc.abstractmethod
     def missing_state(self, state: Any) -> dict[str, Any]:
-        """The leaves that a state lacks, such as those of parameters that were unfrozen, by entry of the state."""
+        """The leaves that a state lacks, such as those of unfrozen parameters, by its entries."""
 
     @abc.abstractmethod
     def call_with(self, extra: Any, state: Any, /, *batch: Any, **named: Any) -> tuple[Any, Any]:
@@ -44,7 +44,8 @@ class ExtraInputs(abc.ABC):
 class StepFunction:
     """What calls need to know of a step function: its parameters, what it reads, and what it adds.
 
-    It does not hold the function, which may be a method: programs must not keep the object alive whose method it is.
+    It does not hold the function, which may be a method: programs must not keep the object alive
+    whose method it is.
     """
 
     def __init__(self, fn: Callable) -> None:
@@ -52,7 +53,9 @@ class StepFunction:
         self.extra = fn if isinstance(fn, ExtraInputs) else None
         self.reads = Reads(fn)
         self.signature: inspect.Signature | None = None
-        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # some functions written in C have no signature
             self.signature = inspect.signature(fn)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
@@ -77,10 +80,10 @@ class StepFunction:
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
-    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
-    parameters after one that the caller left out. A parameter that the caller left out is not an argument: the step
-    reads its default as it reads a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other
-    functions.
+    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only
+    parameters, and to parameters after one that the caller left out. A parameter that the caller
+    left out is not an argument: the step reads its default as it reads a global. `extra` has the
+    extra argument of an `ExtraInputs`, and is empty for other functions.
     """
 
     state: Any
@@ -110,7 +113,9 @@ class BoundCall(NamedTuple):
             if not args:
                 raise TypeError(f"{function.name}() takes a state as its first argument.")
         extra = () if function.extra is None else (function.extra.extra_inputs(),)
-        return BoundCall(args[0], tuple(map(opened, (*args[1:], *kwargs.values()))), tuple(kwargs), extra)
+        return BoundCall(
+            args[0], tuple(map(opened, (*args[1:], *kwargs.values()))), tuple(kwargs), extra
+        )
 
     def run(self, fn: Callable) -> Any:
         """Call `fn` with these arguments."""
@@ -121,7 +126,7 @@ class BoundCall(NamedTuple):
         return fn(self.state, *self.batch[:positional], **named)
 
     def tree(self) -> tuple:
-        """All arguments as a tree, which `of_tree` reads. The state comes first, and the extra argument last."""
+        """All arguments as a tree: the state comes first, and the extra argument last."""
         return none_as_empty(self.state), *self.batch, *self.extra
 
     def of_tree(self, tree: tuple) -> BoundCall:
@@ -138,7 +143,7 @@ class BoundCall(NamedTuple):
         return [*names, extra] if self.extra else names
 
     def micro_batch(self, function: StepFunction, micro: int) -> BoundCall:
-        """The call with the first of `micro` equal parts of the batch. Numbers and scalars belong to every part.
+        """The call with the first of `micro` equal parts of the batch. Each part has all scalars.
 
         Raises: ValueError that names a leaf of the batch that cannot be cut.
         """

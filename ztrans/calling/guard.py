@@ -1,10 +1,11 @@
-"""The guard of a program: it recognises a call like the last one, without examining it as a new call.
+"""The guard of a program: it recognises a call like the last one without examining it.
 
-In a loop every step gets the state that the step before it returned, and a batch like the one before. So what was
-found out about the last call is still true: its signature, the layout of its leaves, and that they share no memory.
-Recognising the state takes a fraction of a microsecond a leaf. A leaf that was replaced, resized, moved or laid out in
-another way since then is noticed, and the call is then examined as a new one. A tensor with the properties and the
-memory of a leaf is as good as that leaf.
+In a loop every step gets the state that the step before it returned, and a batch like the one
+before. So what was found out about the last call is still true: its signature, the layout of its
+leaves, and that they share no memory. Recognising the state takes a fraction of a microsecond a
+leaf. A leaf that was replaced, resized, moved or laid out in another way since then is noticed, and
+the call is then examined as a new one. A tensor with the properties and the memory of a leaf is as
+good as that leaf.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -29,7 +30,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Guard:
-    """The properties of the last call of a program, with the state that it returned. It keeps no tensor alive."""
+    """The last call of a program, with the state that it returned. It keeps no tensor alive."""
 
     def __init__(self, call: BoundCall, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
@@ -40,7 +41,9 @@ class Guard:
         leaves = self._batch_tree.leaves(arguments) or []
         self._kinds = list(map(type, leaves))
         self._batch = [Leaf.of(x, is_state=False) for x in leaves]
-        self._inputs = [i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)]
+        self._inputs = [
+            i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)
+        ]
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call of which everything is as in the last one; None for another call.
@@ -76,7 +79,9 @@ class KnownState:
         self._tree = KnownTree(state)
         leaves = self._tree.leaves(state) or []
         # The layout of a DTensor is no property of its local tensor.
-        self._references = [(i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN]
+        self._references = [
+            (i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN
+        ]
         self._distributed = [i for i, x in enumerate(leaves) if isinstance(x, DTensor)]
         self._trained = [i for i, x in enumerate(leaves) if x.requires_grad]
         tensors = self._local(leaves)
@@ -94,7 +99,10 @@ class KnownState:
             return None
         tensors = self._local(leaves)
         try:
-            if not self._guards.check(*tensors) or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
+            if (
+                not self._guards.check(*tensors)
+                or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses
+            ):
                 return None
         except TypeError:  # a leaf is no tensor any more
             return None
@@ -108,24 +116,31 @@ class KnownState:
             return False
         first, end = span(x)
         before = bisect_right(self._starts, first) - 1  # the leaf that begins there or earlier
-        return bisect_right(self._starts, end - 1) - 1 > before or (before >= 0 and first < self._ends[before])
+        return bisect_right(self._starts, end - 1) - 1 > before or (
+            before >= 0 and first < self._ends[before]
+        )
 
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that this rank holds of the leaves."""
         tensors = list(leaves)
-        for i in self._distributed:  # without torch.no_grad(), which an interrupt could leave behind
+        for (
+            i
+        ) in self._distributed:  # without torch.no_grad(), which an interrupt could leave behind
             tensors[i] = tensors[i]._local_tensor  # type: ignore[attr-defined]
         return tensors
 
 
 class KnownTree:
-    """The structure of a tree: its containers level by level, each with its type and its keys, and its leaves.
+    """The structure of a tree: its containers with their types and keys, and its leaves.
 
-    It finds the leaves of a tree of the same structure faster than PyTorch flattens one. None has no leaf.
+    It finds the leaves of a tree of the same structure faster than PyTorch flattens one. None has
+    no leaf.
     """
 
     def __init__(self, tree: Any) -> None:
-        self._containers: list[tuple[int, Any, Any]] = []  # the position of each among all nodes, its type and its keys
+        self._containers: list[
+            tuple[int, Any, Any]
+        ] = []  # the position of each among all nodes, its type and its keys
         nodes = [tree]
         below: dict[int, range] = {}
         for position, node in enumerate(nodes):  # which grows meanwhile
@@ -137,7 +152,7 @@ class KnownTree:
         self._leaves = list(_leaf_positions(0, below))
 
     def leaves(self, tree: Any) -> list[Any] | None:
-        """The leaves of a tree of this structure, in the order in which a tree is flattened; None for another one.
+        """The leaves of a tree of this structure, as if it was flattened; None for another one.
 
         Something else may be in the place of a leaf.
         """
@@ -170,7 +185,9 @@ def _children(node: Any) -> tuple[list | None, Any]:
         return [*node], len(node)
     if node is None:  # an empty subtree
         return [], None
-    itself = id(node)  # `tree_flatten` leaves a reference cycle behind, which must not hold the node
+    itself = id(
+        node
+    )  # `tree_flatten` leaves a reference cycle behind, which must not hold the node
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)
     return (None, None) if structure.is_leaf() else (children, structure)
 

@@ -1,4 +1,4 @@
-"""Inputs: the flat tensors of a call, those of this rank, and whether a step may overwrite its state."""
+"""Inputs: the flat tensors of a call on this rank, and whether a step may overwrite its state."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def local_inputs(
         call, function: the call, and its step function.
         caller: the name of the call in errors, by default that of the program.
 
-    Raises: TypeError for arguments of another structure, shape or dtype, for other constants, and for an input that
-        the step divides in another way.
+    Raises: TypeError for arguments of another structure, shape or dtype, for other constants, and
+        for an input that the step divides in another way.
     """
     name = caller or graph.name
     leaves = _traced_leaves(name, made_for, call, function)
@@ -69,7 +69,8 @@ def local_inputs(
 def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: StepFunction) -> list:
     """The leaves of a call that are inputs of the program.
 
-    Raises: TypeError if the other leaves, or the tree, differ from those that the program was traced for.
+    Raises: TypeError if the other leaves, or the tree, differ from those that the program was
+    traced for.
     """
     leaves, tree = pytree.tree_flatten(call.tree())
     if (tree, call.names) != (made_for.tree, made_for.names):
@@ -82,7 +83,9 @@ def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: St
         if isinstance(leaf.value, Constant):
             if leaf != Leaf.of(x, i < made_for.num_state):
                 path = made_for.paths[i]
-                raise TypeError(f"{name}: compiled for {path}={leaf.value.value!r}, called with {x!r}.")
+                raise TypeError(
+                    f"{name}: compiled for {path}={leaf.value.value!r}, called with {x!r}."
+                )
         else:
             traced.append(x)
     return traced
@@ -90,8 +93,8 @@ def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: St
 
 def _structures(made_for: Signature, now: Signature) -> str:
     """How the structure of a call differs from that of its program, by leaves if these differ."""
-    new = [path for path in now.paths if path not in made_for.paths]
-    lost = [path for path in made_for.paths if path not in now.paths]
+    new = now.paths_missing_in(made_for)
+    lost = made_for.paths_missing_in(now)
     changes = []
     if new:
         changes.append(f"called with {', '.join(new[:4])}, which it was compiled without")
@@ -101,7 +104,7 @@ def _structures(made_for: Signature, now: Signature) -> str:
 
 
 def check_surroundings(name: str, made_for: Signature, now: Surroundings) -> None:
-    """Check that what a program is specialised on besides its arguments has not changed since it was traced.
+    """Check that nothing besides its arguments that a program is specialised on has changed.
 
     Raises: TypeError that says what has changed.
     """
@@ -127,29 +130,33 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
 
 
 def read_argument(x: Any) -> torch.Tensor:
-    """This rank's part of an argument in memory. A lazily conjugated or negated tensor is not what its memory holds."""
+    """This rank's part of an argument, computed if the tensor is conjugated or negated lazily."""
     return local_part(x).resolve_conj().resolve_neg()
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of an argument: the local tensor of a DTensor, a number as a tensor, any other tensor itself."""
+    """This rank's part of an argument: of a DTensor its local tensor, a number as a tensor."""
     x = x.to_local() if isinstance(x, DTensor) else as_tensor(x)
     return x.detach() if x.requires_grad else x
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that a step may overwrite its state: each leaf of it is contiguous and shares memory with no other input.
+    """Check that a step may overwrite its state: its leaves are contiguous and share no memory.
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
         if x.is_conj() or x.is_neg():
-            raise TypeError(_donated(graph, f"{v.name} is conjugated or negated only when it is read"))
+            raise TypeError(
+                _donated(graph, f"{v.name} is conjugated or negated only when it is read")
+            )
         if not x.is_contiguous():
             raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
     for i, j in overlapping(inputs):
         if min(i, j) < graph.num_state:
-            raise TypeError(_donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory"))
+            raise TypeError(
+                _donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory")
+            )
 
 
 def _donated(graph: Graph, reason: str) -> str:
@@ -171,9 +178,11 @@ def span(x: torch.Tensor) -> tuple[int, int]:
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """For each tensor that shares memory with one that begins before it: their positions."""
     spans = [(*span(x), i) for i, x in enumerate(tensors) if x.numel()]
-    farthest = last = 0  # the end of the memory of the tensors so far, and the position of the one that ends there
+    farthest = 0  # the end of the memory of the tensors so far
+    last = 0  # the position of the tensor that ends there
     for start, end, i in sorted(spans):
         if start < farthest:
             yield last, i
         if end > farthest:
-            farthest, last = end, i
+            farthest = end
+            last = i

@@ -1,7 +1,8 @@
 """Signatures: what a program is made for. Calls with equal signatures share a program.
 
-It is the tree of the arguments and what their leaves are, and the surroundings of the call: PyTorch's modes, the
-values that the step reads besides its arguments, and what an `ExtraInputs` adds.
+It is the tree of the arguments and what their leaves are, and the surroundings of the call:
+PyTorch's modes, the values that the step reads besides its arguments, and what an `ExtraInputs`
+adds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Abstract:
         return Var("", self.dtype, self.shape).type
 
     def empty(self, otherwise: str, requires_grad: bool) -> torch.Tensor:
-        """An uninitialised tensor with these properties. That of a meta leaf is on the device `otherwise`."""
+        """An uninitialised tensor like this. That of a meta leaf is on the device `otherwise`."""
         device = otherwise if self.device == "meta" else self.device
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return empty.requires_grad_(requires_grad)
@@ -68,7 +69,7 @@ _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
 class Constant(NamedTuple):
-    """A leaf that is neither a tensor nor a number. Its value is fixed in the program, and compared by `==`."""
+    """A leaf that is neither a tensor nor a number: a constant, which is compared by `==`."""
 
     kind: type
     value: Any
@@ -193,7 +194,9 @@ class Signature:
         return self._hash
 
     @staticmethod
-    def of(call: BoundCall, function: StepFunction, surroundings: Surroundings | None = None) -> Signature:
+    def of(
+        call: BoundCall, function: StepFunction, surroundings: Surroundings | None = None
+    ) -> Signature:
         """The signature of a call of a step function, by default in the present surroundings.
 
         Raises: TypeError for an argument that can be neither an input nor a constant of a program.
@@ -202,7 +205,9 @@ class Signature:
         leaves, tree = pytree.tree_flatten(call.tree())
         num_state = tree.children()[0].num_leaves
         described = tuple(Leaf.of(x, i < num_state) for i, x in enumerate(leaves))
-        return Signature(tree, call.names, described, num_state, surroundings, tuple(call.parameters(function)))
+        return Signature(
+            tree, call.names, described, num_state, surroundings, tuple(call.parameters(function))
+        )
 
     @property
     def inputs(self) -> list[int]:
@@ -216,6 +221,10 @@ class Signature:
         state, *others = arguments
         return leaf_names(self.parameters, (none_as_empty(state), *map(opened, others)))[1]
 
+    def paths_missing_in(self, other: Signature) -> list[str]:
+        """The leaves of this signature that another one does not have, by their paths."""
+        return [path for path in self.paths if path not in other.paths]
+
     def any_size(self) -> Signature:
         """This signature without the sizes of the batch."""
         state = self.leaves[: self.num_state]
@@ -223,17 +232,15 @@ class Signature:
         return replace(self, leaves=(*state, *others))
 
     def changes(self, later: Signature) -> list[str]:
-        """The differences between this and a later signature, each in words, first those of the arguments."""
+        """The differences between this and a later signature in words, those of arguments first."""
         changes = []
         if (self.tree, self.names) == (later.tree, later.names):
             for path, before, now in zip(self.paths, self.leaves, later.leaves):
                 if before != now:
                     changes.append(f"{path} {before.change(now)}")
         else:
-            new = [path for path in later.paths if path not in self.paths]
-            lost = [path for path in self.paths if path not in later.paths]
-            changes += [f"{path} is new" for path in new]
-            changes += [f"{path} is missing" for path in lost]
+            changes += [f"{path} is new" for path in later.paths_missing_in(self)]
+            changes += [f"{path} is missing" for path in self.paths_missing_in(later)]
             if not changes:
                 changes.append(f"the arguments were {self.tree} and are {later.tree}")
         return changes + self.surroundings.changes(later.surroundings)

@@ -1,8 +1,9 @@
-"""Trees: the leaves of the arguments of a step, the containers that hold them, and the names of the leaves.
+"""Trees: the leaves of the arguments of a step, their containers and their names.
 
-These are PyTorch's pytrees, with two differences. None in a state is an empty subtree, as in JAX: it has no leaf.
-In a batch or an output, a dataclass, and a mapping that is not a dict (such as the BatchEncoding of transformers), is
-a container. Both are nodes of a type of ours that unflatten to what they stand for.
+These are PyTorch's pytrees, with two differences. None in a state is an empty subtree, as in JAX:
+it has no leaf. In a batch or an output, a dataclass, and a mapping that is not a dict (such as the
+BatchEncoding of transformers), is a container. Both are nodes of a type of ours that unflatten to
+what they stand for.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def _holds_tensor(value: Any) -> bool:
 def _is_container(x: Any) -> bool:
     if isinstance(x, torch.Tensor | float | int | str):
         return False
-    return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Opened))
+    return isinstance(x, Mapping) or (
+        dataclasses.is_dataclass(x) and not isinstance(x, type | Opened)
+    )
 
 
 def _fields(node: Opened) -> dict[str, Any]:
@@ -121,7 +124,10 @@ def _flatten(node: Opened) -> tuple[list[Any], tuple]:
 
 def _flatten_with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], tuple]:
     fields = _fields(node)
-    return [(pytree.MappingKey(key), value) for key, value in fields.items()], (type(node.container), tuple(fields))
+    return [(pytree.MappingKey(key), value) for key, value in fields.items()], (
+        type(node.container),
+        tuple(fields),
+    )
 
 
 def _unflatten(values: Any, context: tuple) -> Any:
@@ -155,15 +161,18 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for keys, leaf in pytree.tree_flatten_with_path(none_as_empty(tree))[0]:
         name = ".".join(key_parts(keys))
         if name in named:
-            raise ValueError(f"two leaves of the state are called {name!r}: rename a key that has a dot.")
+            raise ValueError(
+                f"two leaves of the state are called {name!r}: rename a key that has a dot."
+            )
         named[name] = leaf
     return named
 
 
 def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """For each leaf, a short name (`params.fc1.weight`, `batch.x`) and its path in messages (`state.params...`).
+    """For each leaf a short name, such as `params.weight`, and its path, `state.params.weight`.
 
-    `parameters` are the names of the arguments. The first argument is the state.
+    Programs have the names, and messages the paths. `parameters` are the names of the arguments, of
+    which the first one is the state.
     """
     short_names: list[str] = []
     paths: list[str] = []
@@ -187,5 +196,9 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=lambda _: ([], None),
 )
 pytree.register_pytree_node(
-    Opened, _flatten, _unflatten, serialized_type_name="ztrans.Opened", flatten_with_keys_fn=_flatten_with_keys
+    Opened,
+    _flatten,
+    _unflatten,
+    serialized_type_name="ztrans.Opened",
+    flatten_with_keys_fn=_flatten_with_keys,
 )
