@@ -93,6 +93,11 @@ def times_five(*arguments):
     return arguments[-1] * 5
 
 
+def head(f):
+    """The line on which the definition of a function begins, as messages show it."""
+    return f"{HERE}:{f.__code__.co_firstlineno} {f.__name__}"
+
+
 def decorated(f):
     @functools.wraps(f)
     def wrapper(*args):
@@ -170,7 +175,9 @@ CHANGES = {
     "MODEL.gain was 2.0 and is 3.0": lambda *_: setattr(MODEL, "gain", 3.0),
     "MODEL.drop.p was 0.5 and is 0.0": lambda *_: setattr(MODEL.drop, "p", 0.0),
     "MODEL.drop was a Dropout and is a Tanh": lambda *_: setattr(MODEL, "drop", nn.Tanh()),
-    "the code of inner was": lambda *_: setattr(inner, "__code__", times_five.__code__),
+    f"the code of inner was {head(inner)} and is {head(times_five)}": lambda *_: setattr(
+        inner, "__code__", times_five.__code__
+    ),
     "the code of halved was": lambda *_: setattr(Base, "halved", times_five),
     "MODEL.forward was absent": lambda *_: setattr(MODEL, "forward", times_five),
     "a default of step was [2.0] and is [3.0]": lambda step, *_: setattr(

@@ -221,15 +221,20 @@ def _shown(constant: Any) -> str:
     if not isinstance(constant, tuple):
         return "absent" if constant is object else f"a {constant.__name__}"
     kind, content = constant
-    if not issubclass(kind, _CONTAINERS):
-        return repr(content)
-    if issubclass(kind, dict):
-        entries = [f"{_shown(key)}: {_shown(entry)}" for key, entry in content]
+    if issubclass(kind, types.CodeType):
+        text = str(_head(content))
+    elif issubclass(kind, dict):
+        text = f"{{{', '.join(f'{_shown(key)}: {_shown(entry)}' for key, entry in content)}}}"
+    elif issubclass(kind, _CONTAINERS):
+        text = f"[{', '.join(map(_shown, content))}]"
     else:
-        entries = [_shown(entry) for entry in content]
-    opening, closing = "{}" if issubclass(kind, dict | set | frozenset) else "[]"
-    text = f"{opening}{', '.join(entries)}{closing}"
+        text = repr(content)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _head(code: types.CodeType) -> Source:
+    """The line on which the definition of a function begins."""
+    return Source(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
 class _Search:
@@ -298,7 +303,7 @@ class _Search:
 
     def _function(self, f: types.FunctionType) -> None:
         code = f.__code__
-        here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+        here = _head(code)
         read_code = functools.partial(getattr, f, "__code__")
         self._place(f, "__code__", f"the code of {f.__name__}", read_code, here)
         if is_library(code.co_filename):
@@ -388,7 +393,7 @@ class _Names:
                 if action != "LOAD" or instruction.argval not in names:
                     names[instruction.argval] = source
         takes_names = not _BY_NAME.isdisjoint(self.globals)
-        here = Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+        here = _head(code)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):  # an inner function or a comprehension
                 self._add(constant)
