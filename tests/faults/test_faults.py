@@ -82,6 +82,7 @@ def test_ranks_with_different_first_states_raise_an_error():
         shapes = rank.reports["shapes"]["text"]
         assert shapes.startswith("shard: state.params.w1 is [24, 24] of torch.float32 on rank 0 and [25, 24] of")
         assert rank.reports["leaves"]["text"].startswith("shard: rank 1 has 15 leaves and rank 0 has 16")
+        assert "Of an optimizer that divides its state over ranks itself, use its single-device class" in rank.reports["leaves"]["text"]
         assert "on meta, without values on rank 1" in rank.reports["meta"]["text"]
 
 

@@ -111,6 +111,24 @@ def test_a_program_that_logs_itself_is_left_alone(shown):
     assert records[0] == "train_step: trace" and re.fullmatch(r"train_step: trace, \d+\.\d s", records[1])
 
 
+def test_the_level_of_the_root_logger_alone_shows_nothing(shown, monkeypatch):
+    """As `logging.basicConfig(level=logging.INFO)` sets it."""
+    records = []
+    of_root = logging.Handler()
+    of_root.emit = lambda record: records.append(record.getMessage())
+
+    def run():
+        monkeypatch.setattr(progress.log, "propagate", True)
+        monkeypatch.setattr(logging.root, "level", logging.INFO)
+        monkeypatch.setattr(logging.root, "handlers", [of_root])
+        compiled()
+
+    assert shown(run, terminal=True) == "" and records == []
+    progress.log.setLevel(logging.INFO)
+    compiled()
+    assert records[0] == "train_step: trace"
+
+
 def test_another_level_is_refused(shown):
     with pytest.raises(ValueError, match=r"ZTRANS_LOG=verbose: it is info or debug\."):
         shown(compiled, ZTRANS_LOG="verbose")

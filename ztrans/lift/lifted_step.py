@@ -40,7 +40,13 @@ from .hyperparameters import (
 from .lifted_state import State, check_lifted, missing_leaves, state_of
 from .module_tensors import buffers_of, substituted, tensors_of
 from .numbers import Numbers
-from .optimizer_state import check_known, check_optimizers, constant_entries, counts
+from .optimizer_state import (
+    check_known,
+    check_optimizers,
+    constant_entries,
+    counts,
+    is_built_on_torchs,
+)
 from .scaler import scaling, settings_of
 
 P = ParamSpec("P")
@@ -268,11 +274,12 @@ def _groups_with(
 
     A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is.
     """
+    has_form = torch.compiler.is_compiling() and is_built_on_torchs(optimizer)
     groups = []
     for group in optimizer.param_groups:
         stand_ins = [params[names[id(p)]] for p in group["params"]]
         traced = {**group, **next(inputs), "params": stand_ins}
-        if torch.compiler.is_compiling() and not group.get("fused"):
+        if has_form and not group.get("fused"):
             traced.update({key: value for key, value in _FORM.items() if key in group})
         groups.append(traced)
     return groups

@@ -29,6 +29,15 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
 
 
+def is_built_on_torchs(optimizer: Optimizer) -> bool:
+    """Whether the class of an optimizer is one of torch.optim, or is derived from one."""
+    bases = type(optimizer).__mro__
+    return any(
+        getattr(torch.optim, base.__name__, None) is base
+        for base in bases[: bases.index(Optimizer)]
+    )
+
+
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raises: ValueError for optimizers that `lift` cannot work with."""
     names = {id(p): name for name, p in model.named_parameters()}

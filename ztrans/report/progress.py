@@ -2,7 +2,8 @@
 
 The logger "ztrans" tells when a step is traced, transformed, planned and compiled, once a job, on rank 0. On a terminal
 the present stage is shown on one line, and stages of more than a second leave a line. Elsewhere nothing is shown unless
-`ZTRANS_LOG=info` or `ZTRANS_LOG=debug` is set, or the program configures the logger.
+`ZTRANS_LOG=info` or `ZTRANS_LOG=debug` is set, or the program sets the level of the logger:
+`logging.getLogger("ztrans").setLevel(logging.INFO)`. The level of the root logger alone shows nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LONG = 1.0  # seconds; a shorter stage leaves no line on a terminal
 def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
     """Tell that a stage of `step` begins, and after it how many seconds it took."""
     _prepare()
-    if not log.isEnabledFor(level) or not _is_first_rank():
+    if log.level == logging.NOTSET or not log.isEnabledFor(level) or not _is_first_rank():
         yield
         return
     begin, text = time.monotonic(), "%s: %s failed after %.1f s"

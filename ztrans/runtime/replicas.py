@@ -59,7 +59,8 @@ def _check_paths(by_rank: Mapping[int, Sequence[Leaf]]) -> None:
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in wanted]:
             raise ValueError(
                 f"shard: rank {rank} has {len(leaves)} leaves and rank {first} has {len(wanted)}, or they have other "
-                f"names.\nBuild the same model and optimizer on every rank."
+                f"names.\nBuild the same model and optimizer on every rank. Of an optimizer that divides its state "
+                f"over ranks itself, use its single-device class."
             )
 
 
