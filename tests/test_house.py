@@ -47,7 +47,7 @@ DOORS = {
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.fx_trace", "tracing.annotate", "tracing.gradient_marks", "tracing.c10d"),
+    *("tracing.fx_trace", "tracing.annotate", "tracing.gradient_marks"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.leaves"),

@@ -222,10 +222,15 @@ def decompositions() -> dict[Any, Callable]:
             if not overload.endswith("out") and torch._C._dispatch_has_kernel_for_dispatch_key(name, over_lists):
                 table[op] = functools.partial(op._op_dk, over_lists)
         elif c10d.has_no_place(op):
-            table[op] = functools.partial(c10d.functionalized, op)
+            table[op] = functools.partial(c10d.functionalized, op, _finished_work)
         else:
             table[op] = c10d.forget_values
     return table
+
+
+def _finished_work() -> Any:
+    """A `Work` of torch.distributed that has finished."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
 
 
 @functools.cache
