@@ -26,8 +26,7 @@ from .reads import ReadValues
 from .trees import leaf_names, none_as_empty, opened
 
 
-@dataclass(frozen=True)
-class Abstract:
+class Abstract(NamedTuple):
     """A tensor or a number without its value: shape, dtype, stride, device."""
 
     shape: tuple[int, ...]
@@ -124,7 +123,7 @@ class Leaf(NamedTuple):
         if isinstance(self.value, Constant):
             return self
         sizes = (0,) * len(self.value.shape)
-        return self._replace(value=replace(self.value, shape=sizes, stride=()))
+        return self._replace(value=self.value._replace(shape=sizes, stride=()))
 
     def change(self, later: Leaf) -> str:
         """In words, how a later leaf differs from this one."""
