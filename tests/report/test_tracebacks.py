@@ -57,7 +57,7 @@ def test_all_frames_are_shown_on_request(monkeypatch):
     monkeypatch.setenv("ZTRANS_TRACEBACK", "full")
     with pytest.raises(ValueError, match="reads a tensor's value") as e:
         zt.Step.of(reads).trace(STATE, X)
-    assert {"watch.py", "trace.py", "step.py"} < {name for name, _ in frames(e.value)}
+    assert {"annotate.py", "trace.py", "step.py"} < {name for name, _ in frames(e.value)}
     assert not hasattr(e.value, "__notes__")
 
 
