@@ -70,13 +70,11 @@ class Gradients(TorchFunctionMode):
         self._zeroed: set[str] = set()  # those that `zero_grad(set_to_none=False)` has reset
         # Gradients that backward has added to a gradient which is not reset, with its line.
         self._added: dict[str, Source | None] = {}
-        self._used: dict[
-            str, tuple[str, Source | None]
-        ] = {}  # what used a gradient that is not reset
+        # What used a gradient that is not reset, and where.
+        self._used: dict[str, tuple[str, Source | None]] = {}
         self._reached: set[str] = set()  # the parameters that backward has reached
-        self._stepped_before: dict[
-            str, Source | None
-        ] = {}  # those that an optimizer stepped before that
+        # Those that an optimizer stepped before that, with its line.
+        self._stepped_before: dict[str, Source | None] = {}
         self._ran_backward = False
         for name, p in params.items():
             if carried is not None:
@@ -91,7 +89,9 @@ class Gradients(TorchFunctionMode):
         if func in _BACKWARD:
             return self._backward(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
+        attribute = ""
+        if name in ("__get__", "__set__"):
+            attribute = getattr(func.__self__, "__name__", "a property")
         if args and id(args[0]) in self._names_in_module and _has_effect(name, attribute):
             used = f".{attribute}" if attribute else name
             raise _taken_before(self._names_in_module[id(args[0])], used, user_source(2))

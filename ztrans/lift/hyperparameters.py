@@ -28,6 +28,7 @@ Group = dict[str, Any]
 
 # The coefficients of Muon's polynomial: `torch.addmm` takes them by value.
 _BY_VALUE = ("params", "ns_coefficients")
+_PLAIN = (bool, int, str, type(None))
 
 
 def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
@@ -50,8 +51,8 @@ def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
     constants = []
     for group in groups_of(optimizers):
         members = tuple(map(id, group["params"]))
-        values = [(key, _constant(key, value)) for key, value in group.items() if key != "params"]
-        constants.append((members, repr(values)))
+        values = [(key, _constant(key, x)) for key, x in group.items() if key != "params"]
+        constants.append((members, *values))
     return tuple(constants)
 
 
@@ -65,9 +66,12 @@ def signed(groups: Sequence[Group], inputs: Sequence[Group]) -> Iterator[tuple[A
 
 
 def _is_input(key: str, value: Any) -> bool:
+    # Every call asks this of every value, and the usual types are told apart fast.
+    if type(value) in _PLAIN:
+        return key == "lr" and type(value) is int
     if key in _BY_VALUE:
         return False
-    if key == "lr" and is_number(value):
+    if type(value) is float:
         return True
     entries = _entries(value)
     if any(isinstance(x, torch.Tensor) for x in entries):
@@ -77,16 +81,20 @@ def _is_input(key: str, value: Any) -> bool:
 
 def _as_input(value: Any) -> Any:
     """A hyperparameter with floats for its numbers, so that a rate of 1 has the program of a rate of 0.5."""
+    if type(value) is float:
+        return value
     if isinstance(value, tuple | list):
         return tuple(_as_input(x) for x in value)
     return float(value) if is_number(value) else value
 
 
-def _constant(key: str, value: Any) -> Any:
+def _constant(key: str, value: Any) -> Hashable:
     """What a program is specialised on in a hyperparameter."""
+    if type(value) in _PLAIN and key != "lr":
+        return type(value), value
     if not _is_input(key, value):
-        return value
-    return "an input" if key == "lr" else [_sign(x) for x in _entries(value)]
+        return repr(value)
+    return "an input" if key == "lr" else tuple([_sign(x) for x in _entries(value)])
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -100,7 +108,9 @@ def _is_float(value: Any) -> bool:
 
 def _sign(value: Any) -> int | None:
     """The sign of a number; None for a tensor."""
-    return (value > 0) - (value < 0) if is_number(value) else None
+    if type(value) is float or is_number(value):
+        return (value > 0) - (value < 0)
+    return None
 
 
 @contextlib.contextmanager

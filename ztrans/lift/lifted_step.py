@@ -237,15 +237,16 @@ def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
 
     Every call asks this, so it takes less time than `model.parameters()` does.
     """
-    modules: list[nn.Module] = [model]
+    modules: list[Any] = [model]
     parameters: list[Any] = []
+    training: list[bool] = []
     for module in modules:  # which grows meanwhile
         if module is not None:
             attributes = vars(module)
             modules += attributes["_modules"].values()
             parameters += attributes["_parameters"].values()
-    training = tuple([module.training for module in modules if module is not None])
-    return training, tuple([p.requires_grad for p in parameters if p is not None])
+            training.append(attributes["training"])
+    return tuple(training), tuple([p.requires_grad for p in parameters if p is not None])
 
 
 def _stand_ins(

@@ -28,7 +28,6 @@ _COMPARISONS = {
     "bool": operator.ne,
 }
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")
-
 _ROUNDED_ONCE = ("mul", "mul_", "div", "div_")
 
 
@@ -41,9 +40,8 @@ class Numbers(TorchFunctionMode):
 
     def __init__(self, numbers: Iterable[tuple[torch.Tensor, int | None]]) -> None:
         super().__init__()
-        self._numbers: dict[
-            int, torch.Tensor
-        ] = {}  # holds the tensors, so that their ids stay valid
+        # Holds the tensors, so that their ids stay valid.
+        self._numbers: dict[int, torch.Tensor] = {}
         self._signs: dict[int, int] = {}
         self._results: dict[tuple, torch.Tensor] = {}
         for x, sign in numbers:
