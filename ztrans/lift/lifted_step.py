@@ -101,13 +101,19 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
         module_params = dict(self._model.named_parameters())
+        names = {id(p): name for name, p in module_params.items()}
         params = _stand_ins(module_params, state["params"])
+        numbers = Numbers(
+            [
+                *signed(groups_of(self._optimizers), extra),
+                *counts(self._optimizers, names, state["optimizer"]),
+            ]
+        )
         scale = None
         if "scaler" in state:
             scale = {key: x.clone() for key, x in state["scaler"].items()}
-        numbers = self._numbers(extra, state)
         earlier = tensors_of(self._model)
-        with self._holding(params, extra, state):
+        with self._holding(names, params, extra, state):
             gradients = Gradients(params, module_params, state.get("grads"), bool(self._optimizers))
             with self._watched(params, earlier, gradients, numbers, scale):
                 output = self._loop_step(*batch, **named)
@@ -121,14 +127,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
 
     @contextlib.contextmanager
     def _holding(
-        self, params: Mapping[str, torch.Tensor], extra: list[Group], state: State
+        self,
+        names: Mapping[int, str],
+        params: Mapping[str, torch.Tensor],
+        extra: list[Group],
+        state: State,
     ) -> Iterator[None]:
         """Let the module and the optimizers have the tensors of the state inside."""
-        tensors = {}
-        names = {}
-        for name, p in self._model.named_parameters():
-            names[id(p)] = name
-            tensors[id(p)] = params[name]
+        tensors = {key: params[name] for key, name in names.items()}
         for name, x in buffers_of(self._model).items():
             if name in state["buffers"]:
                 tensors[id(x)] = state["buffers"][name]
@@ -171,14 +177,6 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
                     f"{trained[name]}; the next call would start from {trained[name]} again.\n"
                     f"Set it outside of the loop step, which is then traced again; or set it back before its end."
                 )
-
-    def _numbers(self, extra: list[Group], state: State) -> Numbers:
-        """The mode in which the numbers of the optimizers are tensors."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        of_state = counts(self._optimizers, names, state["optimizer"])
-        return Numbers(
-            [*signed(groups_of(self._optimizers), extra), *((x, None) for x in of_state)]
-        )
 
     def _new_state(
         self,

@@ -134,8 +134,11 @@ def constant_entries(state: Mapping[str, Any]) -> State:
 
 def counts(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], state: State
-) -> Iterator[torch.Tensor]:
-    """The leaves of `state`, by parameter, that optimizers keep as Python numbers, such as a count of steps."""
+) -> Iterator[tuple[torch.Tensor, None]]:
+    """The leaves of `state`, by parameter, that optimizers keep as Python numbers, such as a count of steps.
+
+    Their signs are not known.
+    """
     for optimizer in optimizers:
         for p, entries in optimizer.state.items():
             in_state = state.get(names.get(id(p), ""), {})
@@ -143,7 +146,7 @@ def counts(
                 leaves = pytree.tree_leaves(value)
                 for number, x in zip(leaves, pytree.tree_leaves(in_state.get(key))):
                     if is_number(number):
-                        yield x
+                        yield x, None
 
 
 def check_known(
