@@ -64,6 +64,7 @@ def lift(
     module, or a scheduler, or another GradScaler; or whose optimizer makes its state in its first step and is not one
     of torch.optim: it takes one step before `lift`.
 
+    >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> def loop_step(x):

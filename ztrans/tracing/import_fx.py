@@ -11,6 +11,7 @@ sub-programs for the functions that it calls.
 from __future__ import annotations
 
 import operator
+import re
 import string
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -296,7 +297,9 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     outputs = _import_nodes(builder, module, arguments, caller)
     listed = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
     results = _in_separate_memory(builder, listed, arguments)
-    graph = dce(Graph(name.replace("_graph", ""), tuple(values), tuple(builder.eqns), tuple(results), 0))
+    # make_fx numbers the functions of a whole trace. Calls of equal functions have equal names here, and share kernels.
+    short = re.sub(r"\d+$", "0", name.replace("_graph", ""))
+    graph = dce(Graph(short, tuple(values), tuple(builder.eqns), tuple(results), 0))
     changed = any(x.storage.version for x in arguments)
     problem = "changes its argument in place" if changed else no_function(graph)
     if problem is not None:
