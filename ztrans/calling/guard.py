@@ -22,6 +22,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ..ir.layout import as_tensor
 from .call import BoundCall
 from .inputs import Inputs, read_argument, span
 from .signature import Constant, Leaf, Surroundings
@@ -59,9 +60,12 @@ class Guard:
         if state is None:
             return None
         for i in self._inputs:
-            tensor = read_argument(arguments[i])
-            if self._state.overlaps(tensor):
-                return None
+            if isinstance(arguments[i], torch.Tensor):
+                tensor = read_argument(arguments[i])
+                if self._state.overlaps(tensor):
+                    return None
+            else:
+                tensor = as_tensor(arguments[i])
             state.tensors.append(tensor)
         return state
 
