@@ -7,6 +7,7 @@ values that it reads is refused (see `purity`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,56 +119,125 @@ def trace(
     """
     check_torch()
     name = _name(fn)
-    state = call.state
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
-    leaves, in_tree = pytree.tree_flatten(part.tree())
-    num_state = len(state_leaves(state))
-    of_batch = range(num_state, len(leaves) - len(pytree.tree_leaves(call.extra)))
-    short_names, paths = leaf_names(call.parameters(function), (state, *part.batch, *part.extra))
-    refuse_wrappers(zip(paths, leaves))
-    check_state(paths, leaves[:num_state])
-    axes = axes or [()] * len(leaves)
-    owns = _owns(leaves, paths, axes, num_state)
-    specs = list(map(spec_of, leaves, owns))
-    abstract = [Abstract.of(leaf, i < num_state, own) for i, (leaf, own) in enumerate(zip(leaves, owns))]
-    dynamic = [i for i, value in enumerate(abstract) if isinstance(value, Abstract)]
-    described = [value for value in abstract if isinstance(value, Abstract)]
-    default_device = device or _device_of(described)
-    inputs = [Var(short_names[i], value.dtype, value.shape) for i, value in zip(dynamic, described)]
-    is_in_batch = [i in of_batch and isinstance(leaves[i], torch.Tensor) for i in dynamic]
-    batch_vars = frozenset(itertools.compress(inputs, is_in_batch))
-
-    def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
-        full = _constants(abstract)
-        for i, tensor in zip(dynamic, tensors):
-            full[i] = around(tensor, specs[i])
-        result = part.of_tree(pytree.tree_unflatten(full, in_tree)).run(fn)
-        _check_result(fn, result, state)
-        new, tree = pytree.tree_flatten(none_as_empty(result[0]))
-        new, output = local_results(new, specs, paths, opened(result[1]))
-        refuse_wrappers((*zip(paths, new), *named_outputs(output)))
-        return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
+    arguments = _Arguments.of(part, part.parameters(function), axes)
+    inputs = arguments.inputs()
 
     def make_inputs() -> list[torch.Tensor]:
-        trained = [getattr(leaves[i], "requires_grad", False) for i in dynamic]
-        return [value.empty(default_device, trains) for value, trains in zip(described, trained)]
+        return arguments.empty(device or _device_of(arguments.described))
+
+    def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
+        result = part.of_tree(arguments.around(tensors)).run(fn)
+        _check_result(fn, result, part.state)
+        return arguments.local_results(result)
 
     def record_program() -> Imported:
         traced = trace_by_make_fx(call_fn, make_inputs, [v.name for v in inputs], name)
+        batch = arguments.in_batch(inputs)
         with without_autocast():
-            eqns, tensors, facts = import_fx(traced.module, inputs, batch_vars)
+            eqns, tensors, facts = import_fx(traced.module, inputs, batch)
         outputs = _with_constants(tensors, traced.constants)
-        shapes = tuple(map(shape_of, leaves[:num_state]))
-        graph = Graph(name, tuple(inputs), tuple(eqns), outputs, num_state, batch_vars, leaf_shapes=shapes)
-        _check_state(graph, paths)
-        graph = with_settled_attention(_annotated(graph, facts), _are_on_cpus(described))
+        num_state = arguments.num_state
+        shapes = tuple(map(shape_of, arguments.leaves[:num_state]))
+        graph = Graph(name, inputs, tuple(eqns), outputs, num_state, batch, leaf_shapes=shapes)
+        _check_state(graph, arguments.paths)
+        graph = _annotated(graph, facts)
+        graph = with_settled_attention(graph, _are_on_cpus(arguments.described))
         return Imported(graph, traced.out_tree, traced.module)
 
     traced, reads = trace_without_side_effects(record_program, function.reads, name)
     signature = Signature.of(call, function, Surroundings.of(function)._replace(reads=reads))
-    of_inputs = tuple(axes[i] for i in dynamic), tuple(owns[i] for i in dynamic)
+    of_inputs = arguments.of_inputs(arguments.axes), arguments.of_inputs(arguments.owns)
     return Program(traced.graph, traced.module, traced.out_tree, signature, function, *of_inputs)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a call, as its trace sees them.
+
+    Attributes:
+        leaves, tree: the leaves of all arguments, those of the state first, and their tree.
+        names, paths: for each leaf, its short name, and its path in messages.
+        abstract: for each leaf, its properties, or the constant that it is.
+        num_state, num_extra: how many leaves belong to the state, and how many to the extra inputs, which come last.
+        axes: for each leaf, the mesh axes over which transforms distribute it.
+        owns: for each leaf, how the step itself divides it.
+    """
+
+    leaves: Sequence[Any]
+    tree: pytree.TreeSpec
+    names: Sequence[str]
+    paths: Sequence[str]
+    abstract: Sequence[Abstract | Constant]
+    num_state: int
+    num_extra: int
+    axes: Sequence[tuple[str, ...]]
+    owns: Sequence[Own | None]
+
+    @staticmethod
+    def of(call: BoundCall, parameters: Sequence[str], axes: Sequence[tuple[str, ...]]) -> _Arguments:
+        """The arguments of a call.
+
+        Raises: TypeError or ValueError for a leaf that a program cannot have.
+        """
+        leaves, tree = pytree.tree_flatten(call.tree())
+        names, paths = leaf_names(parameters, (call.state, *call.batch, *call.extra))
+        num_state = len(state_leaves(call.state))
+        refuse_wrappers(zip(paths, leaves))
+        check_state(paths, leaves[:num_state])
+        axes = axes or [()] * len(leaves)
+        owns = _owns(leaves, paths, axes, num_state)
+        abstract = [Abstract.of(leaf, i < num_state, owns[i]) for i, leaf in enumerate(leaves)]
+        num_extra = len(pytree.tree_leaves(call.extra))
+        return _Arguments(leaves, tree, names, paths, abstract, num_state, num_extra, axes, owns)
+
+    def of_inputs(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Of values for all leaves, those for the inputs of the program. The other leaves are constants."""
+        return tuple(x for x, leaf in zip(values, self.abstract) if isinstance(leaf, Abstract))
+
+    @property
+    def described(self) -> tuple[Abstract, ...]:
+        """The properties of the inputs."""
+        return self.of_inputs(self.abstract)
+
+    def inputs(self) -> tuple[Var, ...]:
+        """The inputs of the program."""
+        return tuple(Var(name, x.dtype, x.shape) for name, x in zip(self.of_inputs(self.names), self.described))
+
+    def in_batch(self, inputs: Sequence[Var]) -> frozenset[Var]:
+        """The inputs that are tensors of the batch, which differ from rank to rank."""
+        end = len(self.leaves) - self.num_extra
+        is_batch = [self.num_state <= i < end and isinstance(x, torch.Tensor) for i, x in enumerate(self.leaves)]
+        return frozenset(itertools.compress(inputs, self.of_inputs(is_batch)))
+
+    def empty(self, otherwise: str) -> list[torch.Tensor]:
+        """An uninitialised tensor for each input. That of a meta leaf is on the device `otherwise`."""
+        trained = self.of_inputs([getattr(leaf, "requires_grad", False) for leaf in self.leaves])
+        return [x.empty(otherwise, trains) for x, trains in zip(self.described, trained)]
+
+    @functools.cached_property
+    def _specs(self) -> list[Any]:
+        """For each leaf, the layout in which the step sees it, if it divides the leaf itself."""
+        return list(map(spec_of, self.leaves, self.owns))
+
+    def around(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The tree of the arguments with these tensors for the inputs."""
+        rest = iter(tensors)
+        full: list[Any] = []
+        for leaf, spec in zip(self.abstract, self._specs):
+            full.append(leaf.value if isinstance(leaf, Constant) else around(next(rest), spec))
+        return pytree.tree_unflatten(full, self.tree)
+
+    def local_results(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The new state and the output of a step, with local tensors for DTensors.
+
+        Raises: TypeError for an output that holds tensors, and is no tree of them.
+        """
+        new, tree = pytree.tree_flatten(none_as_empty(result[0]))
+        new, output = local_results(new, self._specs, self.paths, opened(result[1]))
+        refuse_wrappers((*zip(self.paths, new), *named_outputs(output)))
+        return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
 
 def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -175,11 +245,6 @@ def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tup
     rest = iter(tensors)
     count = len(tensors) + len(constants)
     return tuple(constants[i] if i in constants else next(rest) for i in range(count))
-
-
-def _constants(leaves: Sequence[Abstract | Constant]) -> list[Any]:
-    """The values of the leaves that are constants; None for the others."""
-    return [leaf.value if isinstance(leaf, Constant) else None for leaf in leaves]
 
 
 def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:
@@ -228,7 +293,7 @@ def _check_result(fn: Callable, result: Any, state: Any) -> None:
         )
 
 
-def _check_state(graph: Graph, paths: list[str]) -> None:
+def _check_state(graph: Graph, paths: Sequence[str]) -> None:
     for old, new, path in zip(graph.inputs[: graph.num_state], graph.outputs, paths):
         if not isinstance(new, Var) or (old.dtype, old.shape) != (new.dtype, new.shape):
             got = new.type if isinstance(new, Var) else repr(new)
