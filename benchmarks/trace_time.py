@@ -54,11 +54,11 @@ def gpt() -> tuple[Callable, Any, torch.Tensor]:
 def with_fused_adamw(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[Callable, Any, torch.Tensor]:
     """A step of a model of transformers with PyTorch's fused AdamW."""
 
-    def loss_of(params: dict, tokens: torch.Tensor) -> torch.Tensor:
-        return functional_call(model, params, (), {"input_ids": tokens, "labels": tokens}).loss
+    def loss_of(params: dict, buffers: dict, tokens: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, {**params, **buffers}, (), {"input_ids": tokens, "labels": tokens}).loss
 
     def step(state: dict, tokens: torch.Tensor) -> tuple[dict, torch.Tensor]:
-        grads, loss = grad_and_value(loss_of)(state["params"], tokens)
+        grads, loss = grad_and_value(loss_of)(state["params"], state["buffers"], tokens)
         new = {key: {k: x.clone() for k, x in state[key].items()} for key in state}
         lists = [[*values.values()] for values in (new["params"], grads, new["m"], new["v"])]
         settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
@@ -68,7 +68,8 @@ def with_fused_adamw(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[Call
     params = {k: p.detach() for k, p in model.named_parameters()}
     zeros = {k: torch.zeros_like(p) for k, p in params.items()}
     counts = {k: torch.zeros((), device="meta") for k in params}
-    return step, {"params": params, "m": zeros, "v": dict(zeros), "step": counts}, tokens
+    state = {"params": params, "m": zeros, "v": dict(zeros), "step": counts}
+    return step, {**state, "buffers": dict(model.named_buffers())}, tokens
 
 
 def gpt2() -> tuple[Callable, Any, torch.Tensor]:

@@ -46,7 +46,7 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
 
     (_, traced), (_, written), *_ = lowered.history
     print("The FX graph of make_fx:\n")
-    print("\n".join(traced.code.strip().splitlines()[:lines]))
+    print("\n".join(traced.code.strip().splitlines()[1 : lines + 1]))  # the first line names all inputs
     print("\nThe program as written:\n")
     print(head(written, lines))
     print(f"\nThe changes that concern {parameter}:")
