@@ -28,7 +28,7 @@ _TORCH, _STANDARD = (
     os.path.realpath(path) + os.sep for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 )
 
-TRACED = "run_traced"  # the function of ztrans.tracing.record that calls a step to trace it
+TRACED = "run_traced"  # the function in ztrans.tracing.fx_trace that calls a step to trace it
 
 # File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
 _TYPED = re.compile(r"<(stdin|console|input|python-input|ipython-input|pyshell|doctest)\b")

@@ -122,13 +122,13 @@ def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
 
     Its code has the name of this file, so it counts as code of ztrans in tracebacks and in searches for a line.
     """
-    taken = dict[str, None]()
+    taken = {"run_": None}  # the name of the function that the code calls
     for name in names:
         word = re.sub(r"\W", "_", name)
         if not word.isidentifier() or keyword.iskeyword(word):
             word = f"input_{word}"
         taken[next(w for w in _numbered(word) if w not in taken)] = None
-    parameters = ", ".join(taken)
+    parameters = ", ".join(name for name in taken if name != "run_")
     scope: dict[str, Any] = {"run_": run}
     exec(compile(f"def step({parameters}): return run_({parameters})", __file__, "exec"), scope)
     return scope.pop("step")  # or the function and its scope would keep the arguments of the step until a collection
